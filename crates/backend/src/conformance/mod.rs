@@ -1,0 +1,1 @@
+//! The suite that judges a device.

@@ -1,0 +1,168 @@
+//! The one trait that a device implements, and the suite that judges it.
+//!
+//! The trait names the operations of a decoder-only transformer over a paged KV cache, and no
+//! others. It is not a tensor library: an operation that the forward pass does not need is not
+//! here.
+//!
+//! Shape legend, used in every comment: `B` sequences, `T` query rows of the whole batch, `H` query
+//! heads, `G` key/value heads, `D` head width, `S` tokens per page, `F` feed-forward width, `V`
+//! vocabulary.
+
+#[cfg(feature = "conformance")]
+pub mod conformance;
+mod error;
+mod layout;
+pub mod quant;
+mod weight;
+
+use nuthatch_types::{KvShape, LayerIdx, PageCopy, Slot};
+
+pub use error::DeviceError;
+pub use layout::{AttnSpec, BatchLayout, PlanShape, RopeSpec, RopeStyle};
+pub use weight::{HostMatrix, WeightType};
+
+/// A device that can run the model.
+///
+/// Operations are ordered on one stream. An operation returns when it is queued, not when it is
+/// done; only [`Backend::read`] and [`Backend::wait`] block.
+///
+/// Shapes are the caller's duty: a buffer that is too small is a programmer error and panics.
+///
+/// **Rows do not see each other.** What an operation computes for one row is the same, bit for bit,
+/// whatever other rows are in the batch and however a sequence was cut into steps. This is what
+/// lets a cached, swapped or recomputed page stand for the one it replaces.
+pub trait Backend: Send + Sync + 'static {
+    /// Activations: a flat array of floats, row after row.
+    type Buf: Send;
+    /// One or more weight matrices, stacked by rows, in the form that this device multiplies with.
+    type Weight: Send;
+    /// The keys and values of all layers in one arena.
+    type Kv: Send;
+    /// The tables of slots, one row for each running sequence.
+    type Tables: Send;
+    /// A batch layout in the form that this device's operations read.
+    type Plan: Send;
+
+    /// A short name of the device and what it uses, for people.
+    fn name(&self) -> String;
+
+    // Memory.
+
+    /// Allocates `len` floats, all zero.
+    fn alloc(&self, len: usize) -> Result<Self::Buf, DeviceError>;
+    /// Copies host floats to the start of `target`.
+    fn write(&self, target: &mut Self::Buf, source: &[f32]) -> Result<(), DeviceError>;
+    /// Copies the start of `source` to the host, and waits.
+    fn read(&self, source: &Self::Buf, target: &mut [f32]) -> Result<(), DeviceError>;
+    /// Waits until everything queued is done.
+    fn wait(&self) -> Result<(), DeviceError>;
+    /// Takes matrices with equal columns, to be multiplied as one whose rows are stacked.
+    ///
+    /// The bytes may be dropped afterwards. An error if a type is not supported on this device.
+    fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Self::Weight, DeviceError>;
+    /// Allocates an arena of `n_slots` pages.
+    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<Self::Kv, DeviceError>;
+    /// Allocates `n_rows` tables of `n_pages` entries.
+    fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Self::Tables, DeviceError>;
+    /// Writes `slots` to the table `row`, from entry `start` on.
+    fn write_table(
+        &self,
+        tables: &mut Self::Tables,
+        row: u32,
+        start: u32,
+        slots: &[Slot],
+    ) -> Result<(), DeviceError>;
+    /// Copies whole pages inside the arena, in order, all layers and heads.
+    fn copy_pages(&self, kv: &mut Self::Kv, copies: &[PageCopy]) -> Result<(), DeviceError>;
+
+    // Once per step.
+
+    /// Allocates a plan for batches up to `shape`.
+    fn alloc_plan(&self, shape: &PlanShape) -> Result<Self::Plan, DeviceError>;
+    /// Prepares `plan` for a batch. Allocates nothing proportional to the context.
+    fn plan(
+        &self,
+        plan: &mut Self::Plan,
+        tables: &Self::Tables,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError>;
+
+    // Once per layer. `rows` is the number of rows of the batch that the operation covers.
+
+    /// `out[t] = table[token[t]]` for each of the plan's tokens; `out` is `[T, d]`.
+    fn embed(
+        &self,
+        table: &Self::Weight,
+        plan: &Self::Plan,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `out[i] = x[plan.output_rows[i]]`, the rows that logits are wanted for; rows of width `d`.
+    fn gather_rows(
+        &self,
+        plan: &Self::Plan,
+        x: &Self::Buf,
+        d: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight`; all `[rows, d]`, `weight` is `[d]`.
+    fn norm(
+        &self,
+        x: &Self::Buf,
+        weight: &Self::Buf,
+        eps: f32,
+        rows: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `out[t] = W x[t] + bias`; `x` is `[rows, cols]`, `out` `[rows, all rows of W]`.
+    fn matmul(
+        &self,
+        w: &Self::Weight,
+        x: &Self::Buf,
+        rows: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `out[t] += W x[t] + bias`.
+    fn matmul_add(
+        &self,
+        w: &Self::Weight,
+        x: &Self::Buf,
+        rows: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// Normalises the heads of q and k if the spec has weights for it, rotates them by their
+    /// positions, and writes k and v to the pages of their sequences.
+    ///
+    /// `qkv` is `[T, (H + 2 G) D]`; afterwards its q part is ready for [`Backend::attend`], its k
+    /// and v parts are undefined.
+    fn rope_append(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut Self::Buf,
+        kv: &mut Self::Kv,
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized;
+    /// `out[t, h] = softmax(scale q[t, h] K) V` over the pages of the row's sequence, causal, and
+    /// not further back than the window; `out` is `[T, H D]`.
+    fn attend(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Self::Buf,
+        kv: &Self::Kv,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized;
+    /// `out[t, i] = silu(gate_up[t, i]) * gate_up[t, F + i]`; `gate_up` is `[rows, 2 F]`.
+    fn swiglu(
+        &self,
+        gate_up: &Self::Buf,
+        f: usize,
+        rows: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+}

@@ -1,0 +1,1 @@
+//! The quantised formats, defined by how one block becomes floats.

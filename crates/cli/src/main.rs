@@ -1,0 +1,3 @@
+//! The binary `nuthatch`.
+
+fn main() {}

@@ -1,0 +1,17 @@
+//! The vocabulary every other crate speaks: ids, shapes, the step plan, sampling, limits, time.
+//!
+//! Nothing here allocates on a device, does I/O, or depends on another crate of this workspace.
+
+mod clock;
+mod fast_map;
+mod id;
+mod plan;
+mod sampling;
+mod shape;
+
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use fast_map::{FastMap, FastSet};
+pub use id::{LayerIdx, PageId, SeqId, Slot, TokenId};
+pub use plan::{PageCopy, Sampled, SeqStart, SeqStep, StepPlan, StepResult, TableChange};
+pub use sampling::{FinishReason, Limits, Sampling, SamplingError};
+pub use shape::{KvDtype, KvShape};

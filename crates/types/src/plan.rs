@@ -1,0 +1,84 @@
+//! What the scheduler asks of the executor, and what it gets back: plain data, by value.
+//!
+//! A plan says only what changes. The executor keeps each sequence's table of slots and its
+//! sampler, so that a decode step costs the same at any context length.
+
+use crate::{Sampling, SeqId, Slot, TokenId};
+
+/// Everything the executor needs for one forward pass, in the order in which it is applied:
+/// `ended`, `started`, `copies`, `seqs`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepPlan {
+    /// Sequences that the executor forgets.
+    pub ended: Vec<SeqId>,
+    /// Sequences that the executor has not seen before.
+    pub started: Vec<SeqStart>,
+    /// Pages whose bytes move before the pass, in order.
+    pub copies: Vec<PageCopy>,
+    /// The batch.
+    pub seqs: Vec<SeqStep>,
+}
+
+/// A sequence that the executor has not seen before.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SeqStart {
+    /// The sequence.
+    pub seq: SeqId,
+    /// How its tokens are chosen.
+    pub sampling: Sampling,
+    /// The tokens that penalties look back on; sampled ones are added by the executor.
+    pub history: Vec<TokenId>,
+}
+
+/// What one sequence does in one step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SeqStep {
+    /// The sequence.
+    pub seq: SeqId,
+    /// Position of the first of `tokens`; everything before it is in the cache.
+    pub start: u32,
+    /// The tokens to compute, at least one.
+    pub tokens: Vec<TokenId>,
+    /// How the sequence's table of slots changes before the pass.
+    pub table: TableChange,
+    /// Whether a token is sampled after the last of `tokens`.
+    pub sample: bool,
+}
+
+/// A change of a sequence's table: the first `keep` entries stay, the rest is replaced by `push`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TableChange {
+    /// Entries that stay.
+    pub keep: u32,
+    /// Slots that follow them.
+    pub push: Vec<Slot>,
+}
+
+/// One page's bytes copied from slot to slot of the device arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageCopy {
+    /// Where the bytes are.
+    pub source: Slot,
+    /// Where they go.
+    pub target: Slot,
+}
+
+/// What the executor gives back.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepResult {
+    /// One entry for each [`SeqStep`] that asked for a sample, in the order of the plan.
+    pub sampled: Vec<Sampled>,
+}
+
+/// One sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    /// The sequence.
+    pub seq: SeqId,
+    /// The token.
+    pub token: TokenId,
+    /// Natural logarithm of the token's probability before temperature and filters.
+    pub logprob: f32,
+    /// The most probable tokens and their logarithms, as many as were asked for, best first.
+    pub top: Vec<(TokenId, f32)>,
+}

@@ -1,0 +1,90 @@
+//! The shape of a model's KV, and the arithmetic of its memory.
+
+use std::fmt;
+
+/// How a key or value is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum KvDtype {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats with 11 significant bits; the default.
+    #[default]
+    F16,
+    /// 16-bit floats with the range of 32-bit ones and 8 significant bits.
+    Bf16,
+}
+
+impl KvDtype {
+    /// Bytes of one element.
+    pub fn bytes(self) -> usize {
+        match self {
+            KvDtype::F32 => 4,
+            KvDtype::F16 | KvDtype::Bf16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for KvDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            KvDtype::F32 => "f32",
+            KvDtype::F16 => "f16",
+            KvDtype::Bf16 => "bf16",
+        })
+    }
+}
+
+/// The shape of one model's KV cache: an arena is `[layer][kv head][slot][page_len][K|V][D]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    /// Layers that own KV.
+    pub n_layers: u32,
+    /// Key and value heads of one layer.
+    pub n_kv_heads: u32,
+    /// Width of one head.
+    pub head_dim: u32,
+    /// Tokens of one page.
+    pub page_len: u32,
+    /// How one element is stored.
+    pub dtype: KvDtype,
+}
+
+impl KvShape {
+    /// Bytes of keys and values that one token needs over all layers.
+    pub fn token_bytes(&self) -> usize {
+        2 * self.n_layers as usize
+            * self.n_kv_heads as usize
+            * self.head_dim as usize
+            * self.dtype.bytes()
+    }
+
+    /// Bytes of one page over all layers.
+    pub fn page_bytes(&self) -> usize {
+        self.token_bytes() * self.page_len as usize
+    }
+
+    /// Pages that hold `n_tokens`, the last one perhaps partly.
+    pub fn pages_for(&self, n_tokens: usize) -> usize {
+        n_tokens.div_ceil(self.page_len as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_of_llama2_70b_are_those_of_the_textbook() {
+        let gqa = KvShape {
+            n_layers: 80,
+            n_kv_heads: 8,
+            head_dim: 128,
+            page_len: 16,
+            dtype: KvDtype::F16,
+        };
+        assert_eq!(gqa.token_bytes(), 320 * 1024);
+        assert_eq!(gqa.pages_for(0), 0);
+        assert_eq!(gqa.pages_for(16), 1);
+        assert_eq!(gqa.pages_for(17), 2);
+    }
+}

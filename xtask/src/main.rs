@@ -1,0 +1,3 @@
+//! Chores, one entry point.
+
+fn main() {}
