@@ -1,3 +1,70 @@
-//! Chores, one entry point.
+//! Chores, one entry point: `cargo xtask CHORE`.
+//!
+//! Each chore is one module. They call the same programs a person would call, with `std::process`
+//! only; what a machine lacks is skipped loudly, never silently.
+#![expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "chores talk to the person at the terminal"
+)]
 
-fn main() {}
+mod args;
+mod ci;
+mod fmt;
+mod fuzz;
+mod golden;
+mod peer;
+mod picture;
+mod shell;
+mod smoke;
+mod test;
+mod tidy;
+
+use std::process::ExitCode;
+
+use crate::args::Args;
+
+const USAGE: &str = "\
+cargo xtask CHORE
+
+  ci        every lane a change must pass: fmt, clippy, tidy, test, doc, smoke
+  fmt       formats the workspace; --check only looks
+  tidy      house rules that lints cannot express
+  test      unit, integration and doc tests; further words go to the test runner
+  smoke     the release binary on the real default model
+  peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
+  golden    remakes the golden logits with Hugging Face transformers
+  fuzz      [TARGET] [--seconds 60]: the fuzz targets, one after another
+  picture   runs the binary and draws docs/run.svg
+";
+
+fn main() -> ExitCode {
+    let mut args = Args::from_env();
+    let Some(chore) = args.word() else {
+        print!("{USAGE}");
+        return ExitCode::FAILURE;
+    };
+    let outcome = match chore.as_str() {
+        "ci" => ci::run(args),
+        "fmt" => fmt::run(args),
+        "tidy" => tidy::run(args),
+        "test" => test::run(args),
+        "smoke" => smoke::run(args),
+        "peer" => peer::run(args),
+        "golden" => golden::run(args),
+        "fuzz" => fuzz::run(args),
+        "picture" => picture::run(args),
+        "help" | "-h" | "--help" => {
+            print!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        other => Err(anyhow::anyhow!("no chore named {other:?}\n\n{USAGE}")),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
