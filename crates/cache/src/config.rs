@@ -1,0 +1,73 @@
+//! The sizes of the cache, fixed for its life.
+
+use std::fmt;
+
+/// The sizes of the cache. Every pool is sized when the cache is made and never grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Tokens of one page.
+    pub page_len: u32,
+    /// Pages of the device tier.
+    pub n_pages: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { page_len: 16, n_pages: 1024 }
+    }
+}
+
+impl Config {
+    /// Checks every number against its range.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if self.page_len == 0 {
+            return Err(ConfigError::NoPageLen);
+        }
+        if self.n_pages == 0 {
+            return Err(ConfigError::NoPages);
+        }
+        // Token counts are u32 everywhere, so the whole tier must be countable.
+        if self.page_len.checked_mul(self.n_pages).is_none() {
+            return Err(ConfigError::TooManyTokens {
+                page_len: self.page_len,
+                n_pages: self.n_pages,
+            });
+        }
+        Ok(())
+    }
+
+    /// Tokens that the device tier holds when every page is full.
+    pub fn capacity(&self) -> u32 {
+        self.page_len * self.n_pages
+    }
+}
+
+/// Sizes that make no cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConfigError {
+    /// A page must hold at least one token.
+    NoPageLen,
+    /// There must be at least one page.
+    NoPages,
+    /// The tier holds more tokens than can be counted.
+    TooManyTokens {
+        /// Tokens of one page.
+        page_len: u32,
+        /// Pages of the tier.
+        n_pages: u32,
+    },
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            ConfigError::NoPageLen => f.write_str("page length is 0, but must be at least 1"),
+            ConfigError::NoPages => f.write_str("the cache has 0 pages, but needs at least 1"),
+            ConfigError::TooManyTokens { page_len, n_pages } => {
+                write!(f, "{n_pages} pages of {page_len} tokens are more than 2^32 - 1 tokens")
+            }
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}
