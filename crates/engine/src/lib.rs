@@ -1,1 +1,3 @@
-//! engine
+//! The engine.
+
+pub mod sample;
