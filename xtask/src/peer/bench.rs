@@ -1,0 +1,127 @@
+//! Speed: prefill and decode of both engines, round after round.
+//!
+//! The engines take turns (A B A B), so that a noisy machine disturbs both; medians are compared.
+//! llama.cpp runs with and without flash attention, and the better one counts.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::Bed;
+use super::table::{Samples, TARGETS, Test, compare, render};
+use crate::args::Args;
+use crate::shell;
+
+/// The chore.
+pub(super) fn run(mut args: Args) -> Result<()> {
+    let rounds: u32 = args.value("--rounds")?.unwrap_or(3);
+    let file: Option<PathBuf> = args.value("--json")?;
+    let check = args.flag("--check");
+    let bed = Bed::prepare(&mut args)?;
+    args.finish()?;
+
+    let (mut ours, mut theirs) = (Samples::default(), Samples::default());
+    let mut peer = Value::Null;
+    for round in 1..=rounds {
+        println!("round {round} of {rounds}: llama.cpp");
+        let result = llama_cpp(&bed)?;
+        theirs.add(&result, Some("flash_attn"))?;
+        peer = json!({ "engine": result["engine"], "system": result["system"] });
+        println!("round {round} of {rounds}: nuthatch");
+        for result in nuthatch(&bed)? {
+            ours.add(&result, None)?;
+        }
+    }
+    let lines = compare(&ours, &theirs);
+    println!("\n{}", render(&lines));
+    if let Some(file) = file {
+        let record = json!({
+            "what": "nuthatch against llama.cpp, one run, same file, same threads",
+            "command": "cargo xtask peer llama-cpp",
+            "machine": machine()?, "threads": bed.threads, "rounds": rounds, "peer": peer,
+            "model": bed.model.file_name().map(|name| name.to_string_lossy()),
+            "table": lines.iter().map(|line| line.to_json()).collect::<Vec<_>>(),
+            "samples": { "nuthatch": ours.to_json(), "llama_cpp": theirs.to_json() },
+        });
+        let text = serde_json::to_string_pretty(&record).context("the record")?;
+        std::fs::write(&file, text + "\n").with_context(|| file.display().to_string())?;
+        println!("written to {}", file.display());
+    }
+    let missed = lines.iter().filter(|line| !line.met()).count();
+    if check && missed > 0 {
+        bail!("{missed} targets missed");
+    }
+    Ok(())
+}
+
+fn llama_cpp(bed: &Bed) -> Result<Value> {
+    let (prefill, depth) = (list(prefill_tokens), list(decode_depth));
+    let mut command = shell::command(&bed.python);
+    command.arg("eval/peers/llama_cpp.py").arg("--model").arg(&bed.model);
+    command.args(["--threads", &bed.threads.to_string()]);
+    command.args(["--prefill", &prefill, "--depth", &depth, "--json", "-"]);
+    parse(&shell::capture(command.stderr(Stdio::inherit()))?)
+}
+
+/// One call for the prefills, one for each depth, because the number of steps differs.
+fn nuthatch(bed: &Bed) -> Result<Vec<Value>> {
+    let bench = |prompt: &str, gen_tokens: &str, depth: &str| {
+        let mut command = shell::command(&bed.nuthatch);
+        command.arg("bench").arg(&bed.model);
+        command.args(["--threads", &bed.threads.to_string()]);
+        command.args(["--prompt", prompt, "--gen", gen_tokens, "--depth", depth]);
+        command.args(["--repeat", "1", "--json", "-"]);
+        parse(&shell::capture(&mut command)?)
+    };
+    let mut results = vec![bench(&list(prefill_tokens), "0", "0")?];
+    for (test, steps, _) in TARGETS {
+        if let Test::Decode { depth } = test {
+            results.push(bench("0", &steps.to_string(), &depth.to_string())?);
+        }
+    }
+    Ok(results)
+}
+
+/// The numbers of the tests of one kind, with commas.
+fn list(number: fn(Test) -> Option<u32>) -> String {
+    let numbers: Vec<String> =
+        TARGETS.iter().filter_map(|(test, _, _)| number(*test)).map(|n| n.to_string()).collect();
+    numbers.join(",")
+}
+
+fn prefill_tokens(test: Test) -> Option<u32> {
+    match test {
+        Test::Prefill { tokens } => Some(tokens),
+        Test::Decode { .. } => None,
+    }
+}
+
+fn decode_depth(test: Test) -> Option<u32> {
+    match test {
+        Test::Prefill { .. } => None,
+        Test::Decode { depth } => Some(depth),
+    }
+}
+
+fn parse(text: &str) -> Result<Value> {
+    serde_json::from_str(text).with_context(|| format!("not JSON: {text}"))
+}
+
+/// Where and when, so that a result can be read later.
+fn machine() -> Result<Value> {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let cpu = cpuinfo.lines().find(|line| line.starts_with("model name"));
+    let cpu = cpu.and_then(|line| line.split_once(':')).map_or("unknown", |(_, name)| name.trim());
+    let words = |program: &str, words: &[&str]| {
+        shell::capture(shell::command(program).args(words)).map(|text| text.trim().to_owned())
+    };
+    Ok(json!({
+        "cpu": cpu,
+        "cores": std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+        "system": words("uname", &["-sr"])?,
+        "date": words("date", &["-u", "+%Y-%m-%dT%H:%M:%SZ"])?,
+        "commit": words("git", &["describe", "--always", "--dirty"])?,
+    }))
+}
