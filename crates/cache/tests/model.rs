@@ -86,7 +86,7 @@ fn step(cache: &mut Cache, model: &mut Model, op: &Op) {
 }
 
 fn check(cache: &Cache, model: &Model) {
-    cache.verify().unwrap();
+    cache.verify().expect("every invariant holds");
     let stats = cache.stats();
     let tokens: u32 = model.seqs.values().map(|&(len, _)| len).sum();
     assert_eq!(stats.pages_free, model.free());
@@ -101,7 +101,7 @@ fn check(cache: &Cache, model: &Model) {
         assert_eq!(cache.n_pages(seq), model.pages(len));
         let slots: Vec<_> = cache.slots(seq, 0).collect();
         for position in 0..len {
-            let (page, offset) = cache.locate(seq, position).unwrap();
+            let (page, offset) = cache.locate(seq, position).expect("the token has a place");
             assert_eq!(cache.slot(page), slots[(position / model.page_len) as usize]);
             assert_eq!(offset, position % model.page_len);
             assert!(places.insert((cache.slot(page), offset)), "two tokens in one place");

@@ -1,1 +1,56 @@
-//! scheduler
+//! Who runs next: queues, budgets, preemption.
+//!
+//! There is no prefill phase and no decode phase. Each sequence has tokens and a number of them
+//! that are computed; a step lets *computed* catch up with the tokens, within a budget shared by
+//! all sequences. A sequence that has caught up gets one sampled token, and so one more to compute.
+//!
+//! ```text
+//!   submit --> waiting --admit--> running --finish, cancel--> ended
+//!                 ^                  |
+//!                 +---- preempt -----+
+//! ```
+//!
+//! Code map: [`Scheduler`] is the facade; `sequence` holds what is known of one request, `step`
+//! fills one plan, `preempt` chooses who gives way, `commit` takes a result in.
+//!
+//! The crate owns the sequences and the cache. It knows no device, no clock, no thread and no file,
+//! and it sees no strings: stop strings are the caller's, who cancels.
+//!
+//! ```
+//! use nuthatch_cache::Cache;
+//! use nuthatch_scheduler::{Config, Output, Scheduler, Submission};
+//! use nuthatch_types::{Limits, Sampled, Sampling, SeqId, StepResult, TokenId};
+//!
+//! let cache = Cache::new(nuthatch_cache::Config::default())?;
+//! let mut scheduler = Scheduler::new(Config::default(), cache)?;
+//! scheduler.submit(Submission {
+//!     seq: SeqId(1),
+//!     prompt: vec![TokenId(5); 20],
+//!     sampling: Sampling::greedy(),
+//!     limits: Limits { max_tokens: 1, ..Limits::default() },
+//! })?;
+//!
+//! let plan = scheduler.plan().expect("one sequence is waiting");
+//! assert_eq!(plan.seqs[0].tokens.len(), 20);
+//! let sampled = Sampled { seq: SeqId(1), token: TokenId(9), logprob: -0.5, top: vec![] };
+//! let outputs = scheduler.commit(StepResult { sampled: vec![sampled] });
+//! assert!(matches!(outputs[..], [Output::Token { .. }, Output::Finished { .. }]));
+//! assert!(scheduler.is_idle());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod commit;
+mod config;
+mod output;
+mod preempt;
+mod scheduler;
+mod sequence;
+mod stats;
+mod step;
+mod verify;
+
+pub use config::{Config, ConfigError};
+pub use output::{Output, Usage};
+pub use scheduler::{Scheduler, Submission, SubmitError};
+pub use stats::{Counters, Stats};
+pub use verify::Fault;

@@ -1,0 +1,48 @@
+//! What a step gives to the callers, as plain data.
+
+use nuthatch_types::{FinishReason, SeqId, TokenId};
+
+/// News of one sequence.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Output {
+    /// The next token of the answer.
+    Token {
+        /// The sequence.
+        seq: SeqId,
+        /// The token.
+        token: TokenId,
+        /// Natural logarithm of the token's probability before temperature and filters.
+        logprob: f32,
+        /// The most probable tokens and their logarithms, best first.
+        top: Vec<(TokenId, f32)>,
+    },
+    /// The last news of a sequence: its pages are free and its id is forgotten.
+    Finished {
+        /// The sequence.
+        seq: SeqId,
+        /// Why it ended.
+        reason: FinishReason,
+        /// What it used.
+        usage: Usage,
+    },
+}
+
+impl Output {
+    /// The sequence of which this is news.
+    pub fn seq(&self) -> SeqId {
+        match *self {
+            Output::Token { seq, .. } | Output::Finished { seq, .. } => seq,
+        }
+    }
+}
+
+/// Tokens that a request used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Tokens of the prompt that were not computed, because the cache held them.
+    pub cached_tokens: u32,
+    /// Tokens of the answer, a stop token at its end not counted.
+    pub completion_tokens: u32,
+}

@@ -1,0 +1,269 @@
+//! The facade: submit, plan, commit, cancel.
+
+use std::collections::BTreeMap;
+
+use nuthatch_cache::Cache;
+use nuthatch_types::{
+    FastMap, FinishReason, Limits, Sampling, SamplingError, SeqId, StepPlan, TokenId,
+};
+use thiserror::Error;
+
+use crate::sequence::{Arrival, Sequence};
+use crate::step::InFlight;
+use crate::verify::{self, Fault};
+use crate::{Config, ConfigError, Counters, Output, Stats};
+
+/// Decides what each step computes. See the crate's documentation.
+#[derive(Debug)]
+pub struct Scheduler {
+    pub(crate) config: Config,
+    pub(crate) cache: Cache,
+    pub(crate) seqs: FastMap<SeqId, Sequence>,
+    /// Sequences without pages, first come first served.
+    pub(crate) waiting: BTreeMap<Arrival, SeqId>,
+    /// Sequences with pages, in order of arrival.
+    pub(crate) running: Vec<SeqId>,
+    /// Sequences of which the executor knows and that it has not been told to forget.
+    pub(crate) ended: Vec<SeqId>,
+    /// The step that is being executed.
+    pub(crate) in_flight: Option<InFlight>,
+    pub(crate) counters: Counters,
+    n_arrivals: u64,
+}
+
+/// A request, in tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Submission {
+    /// The sequence's id, never used before.
+    pub seq: SeqId,
+    /// The prompt; at least one token.
+    pub prompt: Vec<TokenId>,
+    /// How the answer's tokens are chosen.
+    pub sampling: Sampling,
+    /// When the answer ends.
+    pub limits: Limits,
+}
+
+/// Why a request is refused.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum SubmitError {
+    /// There is nothing to continue.
+    #[error("the prompt has no token")]
+    EmptyPrompt,
+    /// No answer was asked for.
+    #[error("max_tokens is 0, but must be at least 1")]
+    NoAnswer,
+    /// The prompt and one token of the answer are longer than a sequence may be.
+    #[error(
+        "the prompt has {prompt} tokens; with one more it exceeds the context of {max_context}"
+    )]
+    ExceedsContext {
+        /// Tokens of the prompt.
+        prompt: u32,
+        /// Most tokens of a sequence.
+        max_context: u32,
+    },
+    /// The prompt and one token of the answer do not fit into the empty cache.
+    #[error(
+        "the prompt has {prompt} tokens; with one more it needs {needed} pages of {page_len} \
+         tokens, but the cache has {n_pages}"
+    )]
+    ExceedsCache {
+        /// Tokens of the prompt.
+        prompt: u32,
+        /// Pages it needs.
+        needed: u32,
+        /// Pages there are.
+        n_pages: u32,
+        /// Tokens of one page.
+        page_len: u32,
+    },
+    /// Too many requests wait. The same request may be accepted later.
+    #[error("{waiting} requests are waiting, and no more may")]
+    QueueFull {
+        /// Requests that wait.
+        waiting: u32,
+    },
+    /// The id belongs to a sequence that has not ended.
+    #[error("{seq:?} is already in use")]
+    DuplicateSeq {
+        /// The id.
+        seq: SeqId,
+    },
+    /// A sampling parameter outside its range.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+}
+
+impl Scheduler {
+    /// A scheduler without requests that owns `cache`, which must be empty.
+    pub fn new(config: Config, cache: Cache) -> Result<Self, ConfigError> {
+        config.validate()?;
+        assert!(cache.is_empty(), "the scheduler knows every sequence in its cache");
+        Ok(Scheduler {
+            config,
+            cache,
+            seqs: FastMap::default(),
+            waiting: BTreeMap::new(),
+            running: Vec::new(),
+            ended: Vec::new(),
+            in_flight: None,
+            counters: Counters::default(),
+            n_arrivals: 0,
+        })
+    }
+
+    /// Takes a request, or refuses it at once: what is taken will finish.
+    ///
+    /// The answer is clipped to the context and to what the whole cache holds; it then ends with
+    /// [`FinishReason::Length`].
+    pub fn submit(&mut self, submission: Submission) -> Result<(), SubmitError> {
+        let checked = self.check(&submission);
+        match checked {
+            Ok(_) => self.counters.submitted += 1,
+            Err(_) => self.counters.refused += 1,
+        }
+        let max_len = checked?;
+        let Submission { seq, prompt, sampling, limits } = submission;
+        self.n_arrivals += 1;
+        let arrival = Arrival(self.n_arrivals);
+        let sequence = Sequence {
+            id: seq,
+            arrival,
+            n_prompt: prompt.len() as u32,
+            tokens: prompt,
+            computed: 0,
+            computed_max: 0,
+            table_known: 0,
+            max_len,
+            limits,
+            sampling: Some(sampling),
+            protected: false,
+            last_step: 0,
+        };
+        self.seqs.insert(seq, sequence);
+        self.waiting.insert(arrival, seq);
+        Ok(())
+    }
+
+    /// Decides the next step, or `None` when there is nothing to compute.
+    ///
+    /// The plan must be executed and its result given to [`Scheduler::commit`], or the fault told
+    /// by [`Scheduler::fail_all`], before the next plan is made.
+    pub fn plan(&mut self) -> Option<StepPlan> {
+        assert!(self.in_flight.is_none(), "one step at a time");
+        self.plan_step()
+    }
+
+    /// Ends a sequence at once, wherever it is, and frees everything it has. The next plan tells
+    /// the executor to forget it. `None` when there is no such sequence.
+    pub fn cancel(&mut self, seq: SeqId) -> Option<Output> {
+        let output = self.end(seq, FinishReason::Cancelled)?;
+        self.running.retain(|&running| running != seq);
+        self.counters.cancelled += 1;
+        Some(output)
+    }
+
+    /// Ends every sequence after a device fault. What the device held is lost.
+    ///
+    /// The next plan tells the executor to forget all sequences, also those of the step that
+    /// failed, of which the executor may never have heard.
+    pub fn fail_all(&mut self) -> Vec<Output> {
+        if let Some(in_flight) = self.in_flight.take() {
+            self.ended.extend(in_flight.ended);
+        }
+        let waiting = std::mem::take(&mut self.waiting).into_values();
+        let all: Vec<SeqId> =
+            std::mem::take(&mut self.running).into_iter().chain(waiting).collect();
+        self.counters.failed += all.len() as u64;
+        all.into_iter().filter_map(|seq| self.end(seq, FinishReason::Failed)).collect()
+    }
+
+    /// Whether there is nothing to compute.
+    pub fn is_idle(&self) -> bool {
+        self.seqs.is_empty()
+    }
+
+    /// The limits of the scheduler.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The cache, to look at.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// What the scheduler holds now, and what it did so far; constant time.
+    pub fn stats(&self) -> Stats {
+        Stats {
+            waiting: self.waiting.len() as u32,
+            running: self.running.len() as u32,
+            cache: self.cache.stats(),
+            counters: self.counters,
+        }
+    }
+
+    /// Checks every invariant of scheduler and cache; linear in pages and sequences.
+    pub fn verify(&self) -> Result<(), Fault> {
+        verify::verify(self)
+    }
+
+    /// The most tokens that the request's sequence may have, or why it is refused.
+    fn check(&self, submission: &Submission) -> Result<u32, SubmitError> {
+        submission.sampling.validate()?;
+        if submission.prompt.is_empty() {
+            return Err(SubmitError::EmptyPrompt);
+        }
+        if submission.limits.max_tokens == 0 {
+            return Err(SubmitError::NoAnswer);
+        }
+        let prompt = u32::try_from(submission.prompt.len()).unwrap_or(u32::MAX);
+        let max_context = self.config.max_context;
+        if prompt >= max_context {
+            return Err(SubmitError::ExceedsContext { prompt, max_context });
+        }
+        let pages = self.cache.config();
+        if prompt >= pages.capacity() {
+            return Err(SubmitError::ExceedsCache {
+                prompt,
+                needed: (prompt + 1).div_ceil(pages.page_len),
+                n_pages: pages.n_pages,
+                page_len: pages.page_len,
+            });
+        }
+        if self.seqs.contains_key(&submission.seq) {
+            return Err(SubmitError::DuplicateSeq { seq: submission.seq });
+        }
+        let waiting = self.waiting.len() as u32;
+        if waiting >= self.config.max_waiting {
+            return Err(SubmitError::QueueFull { waiting });
+        }
+        let asked = prompt.saturating_add(submission.limits.max_tokens);
+        Ok(asked.min(max_context).min(pages.capacity()))
+    }
+
+    /// Forgets a sequence and frees its pages. `running` is left to the caller, who may be walking
+    /// along it.
+    pub(crate) fn end(&mut self, seq: SeqId, reason: FinishReason) -> Option<Output> {
+        let sequence = self.seqs.remove(&seq)?;
+        self.waiting.remove(&sequence.arrival);
+        if self.cache.contains(seq) {
+            self.cache.release(seq);
+        }
+        if sequence.sampling.is_none() {
+            self.ended.push(seq);
+        }
+        Some(Output::Finished { seq, reason, usage: sequence.usage() })
+    }
+
+    /// A sequence that has not ended.
+    pub(crate) fn seq(&self, seq: SeqId) -> &Sequence {
+        self.seqs.get(&seq).expect("a queued sequence has not ended")
+    }
+
+    /// A sequence that has not ended, to change.
+    pub(crate) fn seq_mut(&mut self, seq: SeqId) -> &mut Sequence {
+        self.seqs.get_mut(&seq).expect("a queued sequence has not ended")
+    }
+}

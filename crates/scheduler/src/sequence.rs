@@ -1,0 +1,78 @@
+//! What is known of one request.
+//!
+//! ```text
+//!   tokens   [0, n_prompt)   [n_prompt, tokens.len())
+//!            the prompt      sampled so far
+//!   cache    [0, computed)   [computed, tokens.len())
+//!            in the cache    to be computed: the steps catch up
+//! ```
+
+use nuthatch_types::{Limits, Sampling, SeqId, TokenId};
+
+use crate::Usage;
+
+/// The rank of a request in the order of arrival.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Arrival(pub(crate) u64);
+
+/// What is known of one request.
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) id: SeqId,
+    pub(crate) arrival: Arrival,
+    /// The prompt, then what was sampled.
+    pub(crate) tokens: Vec<TokenId>,
+    pub(crate) n_prompt: u32,
+    /// Tokens whose KV is in the cache.
+    pub(crate) computed: u32,
+    /// The most that `computed` has been: what lies below is computed again after a preemption.
+    pub(crate) computed_max: u32,
+    /// Entries of the table that the executor has and that still stand.
+    pub(crate) table_known: u32,
+    /// Most tokens, prompt and answer together; already clipped to context and pool.
+    pub(crate) max_len: u32,
+    pub(crate) limits: Limits,
+    /// How tokens are chosen, until the executor was told.
+    pub(crate) sampling: Option<Sampling>,
+    /// Whether the sequence was preempted and has sampled nothing since.
+    pub(crate) protected: bool,
+    /// The last step that gave it tokens to compute.
+    pub(crate) last_step: u64,
+}
+
+impl Sequence {
+    /// Tokens that are not computed.
+    pub(crate) fn pending(&self) -> u32 {
+        self.tokens.len() as u32 - self.computed
+    }
+
+    /// Whether only the last sampled token is not computed.
+    pub(crate) fn is_decoding(&self) -> bool {
+        self.pending() == 1 && self.n_sampled() > 0
+    }
+
+    /// Tokens sampled so far.
+    pub(crate) fn n_sampled(&self) -> u32 {
+        self.tokens.len() as u32 - self.n_prompt
+    }
+
+    /// Whether a sampled token ends the sequence and is not part of the answer.
+    pub(crate) fn is_stop(&self, token: TokenId) -> bool {
+        self.n_sampled() >= self.limits.min_tokens && self.limits.stop_tokens.contains(&token)
+    }
+
+    /// What the sequence used so far.
+    pub(crate) fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.n_prompt,
+            cached_tokens: 0,
+            completion_tokens: self.n_sampled(),
+        }
+    }
+
+    /// Forgets what is in the cache. The tokens stay.
+    pub(crate) fn reset(&mut self) {
+        self.computed = 0;
+        self.table_known = 0;
+    }
+}

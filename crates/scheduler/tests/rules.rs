@@ -1,0 +1,200 @@
+//! The scheduler's rules, one at a time, on plans small enough to read.
+
+use nuthatch_cache::Cache;
+use nuthatch_scheduler::{Config, ConfigError, Output, Scheduler, Submission, SubmitError, Usage};
+use nuthatch_types::{
+    FinishReason, Limits, Sampled, Sampling, SeqId, Slot, StepPlan, StepResult, TableChange,
+    TokenId,
+};
+
+const EOS: TokenId = TokenId(0);
+
+fn scheduler(page_len: u32, n_pages: u32, config: Config) -> Scheduler {
+    let cache = Cache::new(nuthatch_cache::Config { page_len, n_pages }).expect("valid sizes");
+    Scheduler::new(config, cache).expect("valid limits")
+}
+
+fn request(seq: u64, n_prompt: u32, max_tokens: u32) -> Submission {
+    Submission {
+        seq: SeqId(seq),
+        prompt: (1..=n_prompt).map(TokenId).collect(),
+        sampling: Sampling::greedy(),
+        limits: Limits { max_tokens, stop_tokens: vec![EOS], min_tokens: 0 },
+    }
+}
+
+/// The sequences of a plan: id, start, number of tokens, whether sampled.
+fn shape(plan: &StepPlan) -> Vec<(u64, u32, usize, bool)> {
+    plan.seqs.iter().map(|s| (s.seq.0, s.start, s.tokens.len(), s.sample)).collect()
+}
+
+/// Gives `token` to every sequence that asked for one.
+fn answer(scheduler: &mut Scheduler, plan: &StepPlan, token: TokenId) -> Vec<Output> {
+    let asked = plan.seqs.iter().filter(|step| step.sample);
+    let sample = |seq| Sampled { seq, token, logprob: 0.0, top: vec![] };
+    let outputs =
+        scheduler.commit(StepResult { sampled: asked.map(|step| sample(step.seq)).collect() });
+    scheduler.verify().expect("sound after a commit");
+    outputs
+}
+
+fn step(scheduler: &mut Scheduler, token: TokenId) -> (StepPlan, Vec<Output>) {
+    let plan = scheduler.plan().expect("there is work");
+    let outputs = answer(scheduler, &plan, token);
+    (plan, outputs)
+}
+
+#[test]
+fn decoding_comes_first_and_prompts_fill_the_budget_in_chunks() {
+    let config = Config { max_batched_tokens: 8, max_seqs: 4, ..Config::default() };
+    let mut scheduler = scheduler(4, 32, config);
+    scheduler.submit(request(1, 3, 10)).expect("fits");
+    scheduler.submit(request(2, 12, 10)).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(7));
+    assert_eq!(shape(&plan), [(1, 0, 3, true), (2, 0, 5, false)]);
+    let (plan, outputs) = step(&mut scheduler, TokenId(7));
+    assert_eq!(shape(&plan), [(1, 3, 1, true), (2, 5, 7, true)]);
+    assert_eq!(outputs.len(), 2);
+    let (plan, _) = step(&mut scheduler, TokenId(7));
+    assert_eq!(shape(&plan), [(1, 4, 1, true), (2, 12, 1, true)]);
+}
+
+#[test]
+fn a_decode_step_names_only_what_changes() {
+    let mut scheduler = scheduler(4, 8, Config::default());
+    scheduler.submit(request(1, 7, 10)).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(9));
+    assert_eq!(plan.started[0].history.len(), 7);
+    assert_eq!(plan.seqs[0].table, TableChange { keep: 0, push: vec![Slot(0), Slot(1)] });
+    let (plan, _) = step(&mut scheduler, TokenId(9));
+    assert!(plan.started.is_empty());
+    assert_eq!(plan.seqs[0].table, TableChange { keep: 2, push: vec![] });
+    let (plan, _) = step(&mut scheduler, TokenId(9));
+    assert_eq!(plan.seqs[0].table, TableChange { keep: 2, push: vec![Slot(2)] });
+}
+
+#[test]
+fn the_youngest_gives_way_and_is_computed_again() {
+    let mut scheduler = scheduler(4, 4, Config::default());
+    scheduler.submit(request(1, 7, 9)).expect("fits");
+    scheduler.submit(request(2, 7, 9)).expect("fits");
+    step(&mut scheduler, TokenId(5));
+    step(&mut scheduler, TokenId(5));
+    // Both now need a third page, and there are four.
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 8, 1, true)]);
+    assert_eq!(scheduler.stats().counters.preemptions, 1);
+    assert_eq!(scheduler.stats().waiting, 1);
+    let mut plan = plan;
+    while plan.seqs[0].seq == SeqId(1) {
+        plan = step(&mut scheduler, TokenId(5)).0;
+    }
+    // Prompt and both sampled tokens again, into a new table; the sampler is still there.
+    assert_eq!(shape(&plan), [(2, 0, 9, true)]);
+    assert_eq!(plan.seqs[0].table.keep, 0);
+    assert_eq!((plan.ended, plan.started), (vec![SeqId(1)], vec![]));
+    assert_eq!(scheduler.stats().counters.recomputed_tokens, 8);
+}
+
+#[test]
+fn a_request_that_can_never_fit_is_refused_with_the_numbers() {
+    let mut scheduler =
+        scheduler(4, 4, Config { max_context: 20, max_waiting: 1, ..Config::default() });
+    let refused = [
+        (request(1, 0, 1), SubmitError::EmptyPrompt),
+        (request(1, 3, 0), SubmitError::NoAnswer),
+        (request(1, 20, 1), SubmitError::ExceedsContext { prompt: 20, max_context: 20 }),
+        (
+            request(1, 16, 1),
+            SubmitError::ExceedsCache { prompt: 16, needed: 5, n_pages: 4, page_len: 4 },
+        ),
+    ];
+    for (request, error) in refused {
+        assert_eq!(scheduler.submit(request), Err(error));
+    }
+    let mut bad = request(1, 3, 3);
+    bad.sampling.top_p = f32::NAN;
+    assert!(matches!(scheduler.submit(bad), Err(SubmitError::Sampling(_))));
+    scheduler.submit(request(1, 15, 1)).expect("fits exactly");
+    assert_eq!(
+        scheduler.submit(request(1, 3, 3)),
+        Err(SubmitError::DuplicateSeq { seq: SeqId(1) })
+    );
+    assert_eq!(scheduler.submit(request(2, 3, 3)), Err(SubmitError::QueueFull { waiting: 1 }));
+    assert_eq!(scheduler.stats().counters.refused, 7);
+}
+
+#[test]
+fn an_answer_is_clipped_to_the_context() {
+    let mut scheduler = scheduler(4, 100, Config { max_context: 6, ..Config::default() });
+    scheduler.submit(request(1, 4, u32::MAX)).expect("fits");
+    let (_, outputs) = step(&mut scheduler, TokenId(3));
+    assert_eq!(outputs.len(), 1);
+    let (_, outputs) = step(&mut scheduler, TokenId(3));
+    let usage = Usage { prompt_tokens: 4, cached_tokens: 0, completion_tokens: 2 };
+    let last = Output::Finished { seq: SeqId(1), reason: FinishReason::Length, usage };
+    assert_eq!(outputs.last(), Some(&last));
+    assert!(scheduler.is_idle());
+    assert_eq!(scheduler.plan(), None);
+}
+
+#[test]
+fn a_stop_token_ends_the_answer_once_it_is_long_enough() {
+    let mut scheduler = scheduler(4, 8, Config::default());
+    let mut submission = request(1, 4, 9);
+    submission.limits.min_tokens = 1;
+    scheduler.submit(submission).expect("fits");
+    let (_, outputs) = step(&mut scheduler, EOS);
+    assert!(matches!(outputs[..], [Output::Token { token: EOS, .. }]));
+    let (_, outputs) = step(&mut scheduler, EOS);
+    let usage = Usage { prompt_tokens: 4, cached_tokens: 0, completion_tokens: 1 };
+    assert_eq!(outputs, [Output::Finished { seq: SeqId(1), reason: FinishReason::Stop, usage }]);
+}
+
+#[test]
+fn cancelling_frees_everything_at_once_even_during_a_step() {
+    let mut scheduler = scheduler(4, 8, Config::default());
+    scheduler.submit(request(1, 8, 9)).expect("fits");
+    scheduler.submit(request(2, 4, 9)).expect("fits");
+    let plan = scheduler.plan().expect("there is work");
+    scheduler.submit(request(3, 4, 9)).expect("fits");
+    assert!(scheduler.cancel(SeqId(1)).is_some());
+    assert!(scheduler.cancel(SeqId(3)).is_some());
+    assert_eq!(scheduler.cancel(SeqId(9)), None);
+    assert_eq!(scheduler.stats().cache.pages_used, 1);
+    let outputs = answer(&mut scheduler, &plan, TokenId(5));
+    assert_eq!(outputs.len(), 1);
+    // The third never started, so there is nothing to forget.
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!((shape(&plan), plan.ended), (vec![(2, 4, 1, true)], vec![SeqId(1)]));
+}
+
+#[test]
+fn a_device_fault_ends_everything_and_leaks_nothing() {
+    let mut scheduler = scheduler(4, 8, Config { max_seqs: 1, ..Config::default() });
+    scheduler.submit(request(1, 4, 9)).expect("fits");
+    scheduler.submit(request(2, 4, 9)).expect("fits");
+    scheduler.plan().expect("there is work");
+    let outputs = scheduler.fail_all();
+    let failed =
+        |output: &Output| matches!(output, Output::Finished { reason: FinishReason::Failed, .. });
+    assert!(outputs.len() == 2 && outputs.iter().all(failed));
+    assert!(scheduler.is_idle());
+    assert_eq!(scheduler.stats().cache.pages_used, 0);
+    scheduler.submit(request(3, 4, 9)).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(plan.ended, [SeqId(1)]);
+}
+
+#[test]
+fn limits_under_which_nothing_runs_are_refused() {
+    let check = |config: Config, error: ConfigError| assert_eq!(config.validate(), Err(error));
+    let default = Config::default();
+    check(Config { max_seqs: 0, ..default }, ConfigError::Zero { field: "max_seqs" });
+    check(Config { max_context: 1, ..default }, ConfigError::NoContext { max_context: 1 });
+    check(
+        Config { max_seqs: 9, max_batched_tokens: 8, ..default },
+        ConfigError::BudgetTooSmall { max_batched_tokens: 8, max_seqs: 9 },
+    );
+    assert_eq!(default.validate(), Ok(()));
+}

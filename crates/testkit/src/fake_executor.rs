@@ -1,0 +1,214 @@
+//! An executor without a model that notices every mistake in a plan.
+//!
+//! The KV of a token is a number that depends on the token and on all tokens before it, as it does
+//! in a real model. Each step writes these numbers through the sequence's table into an arena of
+//! slots, after it has read every earlier one back and compared it with what the sequence's history
+//! demands. The sampled token is made from the last number read, so that a wrong page gives a wrong
+//! answer even if nobody compares.
+
+use nuthatch_types::{
+    FastMap, FastSet, Limits, Sampled, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan,
+    StepResult, TokenId,
+};
+
+use crate::rng::mix;
+
+/// An executor without a model. Panics at the first mistake in a plan.
+#[derive(Debug)]
+pub struct FakeExecutor {
+    page_len: usize,
+    n_vocab: u32,
+    /// `[slot][page_len]` the KV of the token there.
+    arena: Vec<Vec<Option<u64>>>,
+    seqs: FastMap<SeqId, FakeSeq>,
+    /// Whether a fault has just made it forget sequences that others still know.
+    has_forgotten: bool,
+}
+
+#[derive(Debug)]
+struct FakeSeq {
+    sampling: Sampling,
+    history: Vec<TokenId>,
+    /// `[history.len()]` the KV that each token must have.
+    kv: Vec<u64>,
+    table: Vec<Slot>,
+}
+
+impl FakeSeq {
+    fn new(start: &SeqStart) -> Self {
+        let mut seq = FakeSeq {
+            sampling: start.sampling.clone(),
+            history: Vec::new(),
+            kv: Vec::new(),
+            table: Vec::new(),
+        };
+        start.history.iter().for_each(|&token| seq.push(token));
+        seq
+    }
+
+    fn push(&mut self, token: TokenId) {
+        self.kv.push(kv_of(self.kv.last().copied(), token));
+        self.history.push(token);
+    }
+}
+
+impl FakeExecutor {
+    /// An executor with `n_slots` slots of `page_len` tokens, none of them written.
+    pub fn new(page_len: u32, n_slots: u32, n_vocab: u32) -> Self {
+        FakeExecutor {
+            page_len: page_len as usize,
+            n_vocab,
+            arena: vec![vec![None; page_len as usize]; n_slots as usize],
+            seqs: FastMap::default(),
+            has_forgotten: false,
+        }
+    }
+
+    /// Checks a plan and carries it out.
+    pub fn run(&mut self, plan: &StepPlan) -> StepResult {
+        for seq in &plan.ended {
+            let known = self.seqs.remove(seq).is_some();
+            assert!(known || self.has_forgotten, "{seq:?} ended but never started");
+        }
+        self.has_forgotten = false;
+        for start in &plan.started {
+            let before = self.seqs.insert(start.seq, FakeSeq::new(start));
+            assert!(before.is_none(), "{:?} started twice", start.seq);
+        }
+        for copy in &plan.copies {
+            self.arena[copy.target.0 as usize] = self.arena[copy.source.0 as usize].clone();
+        }
+        assert!(!plan.seqs.is_empty(), "a step without a sequence");
+        let mut written = FastSet::default();
+        plan.seqs.iter().for_each(|step| self.write(step, &mut written));
+        // Everything is written before anything is read, as on a device that works layer by layer.
+        let sampled = plan.seqs.iter().filter_map(|step| self.read(step)).collect();
+        StepResult { sampled }
+    }
+
+    /// Sequences that have started and not ended.
+    pub fn n_seqs(&self) -> usize {
+        self.seqs.len()
+    }
+
+    /// Forgets everything, as a device does that fails and is started again.
+    pub fn fail(&mut self) {
+        self.seqs.clear();
+        self.arena.iter_mut().for_each(|page| page.fill(None));
+        self.has_forgotten = true;
+    }
+
+    fn write(&mut self, step: &SeqStep, written: &mut FastSet<(Slot, usize)>) {
+        let id = step.seq;
+        let seq = self.seqs.get_mut(&id).unwrap_or_else(|| panic!("{id:?} was not started"));
+        let keep = step.table.keep as usize;
+        assert!(keep <= seq.table.len(), "{id:?} keeps {keep} of {} entries", seq.table.len());
+        seq.table.truncate(keep);
+        seq.table.extend(&step.table.push);
+
+        let start = step.start as usize;
+        let end = start + step.tokens.len();
+        assert!(start < end, "{id:?} computes nothing");
+        assert!(end <= seq.history.len(), "{id:?} computes tokens that are not known");
+        assert_eq!(step.tokens, seq.history[start..end], "{id:?} computes other tokens");
+        assert_eq!(seq.table.len(), end.div_ceil(self.page_len), "{id:?} has unused entries");
+        for position in start..end {
+            let slot = seq.table[position / self.page_len];
+            let offset = position % self.page_len;
+            assert!(written.insert((slot, offset)), "{id:?} writes {slot:?}+{offset}, not alone");
+            self.arena[slot.0 as usize][offset] = Some(seq.kv[position]);
+        }
+    }
+
+    fn read(&mut self, step: &SeqStep) -> Option<Sampled> {
+        let id = step.seq;
+        let seq = self.seqs.get_mut(&id).expect("it was written to");
+        let end = step.start as usize + step.tokens.len();
+        let mut last = None;
+        for position in 0..end {
+            let slot = seq.table[position / self.page_len];
+            last = self.arena[slot.0 as usize][position % self.page_len];
+            let expected = Some(seq.kv[position]);
+            assert_eq!(last, expected, "{id:?} reads another token at {position} in {slot:?}");
+        }
+        let at_end = end == seq.history.len();
+        assert!(!step.sample || at_end, "{id:?} samples in the middle of its tokens");
+        if !step.sample {
+            return None;
+        }
+        let token = next_token(last?, seq.sampling.seed, self.n_vocab);
+        seq.push(token);
+        Some(Sampled { seq: id, token, logprob: -1.0, top: Vec::new() })
+    }
+}
+
+/// The answer that a [`FakeExecutor`] gives to a prompt when nothing else is running, at most
+/// `max_len` tokens of prompt and answer together.
+pub fn answer_alone(
+    prompt: &[TokenId],
+    sampling: &Sampling,
+    limits: &Limits,
+    max_len: usize,
+    n_vocab: u32,
+) -> Vec<TokenId> {
+    let mut kv = prompt.iter().fold(None, |kv, &token| Some(kv_of(kv, token)));
+    let mut answer = Vec::new();
+    while prompt.len() + answer.len() < max_len && answer.len() < limits.max_tokens as usize {
+        let Some(last) = kv else { break };
+        let token = next_token(last, sampling.seed, n_vocab);
+        if answer.len() >= limits.min_tokens as usize && limits.stop_tokens.contains(&token) {
+            break;
+        }
+        answer.push(token);
+        kv = Some(kv_of(kv, token));
+    }
+    answer
+}
+
+fn kv_of(before: Option<u64>, token: TokenId) -> u64 {
+    mix(before.unwrap_or(1).rotate_left(17) ^ mix(u64::from(token.0) + 0x5EED))
+}
+
+fn next_token(kv: u64, seed: u64, n_vocab: u32) -> TokenId {
+    TokenId((mix(kv ^ mix(seed)) % u64::from(n_vocab)) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::TableChange;
+
+    use super::*;
+
+    fn plan(push: Vec<Slot>, start: u32, tokens: &[TokenId], sample: bool) -> StepPlan {
+        let table = TableChange { keep: 0, push };
+        let step = SeqStep { seq: SeqId(1), start, tokens: tokens.to_vec(), table, sample };
+        StepPlan { seqs: vec![step], ..StepPlan::default() }
+    }
+
+    fn start(mut plan: StepPlan, history: &[TokenId]) -> StepPlan {
+        let sampling = Sampling::default();
+        plan.started.push(SeqStart { seq: SeqId(1), sampling, history: history.to_vec() });
+        plan
+    }
+
+    #[test]
+    fn the_same_history_gives_the_same_answer_however_it_is_cut() {
+        let prompt = [3, 1, 4, 1, 5].map(TokenId);
+        let limits = Limits { max_tokens: 1, ..Limits::default() };
+        let alone = answer_alone(&prompt, &Sampling::default(), &limits, 99, 50);
+        let mut executor = FakeExecutor::new(2, 8, 50);
+        executor.run(&start(plan(vec![Slot(7), Slot(2)], 0, &prompt[..3], false), &prompt));
+        let slots = vec![Slot(7), Slot(2), Slot(0)];
+        let result = executor.run(&plan(slots, 3, &prompt[3..], true));
+        assert_eq!(result.sampled[0].token, alone[0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "reads another token at 0")]
+    fn a_wrong_table_is_noticed() {
+        let prompt = [3, 1, 4].map(TokenId);
+        let mut executor = FakeExecutor::new(2, 8, 50);
+        executor.run(&start(plan(vec![Slot(7)], 0, &prompt[..2], false), &prompt));
+        executor.run(&plan(vec![Slot(6), Slot(2)], 2, &prompt[2..], true));
+    }
+}
