@@ -198,3 +198,20 @@ fn limits_under_which_nothing_runs_are_refused() {
     );
     assert_eq!(default.validate(), Ok(()));
 }
+
+#[test]
+fn a_spared_sequence_gives_way_when_nothing_else_could_run() {
+    // The third is preempted, comes back when the second ends, and is halfway through its prompt
+    // when the first has taken the last page: neither could go on.
+    let config = Config { max_batched_tokens: 3, max_seqs: 3, ..Config::default() };
+    let mut scheduler = scheduler(1, 12, config);
+    for (seq, n_prompt, max_tokens) in [(1, 2, 100), (2, 2, 4), (3, 5, 2)] {
+        scheduler.submit(request(seq, n_prompt, max_tokens)).expect("fits");
+    }
+    while !scheduler.is_idle() {
+        step(&mut scheduler, TokenId(5));
+    }
+    let counters = scheduler.stats().counters;
+    assert_eq!((counters.preemptions, counters.forced_preemptions), (2, 1));
+    assert_eq!(counters.finished, 3);
+}

@@ -223,20 +223,17 @@ impl Drop for Seed {
 #[test]
 fn every_request_gets_the_answer_it_gets_alone() {
     let mut preemptions = 0;
-    let mut forced = 0;
     for seed in seeds() {
         let guard = Seed(seed);
         let mut world = World::new(seed);
         world.run();
         world.check();
         preemptions += world.scheduler.stats().counters.preemptions;
-        forced += world.scheduler.stats().counters.forced_preemptions;
         drop(guard);
     }
     // The worlds must be tight enough to mean something.
     if seeds().count() >= 200 {
-        assert!(preemptions > 200, "only {preemptions} preemptions, {forced} forced");
-        assert!(forced > 0, "nobody was ever preempted by force");
+        assert!(preemptions > 200, "only {preemptions} preemptions");
     }
 }
 
