@@ -93,7 +93,8 @@ fn errors(nuthatch: &Path) -> Result<()> {
     let hostile = folder.join("hostile.gguf");
     std::fs::write(&hostile, b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff")?;
     for model in [folder.join("missing.gguf"), hostile] {
-        let output = shell::output(command(nuthatch, &["run", "--model"]).arg(&model).arg("Hi"))?;
+        let output =
+            shell::output(command(nuthatch, &["run", "--prompt", "Hi", "--model"]).arg(&model))?;
         let complaint = String::from_utf8_lossy(&output.stderr);
         if output.status.success() {
             bail!("{} was accepted", model.display());

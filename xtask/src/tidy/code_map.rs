@@ -1,8 +1,10 @@
-//! Rule: ARCHITECTURE.md names every crate of the workspace, and no other.
+//! Rule: documents name what exists.
 //!
-//! A crate is named as `crates/NAME` anywhere in the text.
+//! ARCHITECTURE.md names every crate of the workspace, as `crates/NAME` anywhere in the text, and no
+//! other. A path that any document names in backticks from the root exists.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use super::{Complaint, Source};
 
@@ -14,6 +16,24 @@ pub(crate) fn check(document: &Source, folders: &BTreeSet<String>, found: &mut V
     }
     for stale in named.difference(folders) {
         found.push(document.complain(0, format!("names crates/{stale}, which does not exist")));
+    }
+}
+
+/// Folders of the root whose files documents name.
+const FOLDERS: [&str; 6] = ["crates/", "xtask/", "fuzz/", "eval/", "examples/", "docs/"];
+
+/// Reports paths in backticks that lead nowhere.
+pub(crate) fn check_paths(document: &Source, root: &Path, found: &mut Vec<Complaint>) {
+    for (at, line) in document.text.lines().enumerate() {
+        for quoted in line.split('`').skip(1).step_by(2) {
+            let plain = !quoted.contains(|symbol: char| " *<>{}()$,".contains(symbol));
+            if plain
+                && FOLDERS.iter().any(|folder| quoted.starts_with(folder))
+                && !root.join(quoted).exists()
+            {
+                found.push(document.complain(at + 1, format!("{quoted} does not exist")));
+            }
+        }
     }
 }
 
@@ -46,5 +66,17 @@ mod tests {
         );
         assert_eq!(count("crates/types"), 1);
         assert_eq!(count("crates/types crates/backend-cpu crates/gone"), 1);
+    }
+
+    #[test]
+    fn named_paths_exist() {
+        let count = |text: &str| {
+            let mut found = Vec::new();
+            let document = Source::new("SAFETY.md", text.to_owned());
+            check_paths(&document, crate::shell::root(), &mut found);
+            found.len()
+        };
+        assert_eq!(count("see `xtask/src/main.rs`, `xtask/` and `eval/results/*.json`\n"), 0);
+        assert_eq!(count("see `xtask/src/gone.rs`\n"), 1);
     }
 }

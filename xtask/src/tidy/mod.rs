@@ -95,6 +95,9 @@ pub(crate) fn check() -> Result<()> {
         if [".rs", ".py", ".cu", ".cuh"].iter().any(|end| source.path.ends_with(end)) {
             length::check(source, &ratchet, &mut found);
         }
+        if source.path.ends_with(".md") {
+            code_map::check_paths(source, shell::root(), &mut found);
+        }
         if source.path == "ARCHITECTURE.md" {
             code_map::check(source, &folders(&metadata), &mut found);
         }
