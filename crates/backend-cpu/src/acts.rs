@@ -1,0 +1,135 @@
+//! Activations as eight-bit integers, the left side of every product with quantised weights.
+//!
+//! Each row is cut into blocks of 32; a block is scaled so that its largest magnitude is 127. The
+//! blocks of 16 rows lie together, which is an AMX tile: `[block][row][32]`.
+
+use crate::mem::{Region, SharedMut};
+use crate::pack::BLOCK;
+use crate::pool::Pool;
+
+/// Rows are padded to whole tiles, so that a tile load never leaves the buffer.
+const ROW_STEP: usize = 16;
+/// Below this many values one thread quantises faster than two can be told to.
+const SERIAL_VALUES: usize = 8192;
+
+/// A batch of quantised rows.
+pub(crate) struct Acts {
+    /// Rows, and rows padded to tiles.
+    pub(crate) rows: usize,
+    pub(crate) rows_padded: usize,
+    /// Blocks of a row.
+    pub(crate) n_blocks: usize,
+    /// `[n_blocks][rows_padded][32]`.
+    pub(crate) codes: Region<i8>,
+    /// `[n_blocks][rows_padded]` value of code 1.
+    pub(crate) scale: Region<f32>,
+    /// `[n_blocks][2][rows_padded]` sums of the codes of each half block.
+    pub(crate) sums: Region<i32>,
+}
+
+impl Acts {
+    pub(crate) fn empty() -> Self {
+        let zero = "nothing is allocated for length zero";
+        Acts {
+            rows: 0,
+            rows_padded: 0,
+            n_blocks: 0,
+            codes: Region::zeroed(0, "activations").expect(zero),
+            scale: Region::zeroed(0, "activations").expect(zero),
+            sums: Region::zeroed(0, "activations").expect(zero),
+        }
+    }
+
+    /// Quantises `rows` rows of `cols` floats.
+    pub(crate) fn quantize(
+        &mut self,
+        pool: &Pool,
+        x: &[f32],
+        rows: usize,
+        cols: usize,
+    ) -> Result<(), nuthatch_backend::DeviceError> {
+        assert!(x.len() >= rows * cols && cols.is_multiple_of(BLOCK));
+        self.rows = rows;
+        self.rows_padded = if rows == 1 { 1 } else { rows.next_multiple_of(ROW_STEP) };
+        self.n_blocks = cols / BLOCK;
+        let n_scales = self.rows_padded * self.n_blocks;
+        // Room for a tile past the end, because a single row is read as part of none.
+        if self.codes.len() < n_scales * BLOCK {
+            self.codes = Region::zeroed(n_scales * BLOCK, "activations")?;
+            self.scale = Region::zeroed(n_scales, "activations")?;
+            self.sums = Region::zeroed(n_scales * 2, "activations")?;
+        }
+        let padded = self.rows_padded;
+        let codes = SharedMut::new(&mut self.codes);
+        let scale = SharedMut::new(&mut self.scale);
+        let sums = SharedMut::new(&mut self.sums);
+        let row = |r: usize| {
+            for (b, x) in x[r * cols..(r + 1) * cols].as_chunks::<BLOCK>().0.iter().enumerate() {
+                let at = b * padded + r;
+                #[expect(unsafe_code, reason = "threads write disjoint rows")]
+                // SAFETY: each row is handled once, and `at` differs between rows and blocks.
+                let (codes, scale, low, high) = unsafe {
+                    (
+                        codes.part(at * BLOCK, BLOCK),
+                        scale.part(at, 1),
+                        sums.part(2 * b * padded + r, 1),
+                        sums.part((2 * b + 1) * padded + r, 1),
+                    )
+                };
+                (scale[0], [low[0], high[0]]) = quantize_block(x, codes);
+            }
+        };
+        if rows * cols <= SERIAL_VALUES {
+            (0..rows).for_each(row);
+        } else {
+            pool.run(rows, &row);
+        }
+        Ok(())
+    }
+}
+
+/// Writes the codes of one block, and returns its scale and the sums of its halves.
+#[inline(always)]
+fn quantize_block(x: &[f32; BLOCK], codes: &mut [i8]) -> (f32, [i32; 2]) {
+    let largest = x.iter().fold(0.0f32, |m, v| if v.abs() > m { v.abs() } else { m });
+    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+    let mut sums = [0; 2];
+    for (i, (code, &value)) in codes.iter_mut().zip(x).enumerate() {
+        // Adding and taking away 1.5 * 2^23 rounds to the nearest even without a library call.
+        const ROUND: f32 = 12_582_912.0;
+        let rounded = (value * inverse + ROUND) - ROUND;
+        *code = rounded as i8;
+        sums[i / 16] += i32::from(*code);
+    }
+    (largest / 127.0, sums)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_within_half_a_step() {
+        let pool = Pool::new(2);
+        let x: Vec<f32> = (0..3 * 64).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.3).collect();
+        let mut acts = Acts::empty();
+        acts.quantize(&pool, &x, 3, 64).unwrap();
+        for r in 0..3 {
+            for c in 0..64 {
+                let at = c / 32 * acts.rows_padded + r;
+                let value = f32::from(acts.codes[at * 32 + c % 32]) * acts.scale[at];
+                assert!((value - x[r * 64 + c]).abs() <= acts.scale[at] * 0.5001);
+            }
+            let sum: i32 = (0..16).map(|c| i32::from(acts.codes[r * 32 + c])).sum();
+            assert_eq!(acts.sums[r], sum);
+        }
+    }
+
+    #[test]
+    fn zeros_stay_zeros() {
+        let mut acts = Acts::empty();
+        acts.quantize(&Pool::new(1), &[0.0; 32], 1, 32).unwrap();
+        assert!(acts.codes.iter().all(|&c| c == 0));
+        assert_eq!(acts.scale[0], 0.0);
+    }
+}

@@ -1,0 +1,392 @@
+//! Attention over pages: exact, and the same bits for a row however it came to be computed.
+//!
+//! Keys are taken in chunks of [`CHUNK`], cut at multiples from the sequence's start. For one row
+//! and chunk:
+//!
+//! ```text
+//!   s[j] = q . k[j]              one chain of fused multiply-adds along the head
+//!   m = max s,  p = exp(s - m)   sixteen lanes, one for each token of a page
+//!   l = sum p                    page after page in lanes, then across lanes
+//!   o = sum p[j] v[j]            token after token
+//! ```
+//!
+//! and chunks are merged from left to right. A [`Task::Tile`] does this for many rows, converting
+//! each page once for all of them; a [`Task::Split`] does it for one row and one chunk, straight
+//! from the pages, so that a long context is shared among threads. Masked keys have `p = 0`, and
+//! adding zero changes nothing, so both give the same bits.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+mod softmax;
+
+use nuthatch_types::KvDtype;
+
+use crate::isa::Isa;
+use crate::kv::{CpuKv, PAGE};
+use crate::mem::SharedMut;
+use crate::plan::{CHUNK, CpuPlan, PlanSeq, Task};
+use crate::pool::Pool;
+use softmax::{merge_row, softmax_row};
+
+const CHUNK_PAGES: usize = CHUNK / PAGE;
+
+/// One layer's attention, shared by all threads.
+pub(crate) struct Attention<'a> {
+    pub(crate) isa: Isa,
+    pub(crate) plan: &'a CpuPlan,
+    pub(crate) kv: &'a CpuKv,
+    pub(crate) layer: usize,
+    pub(crate) scale: f32,
+    pub(crate) window: Option<usize>,
+    /// `[T, (H + 2 G) D]`.
+    pub(crate) qkv: &'a [f32],
+}
+
+/// Keys that a row sees: `start..end`.
+#[derive(Clone, Copy)]
+struct Span {
+    start: usize,
+    end: usize,
+}
+
+/// A run of pages of one head, ready to be multiplied: where each page's keys and values start.
+pub(crate) struct Pages<'a> {
+    pub(crate) dtype: KvDtype,
+    pub(crate) d: usize,
+    pub(crate) keys: &'a [*const u8],
+    pub(crate) values: &'a [*const u8],
+}
+
+/// Memory that one thread reuses from task to task.
+#[derive(Default)]
+struct Scratch {
+    /// `[rows][D]` scaled queries.
+    q: Vec<f32>,
+    /// `[rows][CHUNK]` scores, then probabilities.
+    scores: Vec<f32>,
+    /// `[rows][D]` output of one chunk.
+    chunk_out: Vec<f32>,
+    /// `[rows][D + 2]` output, maximum and sum so far.
+    state: Vec<f32>,
+    /// `[CHUNK_PAGES][D][16]` and `[CHUNK][D]` converted keys and values.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Attention<'_> {
+    /// Attends for every row of the batch; `out` is `[T, H D]`.
+    pub(crate) fn run(&self, pool: &Pool, out: &mut [f32]) {
+        let n_heads = self.kv.shape.n_kv_heads as usize;
+        let plan = self.plan;
+        let stride = plan.group() * (self.d() + 2);
+        let mut partials = plan.partials.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let n_partials = n_heads * plan.n_partials * stride;
+        if partials.len() < n_partials {
+            partials.resize(n_partials.next_power_of_two(), 0.0);
+        }
+        let shared_out = SharedMut::new(out);
+        let shared_partials = SharedMut::new(&mut partials);
+        pool.run(plan.tasks.len() * n_heads, &|i| {
+            // Heads of one task follow each other, so that threads share the row's queries.
+            let (task, head) = (plan.tasks[i / n_heads], i % n_heads);
+            SCRATCH.with_borrow_mut(|scratch| match task {
+                Task::Tile { seq, start, n } => {
+                    self.tile(head, &plan.seqs[seq], start, n, scratch, shared_out);
+                }
+                Task::Split { seq, chunk, partial } => {
+                    let at = (head * plan.n_partials + partial) * stride;
+                    #[expect(unsafe_code, reason = "threads write disjoint partials")]
+                    // SAFETY: `partial` is unique to the task, and each (task, head) runs once.
+                    let target = unsafe { shared_partials.part(at, stride) };
+                    self.split(head, &plan.seqs[seq], chunk, scratch, target);
+                }
+            });
+        });
+        self.merge_splits(&partials, out);
+    }
+
+    fn d(&self) -> usize {
+        self.kv.shape.head_dim as usize
+    }
+
+    /// Keys that the row at `position` sees.
+    fn span(&self, position: usize) -> Span {
+        let end = position + 1;
+        Span { start: self.window.map_or(0, |window| end.saturating_sub(window)), end }
+    }
+
+    /// Scales the group's queries of one batch row into `q`, `[group][D]`.
+    fn load_queries(&self, row: usize, head: usize, q: &mut [f32]) {
+        let (d, group) = (self.d(), self.plan.group());
+        let width = (self.plan.shape.n_heads + 2 * self.kv.shape.n_kv_heads as usize) * d;
+        let source = &self.qkv[row * width + head * group * d..][..group * d];
+        for (q, &x) in q.iter_mut().zip(source) {
+            *q = x * self.scale;
+        }
+    }
+
+    /// Addresses of the sequence's pages `first..first + n` of one head.
+    fn addresses(
+        &self,
+        head: usize,
+        seq: &PlanSeq,
+        first: usize,
+        n: usize,
+    ) -> ([*const u8; CHUNK_PAGES], [*const u8; CHUNK_PAGES]) {
+        let start = self.kv.head_start(self.layer, head);
+        let page_bytes = self.kv.head_page_bytes();
+        let slots = &self.plan.slots[seq.first_slot + first..][..n];
+        let mut keys = [std::ptr::null(); CHUNK_PAGES];
+        let mut values = [std::ptr::null(); CHUNK_PAGES];
+        for ((key, value), &slot) in keys.iter_mut().zip(&mut values).zip(slots) {
+            let page = &self.kv.bytes[start + slot as usize * page_bytes..][..page_bytes];
+            *key = page.as_ptr();
+            *value = page[page_bytes / 2..].as_ptr();
+        }
+        (keys, values)
+    }
+
+    /// One row's share of one chunk; `target` is `[group][D + 2]`: output, maximum, sum.
+    fn split(
+        &self,
+        head: usize,
+        seq: &PlanSeq,
+        chunk: usize,
+        scratch: &mut Scratch,
+        target: &mut [f32],
+    ) {
+        let (d, group) = (self.d(), self.plan.group());
+        let span = self.span(seq.position);
+        let start = (chunk * CHUNK).max(span.start);
+        let end = ((chunk + 1) * CHUNK).min(span.end);
+        if start >= end {
+            for state in target.chunks_exact_mut(d + 2) {
+                state[d] = f32::NEG_INFINITY;
+            }
+            return;
+        }
+        // Pages before the window may be gone; only those that are seen are touched.
+        let first_page = start / PAGE;
+        let n_pages = end.div_ceil(PAGE) - first_page;
+        let (keys, values) = self.addresses(head, seq, first_page, n_pages);
+        let (keys, values) = (&keys[..n_pages], &values[..n_pages]);
+        let pages = Pages { dtype: self.kv.shape.dtype, d, keys, values };
+        scratch.q.resize(group * d, 0.0);
+        scratch.scores.resize(group * CHUNK, 0.0);
+        scratch.chunk_out.resize(group * d, 0.0);
+        self.load_queries(seq.first_row, head, &mut scratch.q);
+        self.scores(&pages, group, &scratch.q, &mut scratch.scores);
+        let first = first_page * PAGE;
+        let visible = start - first..end - first;
+        for (row, state) in target.chunks_exact_mut(d + 2).enumerate() {
+            let scores = &mut scratch.scores[row * CHUNK..][..n_pages * PAGE];
+            (state[d], state[d + 1]) = softmax_row(self.isa, scores, visible.start, visible.end);
+        }
+        self.mix(&pages, visible, group, &scratch.scores, &mut scratch.chunk_out);
+        for (out, state) in scratch.chunk_out.chunks_exact(d).zip(target.chunks_exact_mut(d + 2)) {
+            state[..d].copy_from_slice(out);
+        }
+    }
+
+    /// Merges the partial results of the rows that were split, chunk after chunk.
+    fn merge_splits(&self, partials: &[f32], out: &mut [f32]) {
+        let (d, group) = (self.d(), self.plan.group());
+        let n_heads = self.kv.shape.n_kv_heads as usize;
+        let stride = group * (d + 2);
+        let mut partial = 0;
+        for seq in self.plan.seqs.iter().filter(|seq| seq.n_rows == 1) {
+            let n_chunks = seq.kv_len().div_ceil(CHUNK);
+            for head in 0..n_heads {
+                for row in 0..group {
+                    let at = |chunk: usize| {
+                        let first = (head * self.plan.n_partials + partial + chunk) * stride;
+                        &partials[first + row * (d + 2)..][..d + 2]
+                    };
+                    let target = (seq.first_row * n_heads + head) * group + row;
+                    let out = &mut out[target * d..][..d];
+                    let mut total = (f32::NEG_INFINITY, 0.0);
+                    for chunk in (0..n_chunks).map(at).filter(|c| c[d] != f32::NEG_INFINITY) {
+                        merge_row(self.isa, out, &mut total, &chunk[..d], (chunk[d], chunk[d + 1]));
+                    }
+                    out.iter_mut().for_each(|x| *x *= 1.0 / total.1);
+                }
+            }
+            partial += n_chunks;
+        }
+    }
+
+    /// Rows `start..start + n` of a sequence over all the keys they see.
+    fn tile(
+        &self,
+        head: usize,
+        seq: &PlanSeq,
+        start: usize,
+        n: usize,
+        scratch: &mut Scratch,
+        out: SharedMut<'_, f32>,
+    ) {
+        let (d, group) = (self.d(), self.plan.group());
+        let rows = n * group;
+        let Scratch { q, scores, chunk_out, state, .. } = scratch;
+        q.resize(rows * d, 0.0);
+        scores.resize(rows * CHUNK, 0.0);
+        chunk_out.resize(rows * d, 0.0);
+        state.clear();
+        state.resize(rows * (d + 2), 0.0);
+        for i in 0..n {
+            let q = &mut q[i * group * d..(i + 1) * group * d];
+            self.load_queries(seq.first_row + start + i, head, q);
+        }
+        for row in state.chunks_exact_mut(d + 2) {
+            row[d] = f32::NEG_INFINITY;
+        }
+        let position = seq.position + start;
+        let (first, last) = (self.span(position), self.span(position + n - 1));
+        for chunk in first.start / CHUNK..last.end.div_ceil(CHUNK) {
+            self.tile_chunk(head, seq, (position, n), chunk, scratch);
+        }
+        let n_heads = self.kv.shape.n_kv_heads as usize;
+        for (row, state) in scratch.state.chunks_exact(d + 2).enumerate() {
+            let batch_row = seq.first_row + start + row / group;
+            let target = (batch_row * n_heads + head) * group + row % group;
+            #[expect(unsafe_code, reason = "threads write disjoint rows and heads")]
+            // SAFETY: each (tile, head) runs once, and tiles own disjoint rows.
+            let out = unsafe { out.part(target * d, d) };
+            let inverse = 1.0 / state[d + 1];
+            for (out, &x) in out.iter_mut().zip(&state[..d]) {
+                *out = x * inverse;
+            }
+        }
+    }
+
+    /// Adds one chunk to the state of a tile's rows.
+    fn tile_chunk(
+        &self,
+        head: usize,
+        seq: &PlanSeq,
+        (position, n): (usize, usize),
+        chunk: usize,
+        scratch: &mut Scratch,
+    ) {
+        let (d, group) = (self.d(), self.plan.group());
+        let chunk_start = (chunk * CHUNK).max(self.span(position).start);
+        let first_page = chunk_start / PAGE;
+        let chunk_end = ((chunk + 1) * CHUNK).min(position + n);
+        let n_pages = chunk_end.div_ceil(PAGE) - first_page;
+        let first = first_page * PAGE;
+        let Scratch { q, scores, chunk_out, state, keys, values } = scratch;
+        let (key_at, value_at) = self.convert(head, seq, (first_page, n_pages), keys, values);
+        // Blocks of tokens that share their visible pages, so that the triangle is not computed
+        // as a square.
+        let step = PAGE.min(n);
+        for block in (0..n).step_by(step) {
+            let tokens = step.min(n - block);
+            let last = self.span(position + block + tokens - 1);
+            let end = last.end.min(chunk_end);
+            if end <= first {
+                continue;
+            }
+            let begin = self.span(position + block).start.max(chunk_start);
+            let (lo, hi) = ((begin - first) / PAGE, (end - first).div_ceil(PAGE));
+            let pages =
+                Pages { dtype: KvDtype::F32, d, keys: &key_at[lo..hi], values: &value_at[lo..hi] };
+            let base = first + lo * PAGE;
+            let rows = block * group..(block + tokens) * group;
+            let scores = &mut scores[rows.start * CHUNK..rows.end * CHUNK];
+            let chunk_out = &mut chunk_out[rows.start * d..rows.end * d];
+            self.scores(&pages, rows.len(), &q[rows.start * d..rows.end * d], scores);
+            let mut totals = [(f32::NEG_INFINITY, 0.0); PAGE * MAX_GROUP];
+            for (row, total) in totals[..rows.len()].iter_mut().enumerate() {
+                let span = self.span(position + block + row / group);
+                let visible =
+                    (span.start.max(base) - base, span.end.min(chunk_end) as isize - base as isize);
+                let scores = &mut scores[row * CHUNK..][..pages.keys.len() * PAGE];
+                if visible.1 > visible.0 as isize {
+                    *total = softmax_row(self.isa, scores, visible.0, visible.1 as usize);
+                } else {
+                    scores.fill(0.0);
+                }
+            }
+            self.mix(&pages, begin - base..end - base, rows.len(), scores, chunk_out);
+            let states = state[rows.start * (d + 2)..rows.end * (d + 2)].chunks_exact_mut(d + 2);
+            for ((state, out), total) in states.zip(chunk_out.chunks_exact(d)).zip(totals) {
+                if total.0 != f32::NEG_INFINITY {
+                    let (sum, rest) = state.split_at_mut(d);
+                    let mut so_far = (rest[0], rest[1]);
+                    merge_row(self.isa, sum, &mut so_far, out, total);
+                    (rest[0], rest[1]) = so_far;
+                }
+            }
+        }
+    }
+
+    /// Converts pages to floats once for a whole tile, and gives their addresses.
+    fn convert(
+        &self,
+        head: usize,
+        seq: &PlanSeq,
+        (first_page, n_pages): (usize, usize),
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> ([*const u8; CHUNK_PAGES], [*const u8; CHUNK_PAGES]) {
+        let d = self.d();
+        let (mut key_at, mut value_at) = self.addresses(head, seq, first_page, n_pages);
+        let dtype = self.kv.shape.dtype;
+        if dtype == KvDtype::F32 {
+            return (key_at, value_at);
+        }
+        keys.resize(CHUNK * d, 0.0);
+        values.resize(CHUNK * d, 0.0);
+        for page in 0..n_pages {
+            for (buffer, at) in [(&mut *keys, &mut key_at), (&mut *values, &mut value_at)] {
+                let target = &mut buffer[page * PAGE * d..(page + 1) * PAGE * d];
+                #[expect(unsafe_code, reason = "pages are addressed by pointers here")]
+                // SAFETY: `addresses` points at `PAGE * d` elements of keys or values.
+                let source = unsafe { std::slice::from_raw_parts(at[page], PAGE * d * 2) };
+                softmax::to_floats(self.isa, dtype, source, target);
+                at[page] = target.as_ptr().cast();
+            }
+        }
+        (key_at, value_at)
+    }
+
+    /// `scores[r][j] = q[r] . k[j]` for all keys of the pages; `scores` has rows of [`CHUNK`].
+    fn scores(&self, pages: &Pages<'_>, rows: usize, q: &[f32], scores: &mut [f32]) {
+        assert!(q.len() >= rows * pages.d && scores.len() >= rows * CHUNK);
+        assert!(pages.keys.len() <= CHUNK_PAGES);
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Amx => avx512::scores(pages, rows, q, scores),
+            isa => portable::scores(isa, pages, rows, q, scores),
+        }
+    }
+
+    /// `out[r] = sum of p[r][j] v[j]` over the keys `visible`.
+    fn mix(
+        &self,
+        pages: &Pages<'_>,
+        visible: std::ops::Range<usize>,
+        rows: usize,
+        p: &[f32],
+        out: &mut [f32],
+    ) {
+        assert!(p.len() >= rows * CHUNK && out.len() >= rows * pages.d);
+        assert!(visible.end <= pages.values.len() * PAGE);
+        match self.isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Amx if pages.d.is_multiple_of(PAGE) => {
+                avx512::mix(pages, visible, rows, p, out);
+            }
+            isa => portable::mix(isa, pages, visible, rows, p, out),
+        }
+    }
+}
+
+/// Most query heads of a group; `Cpu::alloc_plan` refuses more.
+pub(crate) const MAX_GROUP: usize = 64;
+
+std::thread_local! {
+    /// Scratch is kept from task to task; it holds no state between them.
+    static SCRATCH: std::cell::RefCell<Scratch> = std::cell::RefCell::new(Scratch::default());
+}

@@ -1,0 +1,174 @@
+//! `out = W x + bias`: which kernel multiplies which part, and who gets which rows.
+//!
+//! Every kernel sums one output in the same order: blocks of 32 columns from left to right, within
+//! a block exact integers, then one fused multiply-add into the output's accumulator (floats: four
+//! accumulators, columns dealt out in turn). So a row's result does not depend on how many rows
+//! came with it, nor on the kernel that a batch size selects.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use nuthatch_backend::{DeviceError, WeightType};
+
+use crate::acts::Acts;
+use crate::isa::Isa;
+use crate::mem::SharedMut;
+use crate::pack::{LANES, Packed};
+use crate::pool::Pool;
+
+/// Rows of activations that a vector kernel multiplies at once.
+pub(crate) const MAX_TILE: usize = 8;
+/// From this many rows on, filling 16-row tiles beats vectors.
+const AMX_MIN_ROWS: usize = 6;
+
+/// One or more matrices with equal columns, multiplied as one.
+pub struct CpuWeight {
+    pub(crate) parts: Vec<Packed>,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+}
+
+/// What happens to the old values of `out`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Target {
+    Replace,
+    Add,
+}
+
+/// One product's operands, shared by all threads.
+pub(crate) struct Product<'a> {
+    pub(crate) isa: Isa,
+    pub(crate) weight: &'a CpuWeight,
+    /// `[rows, cols]`.
+    pub(crate) x: &'a [f32],
+    pub(crate) rows: usize,
+    pub(crate) target: Target,
+}
+
+impl Product<'_> {
+    /// Multiplies into `out`, `[rows, weight.rows]`.
+    pub(crate) fn run(
+        &self,
+        pool: &Pool,
+        acts: &mut Acts,
+        out: &mut [f32],
+    ) -> Result<(), DeviceError> {
+        let weight = self.weight;
+        assert!(self.x.len() >= self.rows * weight.cols);
+        assert!(out.len() >= self.rows * weight.rows);
+        if weight.parts.iter().any(|part| !is_float(part.dtype)) {
+            acts.quantize(pool, self.x, self.rows, weight.cols)?;
+        }
+        let acts = &*acts;
+        let n_groups: usize = weight.parts.iter().map(|p| p.rows.div_ceil(LANES)).sum();
+        // Pieces small enough to balance, large enough to stream.
+        let piece = (n_groups / (pool.n_threads() * 8)).clamp(1, 64);
+        let out = SharedMut::new(out);
+        pool.run(n_groups.div_ceil(piece), &|i| {
+            for group in i * piece..((i + 1) * piece).min(n_groups) {
+                self.group(acts, group, out);
+            }
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Amx {
+                amx::release();
+            }
+        });
+        Ok(())
+    }
+
+    /// Computes the 16 outputs of one group for all rows.
+    fn group(&self, acts: &Acts, mut group: usize, out: SharedMut<'_, f32>) {
+        let mut first = 0;
+        for part in &self.weight.parts {
+            let n_groups = part.rows.div_ceil(LANES);
+            if group < n_groups {
+                let tile = Tile { product: self, part, group, first: first + group * LANES, out };
+                return tile.compute(acts);
+            }
+            group -= n_groups;
+            first += part.rows;
+        }
+        unreachable!("group {group} is past the last part");
+    }
+}
+
+pub(crate) fn is_float(dtype: WeightType) -> bool {
+    matches!(dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16)
+}
+
+/// One group of 16 outputs.
+pub(crate) struct Tile<'a> {
+    product: &'a Product<'a>,
+    part: &'a Packed,
+    /// Group inside the part.
+    group: usize,
+    /// First output column.
+    first: usize,
+    out: SharedMut<'a, f32>,
+}
+
+impl Tile<'_> {
+    fn compute(&self, acts: &Acts) {
+        let rows = self.product.rows;
+        #[cfg(target_arch = "x86_64")]
+        if self.product.isa == Isa::Amx && rows >= AMX_MIN_ROWS && !is_float(self.part.dtype) {
+            return amx::group(self, acts);
+        }
+        let mut start = 0;
+        while start < rows {
+            // Powers of two keep the number of compiled kernels small.
+            let n = 1 << (rows - start).min(MAX_TILE).ilog2();
+            let mut sums = [[0.0; LANES]; MAX_TILE];
+            self.vectors(acts, start, n, &mut sums);
+            for (i, sums) in sums[..n].iter().enumerate() {
+                self.store(start + i, sums);
+            }
+            start += n;
+        }
+    }
+
+    fn vectors(&self, acts: &Acts, start: usize, n: usize, sums: &mut [[f32; LANES]; MAX_TILE]) {
+        let bytes = self.part.group(self.group);
+        let dtype = self.part.dtype;
+        if is_float(dtype) {
+            let cols = self.part.cols;
+            let x = &self.product.x[start * cols..(start + n) * cols];
+            match self.product.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 | Isa::Amx => avx512::floats(dtype, bytes, x, n, sums),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => portable::avx2_floats(dtype, bytes, x, n, sums),
+                _ => portable::floats::<false>(dtype, bytes, x, n, sums),
+            }
+        } else {
+            match self.product.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 | Isa::Amx => avx512::codes(dtype, bytes, acts, start, n, sums),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => portable::avx2_codes(dtype, bytes, acts, start, n, sums),
+                _ => portable::codes::<false>(dtype, bytes, acts, start, n, sums),
+            }
+        }
+    }
+
+    /// Writes 16 finished sums of row `row`.
+    #[inline(always)]
+    fn store(&self, row: usize, sums: &[f32; LANES]) {
+        let n = LANES.min(self.part.rows - self.group * LANES);
+        let stride = self.product.weight.rows;
+        #[expect(unsafe_code, reason = "threads write disjoint columns")]
+        // SAFETY: each group is computed once, and groups own disjoint columns of each row.
+        let out = unsafe { self.out.part(row * stride + self.first, n) };
+        let bias = self.part.bias.as_ref().map(|bias| &bias[self.group * LANES..][..n]);
+        for (i, out) in out.iter_mut().enumerate() {
+            let value = sums[i] + bias.map_or(0.0, |bias| bias[i]);
+            *out = match self.product.target {
+                Target::Replace => value,
+                Target::Add => *out + value,
+            };
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! The kernels in plain Rust, sixteen lanes at a time: the reference beside the tuned ones, and the
+//! code that machines without AVX-512 run. Compiled once for any machine and once for AVX2.
+
+use nuthatch_backend::WeightType;
+
+use super::MAX_TILE;
+use crate::acts::Acts;
+use crate::pack::{self, BLOCK, Format, LANES, QUADS, f16_to_f32, with_format};
+
+type Sums = [[f32; LANES]; MAX_TILE];
+
+/// `a * b + c`, fused where the machine can.
+#[inline(always)]
+pub(crate) fn fma<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) fn avx2_codes(
+    dtype: WeightType,
+    bytes: &[u8],
+    acts: &Acts,
+    start: usize,
+    n: usize,
+    sums: &mut Sums,
+) {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn inner(d: WeightType, b: &[u8], a: &Acts, start: usize, n: usize, s: &mut Sums) {
+        codes::<true>(d, b, a, start, n, s);
+    }
+    #[expect(unsafe_code, reason = "target features")]
+    // SAFETY: this path is taken only after `Isa::detect` or the user's explicit choice, which
+    // `Cpu::new` checks against the machine.
+    unsafe {
+        inner(dtype, bytes, acts, start, n, sums);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) fn avx2_floats(dtype: WeightType, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn inner(dtype: WeightType, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
+        floats::<true>(dtype, bytes, x, n, sums);
+    }
+    #[expect(unsafe_code, reason = "target features")]
+    // SAFETY: as in `avx2_codes`.
+    unsafe {
+        inner(dtype, bytes, x, n, sums);
+    }
+}
+
+/// Sums of rows `start..start + n` with one group of quantised weights.
+#[inline(always)]
+pub(super) fn codes<const FUSED: bool>(
+    dtype: WeightType,
+    bytes: &[u8],
+    acts: &Acts,
+    start: usize,
+    n: usize,
+    sums: &mut Sums,
+) {
+    with_format!(dtype,
+        F => group_codes::<F, FUSED>(bytes, acts, start, n, sums),
+        float => unreachable!("floats have their own kernel"));
+}
+
+#[inline(always)]
+fn group_codes<F: Format, const FUSED: bool>(
+    bytes: &[u8],
+    acts: &Acts,
+    start: usize,
+    n: usize,
+    sums: &mut Sums,
+) {
+    let half = BLOCK / F::SUBS;
+    for (u, unit) in bytes.chunks_exact(F::UNIT_BYTES).enumerate() {
+        let (header, blocks) = unit.split_at(F::HEADER_BYTES);
+        for (b, block) in blocks.chunks_exact(F::BLOCK_BYTES).enumerate() {
+            let mut quads = [[0i32; 4 * LANES]; QUADS];
+            for (q, quad) in quads.iter_mut().enumerate() {
+                for (x, code) in quad.iter_mut().enumerate() {
+                    *code = i32::from(pack::code::<F>(block, q, x)) - F::OFFSET;
+                }
+            }
+            let at = (u * F::BLOCKS + b) * acts.rows_padded;
+            for sub in 0..F::SUBS {
+                let scales: [(f32, f32); LANES] =
+                    std::array::from_fn(|lane| pack::scale::<F>(header, b, sub, lane));
+                for (i, sums) in sums[..n].iter_mut().enumerate() {
+                    let row = at + start + i;
+                    let x = &acts.codes[row * BLOCK + sub * half..][..half];
+                    let x_sum: i32 = x.iter().map(|&x| i32::from(x)).sum();
+                    let x_scale = acts.scale[row];
+                    for lane in 0..LANES {
+                        let mut dot = 0;
+                        for (q, x) in x.chunks_exact(4).enumerate() {
+                            let quad = &quads[sub * half / 4 + q][lane * 4..][..4];
+                            dot += quad[0] * i32::from(x[0])
+                                + quad[1] * i32::from(x[1])
+                                + quad[2] * i32::from(x[2])
+                                + quad[3] * i32::from(x[3]);
+                        }
+                        let (scale, min) = scales[lane];
+                        sums[lane] = fma::<FUSED>(dot as f32, scale * x_scale, sums[lane]);
+                        if F::MINS {
+                            sums[lane] = fma::<FUSED>(min, x_sum as f32 * x_scale, sums[lane]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Sums of `n` rows with one group of float weights.
+#[inline(always)]
+pub(super) fn floats<const FUSED: bool>(
+    dtype: WeightType,
+    bytes: &[u8],
+    x: &[f32],
+    n: usize,
+    sums: &mut Sums,
+) {
+    let cols = x.len() / n;
+    for (i, sums) in sums[..n].iter_mut().enumerate() {
+        let mut parts = [[0.0; LANES]; 4];
+        for (col, &x) in x[i * cols..(i + 1) * cols].iter().enumerate() {
+            let part = &mut parts[col % 4];
+            for (lane, sum) in part.iter_mut().enumerate() {
+                let w = float_at(dtype, bytes, col * LANES + lane);
+                *sum = fma::<FUSED>(w, x, *sum);
+            }
+        }
+        for lane in 0..LANES {
+            sums[lane] = (parts[0][lane] + parts[1][lane]) + (parts[2][lane] + parts[3][lane]);
+        }
+    }
+}
+
+#[inline(always)]
+fn float_at(dtype: WeightType, bytes: &[u8], i: usize) -> f32 {
+    match dtype {
+        WeightType::F32 => {
+            let b = &bytes[i * 4..][..4];
+            f32::from_le_bytes([b[0], b[1], b[2], b[3]])
+        }
+        WeightType::BF16 => {
+            f32::from_bits(u32::from(u16::from_le_bytes([bytes[i * 2], bytes[i * 2 + 1]])) << 16)
+        }
+        _ => f16_to_f32(u16::from_le_bytes([bytes[i * 2], bytes[i * 2 + 1]])),
+    }
+}

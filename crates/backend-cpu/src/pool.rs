@@ -1,0 +1,241 @@
+//! A few threads that run one loop at a time.
+//!
+//! A decode step is some hundred loops of ten to fifty microseconds, so waking a thread through the
+//! system for each of them would cost as much as the work. Workers spin for a while after a loop
+//! and only then sleep. The calling thread takes part in every loop.
+
+#![expect(unsafe_code, reason = "a job borrows the caller's stack for the length of one call")]
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+
+/// Spins before a worker sleeps: about a tenth of a millisecond here, several steps' gaps.
+const SPINS_BEFORE_SLEEP: u32 = 20_000;
+
+type Job = dyn Fn(usize) + Sync;
+
+/// Threads that share the indices of one loop.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// Held for the length of a loop: one loop at a time.
+    turn: Mutex<()>,
+}
+
+struct Shared {
+    /// Counts loops; a change tells workers that `job` is new. Written under `turn`.
+    epoch: AtomicU32,
+    /// The running loop's body. Null-like between loops: read only after a new epoch was seen.
+    job: Mutex<Option<JobPtr>>,
+    /// Next index to hand out, and one past the last.
+    next: AtomicUsize,
+    end: AtomicUsize,
+    /// Workers that have not finished the running loop.
+    busy: AtomicUsize,
+    sleepers: Mutex<usize>,
+    wake: Condvar,
+    panicked: AtomicBool,
+    quit: AtomicBool,
+}
+
+#[derive(Clone, Copy)]
+struct JobPtr(*const Job);
+// SAFETY: the pointee is `Sync`, and `Pool::run` keeps it alive until no worker uses it.
+unsafe impl Send for JobPtr {}
+
+impl Pool {
+    /// A pool of `n_threads` threads, the caller's included.
+    pub(crate) fn new(n_threads: usize) -> Self {
+        assert!(n_threads >= 1);
+        let shared = Arc::new(Shared {
+            epoch: AtomicU32::new(0),
+            job: Mutex::new(None),
+            next: AtomicUsize::new(0),
+            end: AtomicUsize::new(0),
+            busy: AtomicUsize::new(0),
+            sleepers: Mutex::new(0),
+            wake: Condvar::new(),
+            panicked: AtomicBool::new(false),
+            quit: AtomicBool::new(false),
+        });
+        let workers = (1..n_threads)
+            .map(|i| {
+                let shared = Arc::clone(&shared);
+                std::thread::Builder::new()
+                    .name(format!("cpu-{i}"))
+                    .spawn(move || shared.work())
+                    .expect("the system starts a thread")
+            })
+            .collect();
+        Pool { shared, workers, turn: Mutex::new(()) }
+    }
+
+    /// Threads that take part in a loop.
+    pub(crate) fn n_threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `body(i)` for each `i` in `0..n`, on all threads, and returns when all are done.
+    ///
+    /// Indices are handed out one by one, so uneven pieces balance themselves.
+    pub(crate) fn run(&self, n: usize, body: &(dyn Fn(usize) + Sync)) {
+        if n <= 1 || self.workers.is_empty() {
+            (0..n).for_each(body);
+            return;
+        }
+        let _turn = self.turn.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime is erased. `finish` below does not return, nor unwind, before
+        // every worker has left the body, so the pointer is never used after `body` ends.
+        let erased =
+            unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const Job>(body) };
+        *lock(&shared.job) = Some(JobPtr(erased));
+        shared.next.store(0, Ordering::Relaxed);
+        shared.end.store(n, Ordering::Relaxed);
+        shared.busy.store(self.workers.len(), Ordering::Relaxed);
+        shared.epoch.fetch_add(1, Ordering::Release);
+        if *lock(&shared.sleepers) > 0 {
+            shared.wake.notify_all();
+        }
+        let finish = Finish(shared);
+        shared.drain(body);
+        drop(finish);
+        assert!(!shared.panicked.load(Ordering::Relaxed), "a worker panicked");
+    }
+}
+
+/// Waits for the workers when dropped, also when the caller's own share panicked.
+struct Finish<'a>(&'a Shared);
+
+impl Drop for Finish<'_> {
+    fn drop(&mut self) {
+        let mut spins = 0u32;
+        while self.0.busy.load(Ordering::Acquire) > 0 {
+            spins = spins.wrapping_add(1);
+            if spins.is_multiple_of(4096) {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn drain(&self, body: &(dyn Fn(usize) + Sync)) {
+        let end = self.end.load(Ordering::Relaxed);
+        loop {
+            let i = self.next.fetch_add(1, Ordering::Relaxed);
+            if i >= end {
+                return;
+            }
+            body(i);
+        }
+    }
+
+    fn work(&self) {
+        let mut seen = 0;
+        while let Some(epoch) = self.await_epoch(seen) {
+            seen = epoch;
+            let job = *lock(&self.job);
+            let Some(JobPtr(job)) = job else { continue };
+            // SAFETY: `run` set the pointer before this epoch and waits for `busy` to reach zero
+            // before the pointee ends.
+            let body = unsafe { &*job };
+            let outcome =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.drain(body)));
+            if outcome.is_err() {
+                self.panicked.store(true, Ordering::Relaxed);
+            }
+            self.busy.fetch_sub(1, Ordering::Release);
+        }
+    }
+
+    /// Waits for an epoch other than `seen`; `None` when the pool ends.
+    fn await_epoch(&self, seen: u32) -> Option<u32> {
+        let mut spins = 0;
+        loop {
+            if self.quit.load(Ordering::Relaxed) {
+                return None;
+            }
+            let epoch = self.epoch.load(Ordering::Acquire);
+            if epoch != seen {
+                return Some(epoch);
+            }
+            spins += 1;
+            if spins < SPINS_BEFORE_SLEEP {
+                std::hint::spin_loop();
+                continue;
+            }
+            let mut sleepers = lock(&self.sleepers);
+            *sleepers += 1;
+            while self.epoch.load(Ordering::Acquire) == seen && !self.quit.load(Ordering::Relaxed) {
+                sleepers =
+                    self.wake.wait(sleepers).unwrap_or_else(std::sync::PoisonError::into_inner);
+            }
+            *sleepers -= 1;
+            spins = 0;
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.quit.store(true, Ordering::Relaxed);
+        drop(lock(&self.shared.sleepers));
+        self.shared.wake.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker's panic was already reported by `run`.
+            let _ = worker.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_index_runs_once() {
+        for n_threads in 1..5 {
+            let pool = Pool::new(n_threads);
+            for n in [0, 1, 2, 3, 100, 1000] {
+                let counts: Vec<AtomicU32> = (0..n).map(|_| AtomicU32::new(0)).collect();
+                pool.run(n, &|i| {
+                    counts[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn loops_after_sleep_still_run() {
+        let pool = Pool::new(3);
+        let sum = AtomicUsize::new(0);
+        for _ in 0..5 {
+            // Long enough for the workers to fall asleep; correctness does not depend on it.
+            for _ in 0..SPINS_BEFORE_SLEEP * 4 {
+                std::hint::spin_loop();
+            }
+            pool.run(10, &|i| {
+                sum.fetch_add(i, Ordering::Relaxed);
+            });
+        }
+        assert_eq!(sum.into_inner(), 5 * 45);
+    }
+
+    #[test]
+    fn a_panic_in_a_loop_reaches_the_caller() {
+        let pool = Pool::new(2);
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            pool.run(100, &|i| assert!(i != 57));
+        }));
+        assert!(outcome.is_err());
+    }
+}

@@ -1,0 +1,99 @@
+//! One loop, compiled for each instruction set.
+
+/// Defines a function that takes an [`Isa`](crate::isa::Isa) first and calls the generic
+/// `inner::<FUSED>` compiled for it. The compiler does the vectorising: loops over arrays of
+/// sixteen floats become vector instructions of whatever width the set has.
+macro_rules! versions {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $inner:ident;) => {
+        $(#[$meta])*
+        $vis fn $name(isa: $crate::isa::Isa, $($arg: $ty),*) $(-> $ret)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($arg: $ty),*) $(-> $ret)? {
+                $inner::<true>($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")]
+            fn avx512($($arg: $ty),*) $(-> $ret)? {
+                $inner::<true>($($arg),*)
+            }
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                #[expect(unsafe_code, reason = "target features")]
+                // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+                $crate::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                #[cfg(target_arch = "x86_64")]
+                #[expect(unsafe_code, reason = "target features")]
+                // SAFETY: as above.
+                $crate::isa::Isa::Avx512 | $crate::isa::Isa::Amx => unsafe { avx512($($arg),*) },
+                _ => $inner::<false>($($arg),*),
+            }
+        }
+    };
+}
+pub(crate) use versions;
+
+/// `a * b + c`, fused where the machine can.
+#[inline(always)]
+pub(crate) fn fma<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// `e^x` within two units in the last place; 0 below -87.3, where the result would be subnormal.
+#[inline(always)]
+pub(crate) fn exp<const FUSED: bool>(x: f32) -> f32 {
+    const LOG2_E: f32 = std::f32::consts::LOG2_E;
+    // ln 2 in two parts, so that n * ln 2 is exact to more than 24 bits.
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    const ROUND: f32 = 12_582_912.0;
+    let clamped = if x > 88.0 { 88.0 } else { x };
+    let clamped = if clamped < -87.3 { -87.3 } else { clamped };
+    let n = fma::<FUSED>(clamped, LOG2_E, ROUND) - ROUND;
+    let r = fma::<FUSED>(n, -LN2_HIGH, clamped);
+    let r = fma::<FUSED>(n, -LN2_LOW, r);
+    let mut p = 1.987_569_1e-4;
+    p = fma::<FUSED>(p, r, 1.398_199_9e-3);
+    p = fma::<FUSED>(p, r, 8.333_452e-3);
+    p = fma::<FUSED>(p, r, 4.166_579_6e-2);
+    p = fma::<FUSED>(p, r, 1.666_666_5e-1);
+    p = fma::<FUSED>(p, r, 0.5);
+    p = fma::<FUSED>(p, r * r, r) + 1.0;
+    // SAFETY-free conversion: n is within -126..=127, so the cast is exact.
+    let scale = f32::from_bits(((n as i32 + 127) as u32) << 23);
+    if x < -87.3 { 0.0 } else { p * scale }
+}
+
+/// Sums sixteen lanes in a fixed order.
+#[inline(always)]
+pub(crate) fn sum16(v: &[f32; 16]) -> f32 {
+    let mut v = *v;
+    let mut width = 8;
+    while width > 0 {
+        for i in 0..width {
+            v[i] += v[i + width];
+        }
+        width /= 2;
+    }
+    v[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_everywhere() {
+        let mut x = -100.0f32;
+        while x < 88.0 {
+            let expected = f64::from(x).exp();
+            for got in [exp::<true>(x), exp::<false>(x)] {
+                let error = (f64::from(got) - expected).abs();
+                assert!(error <= expected * 3e-7 + 2e-38, "{x}: {got} {expected}");
+            }
+            x += 0.0137;
+        }
+        assert_eq!(exp::<true>(0.0), 1.0);
+        assert_eq!(exp::<true>(f32::NEG_INFINITY), 0.0);
+    }
+}

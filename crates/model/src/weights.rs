@@ -1,0 +1,123 @@
+//! The weights of a model on its device.
+
+use nuthatch_attention::{Dense, HeadNorms};
+use nuthatch_backend::{Backend, HostMatrix};
+use nuthatch_types::LayerIdx;
+
+use crate::LoadError;
+use crate::files::ModelFiles;
+use crate::names::TensorName;
+
+/// All weights.
+pub(crate) struct Weights<B: Backend> {
+    /// `[V, d]`.
+    pub(crate) embedding: B::Weight,
+    pub(crate) layers: Vec<Layer<B>>,
+    /// `[d]`.
+    pub(crate) output_norm: B::Buf,
+    /// `[V, d]`; none when the embedding serves.
+    pub(crate) output: Option<B::Weight>,
+}
+
+/// The weights of one layer.
+pub(crate) struct Layer<B: Backend> {
+    /// `[d]`.
+    pub(crate) attn_norm: B::Buf,
+    /// `[(H + 2 G) D, d]`.
+    pub(crate) qkv: B::Weight,
+    pub(crate) attention: Dense<B>,
+    /// `[d, H D]`.
+    pub(crate) out: B::Weight,
+    /// `[d]`.
+    pub(crate) ffn_norm: B::Buf,
+    /// `[2 F, d]`.
+    pub(crate) gate_up: B::Weight,
+    /// `[d, F]`.
+    pub(crate) down: B::Weight,
+}
+
+impl<B: Backend> Weights<B> {
+    pub(crate) fn load(b: &B, files: &ModelFiles) -> Result<Self, LoadError> {
+        let config = files.config();
+        let n_layers = u32::try_from(config.n_layers).expect("the configuration was checked");
+        let layers = (0..n_layers).map(|l| Layer::load(b, files, l)).collect::<Result<_, _>>()?;
+        let output = match config.tied_embeddings {
+            true => None,
+            false => Some(matrices(b, files, &[TensorName::Output], &[])?),
+        };
+        Ok(Weights {
+            embedding: matrices(b, files, &[TensorName::Embedding], &[])?,
+            layers,
+            output_norm: vector(b, files, TensorName::OutputNorm)?,
+            output,
+        })
+    }
+}
+
+impl<B: Backend> Layer<B> {
+    fn load(b: &B, files: &ModelFiles, l: u32) -> Result<Self, LoadError> {
+        use TensorName as Name;
+        let config = files.config();
+        let norms = match config.head_norms {
+            true => Some(HeadNorms {
+                q: vector(b, files, Name::QNorm(l))?,
+                k: vector(b, files, Name::KNorm(l))?,
+            }),
+            false => None,
+        };
+        let qkv_bias = [Name::QBias(l), Name::KBias(l), Name::VBias(l)];
+        let o_bias = [Name::OBias(l)];
+        Ok(Layer {
+            attn_norm: vector(b, files, Name::AttnNorm(l))?,
+            qkv: matrices(
+                b,
+                files,
+                &[Name::Q(l), Name::K(l), Name::V(l)],
+                if config.qkv_bias { &qkv_bias } else { &[] },
+            )?,
+            attention: Dense {
+                layer: LayerIdx(l),
+                n_heads: u32::try_from(config.n_heads).expect("the configuration was checked"),
+                scale: 1.0 / (config.head_dim as f32).sqrt(),
+                window: config.window(l as usize),
+                norms,
+                eps: config.norm_eps,
+            },
+            out: matrices(b, files, &[Name::O(l)], if config.o_bias { &o_bias } else { &[] })?,
+            ffn_norm: vector(b, files, Name::FfnNorm(l))?,
+            gate_up: matrices(b, files, &[Name::Gate(l), Name::Up(l)], &[])?,
+            down: matrices(b, files, &[Name::Down(l)], &[])?,
+        })
+    }
+}
+
+fn vector<B: Backend>(b: &B, files: &ModelFiles, name: TensorName) -> Result<B::Buf, LoadError> {
+    let values = files.vector(name)?;
+    let mut buf = b.alloc(values.len())?;
+    b.write(&mut buf, &values)?;
+    Ok(buf)
+}
+
+/// Loads matrices stacked by rows, with a bias for each or for none.
+fn matrices<B: Backend>(
+    b: &B,
+    files: &ModelFiles,
+    names: &[TensorName],
+    biases: &[TensorName],
+) -> Result<B::Weight, LoadError> {
+    assert!(biases.is_empty() || biases.len() == names.len());
+    let biases = biases.iter().map(|&name| files.vector(name)).collect::<Result<Vec<_>, _>>()?;
+    let views = names.iter().map(|&name| files.tensor(name)).collect::<Result<Vec<_>, _>>()?;
+    let parts: Vec<HostMatrix<'_>> = views
+        .iter()
+        .enumerate()
+        .map(|(i, view)| HostMatrix {
+            dtype: view.dtype,
+            rows: view.shape[0],
+            cols: view.shape[1],
+            bytes: view.bytes,
+            bias: biases.get(i).map(|bias| &bias[..]),
+        })
+        .collect();
+    Ok(b.load(&parts)?)
+}
