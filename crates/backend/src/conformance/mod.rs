@@ -1,1 +1,87 @@
-//! The suite that judges a device.
+//! The suite that judges a device: every operation against an `f64` truth, and the promise that
+//! rows do not see each other, bit for bit.
+//!
+//! A device's tests call [`all`], or take [`checks`] to run and name them one by one. A check
+//! panics with the case, the element, what was expected and how far it may be off. It does not
+//! measure speed, and it does not test what a device does with wrong arguments beyond refusing
+//! weights of the wrong size.
+//!
+//! Inputs come from a fixed generator, so a failure repeats. They contain outliers, because a
+//! mistake in a maximum, a scale or a sum order hides in well-behaved numbers. Combinations of
+//! shapes are sampled, not multiplied out.
+//!
+//! The inner layout of a KV arena is the device's own, so the suite writes keys and values as the
+//! model does, through `rope_append`, and reads them through `attend`. Arenas are first filled with
+//! NaN and infinities, so that whatever is read but does not belong to a sequence shows.
+
+mod attend;
+mod attend_bits;
+mod compare;
+mod copy;
+mod embed;
+mod inputs;
+mod matmul;
+mod matmul_bits;
+mod norm;
+mod rig;
+mod rope;
+mod rows;
+mod swiglu;
+mod truth;
+
+use crate::Backend;
+
+pub use attend::{
+    attend_decode_matches, attend_far_matches, attend_prefill_matches, attend_reads_queries_only,
+};
+pub use attend_bits::{attend_cuts_agree, attend_neighbours_agree, attend_places_agree};
+pub use copy::{buffers_match, copy_pages_matches, layers_match};
+pub use embed::embed_matches;
+pub use matmul::{load_refuses_wrong_sizes, matmul_matches, matmul_stacks_match};
+pub use matmul_bits::matmul_rows_agree;
+pub use norm::{norm_matches, norm_rows_agree};
+pub use rope::{rope_matches, rope_rows_agree};
+pub use rows::gather_rows_matches;
+pub use swiglu::{swiglu_matches, swiglu_rows_agree};
+
+/// One check: it returns if the device conforms, and panics if not.
+pub type Check<B> = fn(&B);
+
+/// Every check with its name, cheap ones first.
+pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
+    vec![
+        ("buffers_match", buffers_match::<B>),
+        ("embed_matches", embed_matches::<B>),
+        ("gather_rows_matches", gather_rows_matches::<B>),
+        ("norm_matches", norm_matches::<B>),
+        ("norm_rows_agree", norm_rows_agree::<B>),
+        ("swiglu_matches", swiglu_matches::<B>),
+        ("swiglu_rows_agree", swiglu_rows_agree::<B>),
+        ("load_refuses_wrong_sizes", load_refuses_wrong_sizes::<B>),
+        ("matmul_matches", matmul_matches::<B>),
+        ("matmul_stacks_match", matmul_stacks_match::<B>),
+        ("matmul_rows_agree", matmul_rows_agree::<B>),
+        ("rope_matches", rope_matches::<B>),
+        ("rope_rows_agree", rope_rows_agree::<B>),
+        ("copy_pages_matches", copy_pages_matches::<B>),
+        ("layers_match", layers_match::<B>),
+        ("attend_reads_queries_only", attend_reads_queries_only::<B>),
+        ("attend_decode_matches", attend_decode_matches::<B>),
+        ("attend_prefill_matches", attend_prefill_matches::<B>),
+        ("attend_far_matches", attend_far_matches::<B>),
+        ("attend_cuts_agree", attend_cuts_agree::<B>),
+        ("attend_neighbours_agree", attend_neighbours_agree::<B>),
+        ("attend_places_agree", attend_places_agree::<B>),
+    ]
+}
+
+/// Runs every check.
+///
+/// # Panics
+///
+/// If the device does not conform.
+pub fn all<B: Backend>(b: &B) {
+    for (_, check) in checks::<B>() {
+        check(b);
+    }
+}

@@ -1,0 +1,101 @@
+//! Buffers, layers of the arena, and pages copied inside it.
+
+use nuthatch_types::{KvDtype, LayerIdx, PageCopy, Slot};
+
+use crate::{Backend, RopeStyle};
+
+use super::compare::{download, same_bits};
+use super::inputs::Random;
+use super::rig::{Case, N_LAYERS, Part, Rig, Room, Sequence};
+use super::truth::{Heads, attend};
+
+/// New buffers are zero; writes and reads touch the start only.
+pub fn buffers_match<B: Backend>(b: &B) {
+    let mut buf = b.alloc(100).expect("a small buffer fits");
+    let zero = download(b, &buf, 100);
+    same_bits(&zero, &[0.0; 100], &|| "a new buffer".into());
+
+    let values = Random::new(21).values(100);
+    b.write(&mut buf, &values).expect("the device takes a buffer");
+    b.write(&mut buf, &[f32::NAN, f32::NEG_INFINITY, -0.0]).expect("the device takes a start");
+    b.wait().expect("the device finishes");
+    let mut expected = values.clone();
+    expected[..3].copy_from_slice(&[f32::NAN, f32::NEG_INFINITY, -0.0]);
+    same_bits(&download(b, &buf, 100), &expected, &|| "a buffer whose start was written".into());
+    same_bits(&download(b, &buf, 50), &expected[..50], &|| "the start of a buffer".into());
+    assert!(!b.name().is_empty(), "a device has a name");
+}
+
+/// A different sequence in each layer, all on the slots of one table.
+struct Layers<'a, B: Backend> {
+    rig: Rig<'a, B>,
+    sequences: Vec<Sequence>,
+}
+
+impl<'a, B: Backend> Layers<'a, B> {
+    const ROWS: usize = 40;
+
+    fn new(b: &'a B, case: &'a Case, random: &mut Random, slots: &[Slot]) -> Self {
+        let room = Room { n_slots: 12, n_tables: 2, max_rows: 64, max_context: 64 };
+        let mut rig = Rig::new(b, case, room);
+        rig.write_table(0, 0, slots);
+        let sequences: Vec<Sequence> =
+            (0..N_LAYERS).map(|_| Sequence::new(random, case, Self::ROWS)).collect();
+        for (layer, seq) in sequences.iter().enumerate() {
+            rig.append(seq, 0, Self::ROWS, LayerIdx(layer as u32));
+        }
+        Layers { rig, sequences }
+    }
+
+    /// The last row's output of each layer, by way of a table.
+    fn last_rows(&mut self, table: u32) -> Vec<Vec<f32>> {
+        let mut rows = Vec::new();
+        for (layer, seq) in self.sequences.iter().enumerate() {
+            let part = Part { seq, table, start: Self::ROWS - 1, end: Self::ROWS };
+            let layer = LayerIdx(layer as u32);
+            let qkv = self.rig.rotate(&[part], layer);
+            rows.extend(self.rig.attend(&[part], &qkv, layer));
+        }
+        rows
+    }
+}
+
+/// Layers and heads of the arena do not overlap.
+pub fn layers_match<B: Backend>(b: &B) {
+    let mut random = Random::new(22);
+    let case = Case::new(KvDtype::F16, 2, 3, 64);
+    let mut layers = Layers::new(b, &case, &mut random, &[Slot(7), Slot(2), Slot(11)]);
+    let rows = layers.last_rows(0);
+    for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
+        let end = seq.rows;
+        let truth = attend(&case, seq, &Heads::new(&case, seq), end - 1..end);
+        truth.check(&got, &|| format!("attention of layer {layer}"));
+    }
+}
+
+/// Copied pages hold the same bits in all layers; copies run in order; sources stay.
+pub fn copy_pages_matches<B: Backend>(b: &B) {
+    let mut random = Random::new(23);
+    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+        let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
+        let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
+        let expected = layers.last_rows(0);
+        let copy = |source, target| PageCopy { source: Slot(source), target: Slot(target) };
+        // 4 goes to 6 by way of 5, after 5 went elsewhere; 9 and 0 go straight.
+        let copies = [copy(9, 5), copy(5, 10), copy(4, 5), copy(5, 6), copy(0, 3)];
+        b.copy_pages(&mut layers.rig.kv, &copies).expect("copy_pages runs");
+        b.copy_pages(&mut layers.rig.kv, &[]).expect("nothing is copied");
+        // Entries are written in two goes, the second one first.
+        layers.rig.write_table(1, 1, &[Slot(10), Slot(3)]);
+        layers.rig.write_table(1, 0, &[Slot(6)]);
+        for table in [1, 0] {
+            for (layer, (got, expected)) in
+                layers.last_rows(table).iter().zip(&expected).enumerate()
+            {
+                same_bits(got, expected, &|| {
+                    format!("attention of layer {layer} by table {table} after copies, {dtype}")
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! Rotation and attention in `f64`, written down as their formulas say, with bounds on what
+//! rounding may do to each result.
+//!
+//! ```text
+//!   o = sum p_j v_j,   p = softmax(s),   s_j = scale q . k_j
+//! ```
+//!
+//! If each score is off by at most `e_j`, then to first order `o` is off by at most
+//! `sum p_j e_j |v_j - o|`; the weighted sum itself adds its own rounding. A score is off by the
+//! rounding of its dot product and of its exponent. Heads that were normalised or rotated on the
+//! device carry the rounding of that, the rounding of the angle (position times frequency, in
+//! `f32`), and sometimes a key element that fell on the other side of a tie when it was stored.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use nuthatch_types::KvDtype;
+
+use crate::{RopeSpec, RopeStyle};
+
+use super::compare::{ROUNDING, TINY, Truth};
+use super::rig::{Case, EPS, Sequence};
+
+/// Stored key elements of one key that may have fallen on the other side of a tie.
+const FLIPS: f64 = 4.0;
+/// Bounds are to first order; what is left out is far below this factor.
+const SLACK: f64 = 2.0;
+
+/// A sequence's heads as they are attended.
+pub(super) struct Heads {
+    /// `[rows, H, D]`, normalised and rotated.
+    q: Vec<f64>,
+    /// `[rows, G, D]`, normalised, rotated, and rounded to the arena's type.
+    k: Vec<f64>,
+    /// `[rows, G, D]`, rounded to the arena's type.
+    v: Vec<f64>,
+}
+
+impl Heads {
+    pub(super) fn new(case: &Case, seq: &Sequence) -> Self {
+        let (d, h, g) = (case.d(), case.n_heads, case.n_kv_heads());
+        let mut heads = Heads { q: Vec::new(), k: Vec::new(), v: Vec::new() };
+        for (t, row) in seq.qkv.chunks_exact(case.qkv_width()).enumerate() {
+            let position = seq.first + t;
+            let norms = case.norms.as_ref();
+            for head in row[..h * d].chunks_exact(d) {
+                let norm = norms.map(|(q, _)| &q[..]);
+                heads.q.extend(ready(head, norm, &case.rope, position));
+            }
+            for head in row[h * d..(h + g) * d].chunks_exact(d) {
+                let norm = norms.map(|(_, k)| &k[..]);
+                let ready = ready(head, norm, &case.rope, position);
+                heads.k.extend(ready.into_iter().map(|x| stored(case.kv.dtype, x)));
+            }
+            let v = &row[(h + g) * d..];
+            heads.v.extend(v.iter().map(|&x| stored(case.kv.dtype, f64::from(x))));
+        }
+        heads
+    }
+}
+
+/// A head, normalised if there are weights, and rotated.
+pub(super) fn ready(
+    head: &[f32],
+    norm: Option<&[f32]>,
+    rope: &RopeSpec,
+    position: usize,
+) -> Vec<f64> {
+    let mut head: Vec<f64> = head.iter().map(|&x| f64::from(x)).collect();
+    if let Some(weight) = norm {
+        let mean = head.iter().map(|x| x * x).sum::<f64>() / head.len() as f64;
+        let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+        head.iter_mut().zip(weight).for_each(|(x, &w)| *x *= scale * f64::from(w));
+    }
+    let factor = f64::from(rope.attention_factor);
+    for (i, &inv_freq) in rope.inv_freq.iter().enumerate() {
+        let angle = position as f64 * f64::from(inv_freq);
+        let (sin, cos) = (factor * angle.sin(), factor * angle.cos());
+        let (first, second) = pair(rope, i);
+        let (x, y) = (head[first], head[second]);
+        head[first] = x * cos - y * sin;
+        head[second] = x * sin + y * cos;
+    }
+    head
+}
+
+/// The two elements that frequency `i` rotates.
+pub(super) fn pair(rope: &RopeSpec, i: usize) -> (usize, usize) {
+    match rope.style {
+        RopeStyle::Halves => (i, i + rope.inv_freq.len()),
+        RopeStyle::Pairs => (2 * i, 2 * i + 1),
+    }
+}
+
+/// What the arena keeps of an element.
+///
+/// By way of `f32`, because a device has no more than that, and because `half` drops the low bits
+/// of an `f64` before it looks for ties.
+fn stored(dtype: KvDtype, x: f64) -> f64 {
+    let x = x as f32;
+    match dtype {
+        KvDtype::F32 => f64::from(x),
+        KvDtype::F16 => f16::from_f32(x).to_f64(),
+        KvDtype::Bf16 => bf16::from_f32(x).to_f64(),
+    }
+}
+
+/// Distance of neighbouring stored values, relative to the value.
+fn stored_step(dtype: KvDtype) -> f64 {
+    match dtype {
+        KvDtype::F32 => 2.0 * ROUNDING,
+        KvDtype::F16 => 1.0 / (1 << 10) as f64,
+        KvDtype::Bf16 => 1.0 / (1 << 7) as f64,
+    }
+}
+
+/// Outputs of some rows of a sequence, `[rows, H, D]`.
+pub(super) fn attend(case: &Case, seq: &Sequence, heads: &Heads, rows: Range<usize>) -> Truth {
+    let d = case.d();
+    let angles = AngleError::new(case);
+    let mut truth = Truth::default();
+    for t in rows {
+        let window = case.window.map_or(usize::MAX, |window| window as usize);
+        let start = (t + 1).saturating_sub(window);
+        for h in 0..case.n_heads {
+            let q = &heads.q[(t * case.n_heads + h) * d..][..d];
+            let at = |j: usize| (j * case.n_kv_heads() + h / case.group()) * d;
+            let scores: Vec<Score> = (start..=t)
+                .map(|j| {
+                    let k = &heads.k[at(j)..][..d];
+                    let mut score = Score::new(case, q, k);
+                    score.error += angles.of(q, k, (seq.first + t, seq.first + j));
+                    score
+                })
+                .collect();
+            let values: Vec<&[f64]> = (start..=t).map(|j| &heads.v[at(j)..][..d]).collect();
+            mix(&scores, &values, &mut truth);
+        }
+    }
+    truth
+}
+
+/// A score and how far off it may be.
+struct Score {
+    value: f64,
+    error: f64,
+}
+
+impl Score {
+    fn new(case: &Case, q: &[f64], k: &[f64]) -> Self {
+        let scale = f64::from(case.scale());
+        let (mut sum, mut mass, mut largest) = (0.0, 0.0, 0.0f64);
+        for (q, k) in q.iter().zip(k) {
+            let product = q * k;
+            sum += product;
+            mass += product.abs();
+            largest = largest.max(product.abs());
+        }
+        let width = (q.len() as f64).sqrt();
+        let is_rotated = case.rope.inv_freq.iter().any(|&inv_freq| inv_freq != 0.0);
+        let changed = is_rotated || case.norms.is_some() || case.rope.attention_factor != 1.0;
+        let mut error = mass * (2.0 * width + 4.0) * ROUNDING;
+        if changed {
+            error += mass * (2.0 * width + 16.0) * ROUNDING;
+            error += largest * FLIPS * stored_step(case.kv.dtype);
+        }
+        let value = scale * sum;
+        Score { value, error: scale * error + 4.0 * ROUNDING * value.abs() }
+    }
+}
+
+/// What the rounding of angles does to a score.
+struct AngleError<'a> {
+    case: &'a Case,
+}
+
+impl<'a> AngleError<'a> {
+    fn new(case: &'a Case) -> Self {
+        AngleError { case }
+    }
+
+    fn of(&self, q: &[f64], k: &[f64], positions: (usize, usize)) -> f64 {
+        let rope = &self.case.rope;
+        if rope.inv_freq.iter().all(|&inv_freq| inv_freq == 0.0) {
+            return 0.0;
+        }
+        let mut sum = 0.0;
+        for (i, &inv_freq) in rope.inv_freq.iter().enumerate() {
+            let (first, second) = pair(rope, i);
+            let lengths =
+                (q[first].powi(2) + q[second].powi(2)) * (k[first].powi(2) + k[second].powi(2));
+            sum += lengths.sqrt() * f64::from(inv_freq);
+        }
+        let radians = (positions.0 + positions.1) as f64 * ROUNDING;
+        f64::from(self.case.scale()) * sum * radians
+    }
+}
+
+/// The softmax of the scores, applied to the values.
+fn mix(scores: &[Score], values: &[&[f64]], truth: &mut Truth) {
+    let top = scores.iter().fold(f64::NEG_INFINITY, |top, score| top.max(score.value));
+    let weights: Vec<f64> = scores.iter().map(|score| (score.value - top).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let d = values[0].len();
+    let mut out = vec![0.0; d];
+    let mut mass = vec![0.0; d];
+    for (weight, v) in weights.iter().zip(values) {
+        for ((out, mass), v) in out.iter_mut().zip(&mut mass).zip(*v) {
+            *out += weight / total * v;
+            *mass += weight / total * v.abs();
+        }
+    }
+    let mut error: Vec<f64> = mass
+        .iter()
+        .map(|mass| mass * (8.0 + 2.0 * (values.len() as f64).sqrt()) * ROUNDING)
+        .collect();
+    for ((weight, score), v) in weights.iter().zip(scores).zip(values) {
+        let off = weight / total * score.error;
+        // Keys without weight cannot move the result.
+        if off > 0.0 {
+            for ((error, out), v) in error.iter_mut().zip(&out).zip(*v) {
+                *error += off * (v - out).abs();
+            }
+        }
+    }
+    for (out, error) in out.iter().zip(&error) {
+        truth.push(*out, SLACK * error + TINY);
+    }
+}

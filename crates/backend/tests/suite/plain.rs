@@ -1,0 +1,352 @@
+//! The simplest device: `f32` loops as the trait's formulas say, one row at a time.
+//!
+//! It proves that the suite can be satisfied, and it is the shortest text to learn the trait from.
+//! Nothing in it is fast.
+
+use half::{bf16, f16};
+use nuthatch_backend::quant::dequantize_row;
+use nuthatch_backend::{
+    AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeSpec, RopeStyle,
+};
+use nuthatch_types::{KvDtype, KvShape, LayerIdx, PageCopy, Slot};
+
+pub(crate) struct Plain;
+
+/// Decoded weights: all rows of all parts.
+pub(crate) struct Weight {
+    cols: usize,
+    /// `[rows][cols]`
+    rows: Vec<Vec<f32>>,
+    /// `[rows]`
+    bias: Vec<f32>,
+}
+
+/// Keys and values as floats that the arena's type can hold.
+pub(crate) struct Kv {
+    shape: KvShape,
+    n_slots: usize,
+    /// `[layer][kv head][slot][page_len][K|V][D]`
+    data: Vec<f32>,
+}
+
+impl Kv {
+    /// Where the key of one token begins; its value follows.
+    fn at(&self, layer: LayerIdx, head: usize, slot: u32, offset: usize) -> usize {
+        let (heads, page_len) = (self.shape.n_kv_heads as usize, self.shape.page_len as usize);
+        let page = (layer.0 as usize * heads + head) * self.n_slots + slot as usize;
+        (page * page_len + offset) * 2 * self.shape.head_dim as usize
+    }
+
+    fn round(&self, x: f32) -> f32 {
+        match self.shape.dtype {
+            KvDtype::F32 => x,
+            KvDtype::F16 => f16::from_f32(x).to_f32(),
+            KvDtype::Bf16 => bf16::from_f32(x).to_f32(),
+        }
+    }
+}
+
+pub(crate) struct Plan {
+    rope: RopeSpec,
+    page_len: usize,
+    layout: BatchLayout,
+    /// `[T]` sequence of each row.
+    seq: Vec<usize>,
+    /// `[B]` slots of each sequence.
+    slots: Vec<Vec<u32>>,
+}
+
+impl Plan {
+    /// Slot and offset of a row's own sequence at a position.
+    fn place(&self, row: usize, position: usize) -> (u32, usize) {
+        (self.slots[self.seq[row]][position / self.page_len], position % self.page_len)
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn normalise(x: &mut [f32], weight: &[f32], eps: f32) {
+    let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
+    x.iter_mut().zip(weight).for_each(|(x, w)| *x *= scale * w);
+}
+
+fn rotate(head: &mut [f32], rope: &RopeSpec, position: u32) {
+    for (i, &inv_freq) in rope.inv_freq.iter().enumerate() {
+        let angle = f64::from(position) * f64::from(inv_freq);
+        let sin = angle.sin() as f32 * rope.attention_factor;
+        let cos = angle.cos() as f32 * rope.attention_factor;
+        let (first, second) = match rope.style {
+            RopeStyle::Halves => (i, i + rope.inv_freq.len()),
+            RopeStyle::Pairs => (2 * i, 2 * i + 1),
+        };
+        let (x, y) = (head[first], head[second]);
+        head[first] = x * cos - y * sin;
+        head[second] = x * sin + y * cos;
+    }
+}
+
+fn decode(part: &HostMatrix<'_>, weight: &mut Weight) -> Result<(), DeviceError> {
+    let HostMatrix { dtype, rows, cols, bytes, bias } = *part;
+    let row_bytes = dtype.row_bytes(cols).unwrap_or(0);
+    if row_bytes == 0 || bytes.len() != rows * row_bytes {
+        let (got, expected) = (bytes.len(), rows * row_bytes);
+        return Err(DeviceError::WeightSize { dtype, rows, cols, got, expected });
+    }
+    for bytes in bytes.chunks_exact(row_bytes) {
+        let mut row = vec![0.0; cols];
+        dequantize_row(dtype, bytes, &mut row);
+        weight.rows.push(row);
+    }
+    match bias {
+        Some(bias) => weight.bias.extend_from_slice(bias),
+        None => weight.bias.resize(weight.rows.len(), 0.0),
+    }
+    Ok(())
+}
+
+impl Backend for Plain {
+    type Buf = Vec<f32>;
+    type Weight = Weight;
+    type Kv = Kv;
+    type Tables = Vec<Vec<u32>>;
+    type Plan = Plan;
+
+    fn name(&self) -> String {
+        "plain loops".into()
+    }
+
+    fn alloc(&self, len: usize) -> Result<Vec<f32>, DeviceError> {
+        Ok(vec![0.0; len])
+    }
+
+    fn write(&self, target: &mut Vec<f32>, source: &[f32]) -> Result<(), DeviceError> {
+        target[..source.len()].copy_from_slice(source);
+        Ok(())
+    }
+
+    fn read(&self, source: &Vec<f32>, target: &mut [f32]) -> Result<(), DeviceError> {
+        target.copy_from_slice(&source[..target.len()]);
+        Ok(())
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Weight, DeviceError> {
+        let mut weight = Weight { cols: parts[0].cols, rows: Vec::new(), bias: Vec::new() };
+        for part in parts {
+            decode(part, &mut weight)?;
+        }
+        Ok(weight)
+    }
+
+    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<Kv, DeviceError> {
+        let len = n_slots as usize * shape.page_bytes() / shape.dtype.bytes();
+        Ok(Kv { shape, n_slots: n_slots as usize, data: vec![0.0; len] })
+    }
+
+    fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Vec<Vec<u32>>, DeviceError> {
+        Ok(vec![vec![0; n_pages as usize]; n_rows as usize])
+    }
+
+    fn write_table(
+        &self,
+        tables: &mut Vec<Vec<u32>>,
+        row: u32,
+        start: u32,
+        slots: &[Slot],
+    ) -> Result<(), DeviceError> {
+        for (entry, slot) in tables[row as usize][start as usize..].iter_mut().zip(slots) {
+            *entry = slot.0;
+        }
+        Ok(())
+    }
+
+    fn copy_pages(&self, kv: &mut Kv, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        let page = kv.shape.page_len as usize * 2 * kv.shape.head_dim as usize;
+        for copy in copies {
+            for layer in (0..kv.shape.n_layers).map(LayerIdx) {
+                for head in 0..kv.shape.n_kv_heads as usize {
+                    let source = kv.at(layer, head, copy.source.0, 0);
+                    let target = kv.at(layer, head, copy.target.0, 0);
+                    kv.data.copy_within(source..source + page, target);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn alloc_plan(&self, shape: &PlanShape) -> Result<Plan, DeviceError> {
+        Ok(Plan {
+            rope: shape.rope.clone(),
+            page_len: shape.kv.page_len as usize,
+            layout: BatchLayout::default(),
+            seq: Vec::new(),
+            slots: Vec::new(),
+        })
+    }
+
+    fn plan(
+        &self,
+        plan: &mut Plan,
+        tables: &Vec<Vec<u32>>,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        plan.layout = layout.clone();
+        plan.seq.clear();
+        for (seq, rows) in layout.query_start.windows(2).enumerate() {
+            plan.seq.resize(rows[1] as usize, seq);
+        }
+        plan.slots = layout.table_row.iter().map(|&row| tables[row as usize].clone()).collect();
+        Ok(())
+    }
+
+    fn embed(&self, table: &Weight, plan: &Plan, out: &mut Vec<f32>) -> Result<(), DeviceError> {
+        for (&token, out) in plan.layout.tokens.iter().zip(out.chunks_exact_mut(table.cols)) {
+            out.copy_from_slice(&table.rows[token as usize]);
+        }
+        Ok(())
+    }
+
+    fn gather_rows(
+        &self,
+        plan: &Plan,
+        x: &Vec<f32>,
+        d: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        for (&row, out) in plan.layout.output_rows.iter().zip(out.chunks_exact_mut(d)) {
+            out.copy_from_slice(&x[row as usize * d..(row as usize + 1) * d]);
+        }
+        Ok(())
+    }
+
+    fn norm(
+        &self,
+        x: &Vec<f32>,
+        weight: &Vec<f32>,
+        eps: f32,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let len = rows * weight.len();
+        out[..len].copy_from_slice(&x[..len]);
+        out[..len].chunks_exact_mut(weight.len()).for_each(|row| normalise(row, weight, eps));
+        Ok(())
+    }
+
+    fn matmul(
+        &self,
+        w: &Weight,
+        x: &Vec<f32>,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        out[..rows * w.rows.len()].fill(0.0);
+        self.matmul_add(w, x, rows, out)
+    }
+
+    fn matmul_add(
+        &self,
+        w: &Weight,
+        x: &Vec<f32>,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let rows = x.chunks_exact(w.cols).zip(out.chunks_exact_mut(w.rows.len())).take(rows);
+        for (x, out) in rows {
+            for ((out, row), bias) in out.iter_mut().zip(&w.rows).zip(&w.bias) {
+                *out += dot(row, x) + bias;
+            }
+        }
+        Ok(())
+    }
+
+    fn rope_append(
+        &self,
+        plan: &Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut Vec<f32>,
+        kv: &mut Kv,
+    ) -> Result<(), DeviceError> {
+        let (h, g) = (spec.n_heads as usize, kv.shape.n_kv_heads as usize);
+        let d = kv.shape.head_dim as usize;
+        let rows = qkv.chunks_exact_mut((h + 2 * g) * d);
+        for ((row, qkv), &position) in rows.enumerate().zip(&plan.layout.positions) {
+            for (i, head) in qkv[..(h + g) * d].chunks_exact_mut(d).enumerate() {
+                if let Some((q, k)) = spec.head_norms {
+                    normalise(head, if i < h { q } else { k }, spec.eps);
+                }
+                rotate(head, &plan.rope, position);
+            }
+            let (slot, offset) = plan.place(row, position as usize);
+            for i in 0..g {
+                let at = kv.at(layer, i, slot, offset);
+                for j in 0..d {
+                    kv.data[at + j] = kv.round(qkv[(h + i) * d + j]);
+                    kv.data[at + d + j] = kv.round(qkv[(h + g + i) * d + j]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        plan: &Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Vec<f32>,
+        kv: &Kv,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let (h, g) = (spec.n_heads as usize, kv.shape.n_kv_heads as usize);
+        let d = kv.shape.head_dim as usize;
+        for (row, &position) in plan.layout.positions.iter().enumerate() {
+            let end = position as usize + 1;
+            let start = spec.window.map_or(0, |window| end.saturating_sub(window as usize));
+            for i in 0..h {
+                let q = &qkv[(row * (h + 2 * g) + i) * d..][..d];
+                let places: Vec<usize> = (start..end)
+                    .map(|position| {
+                        let (slot, offset) = plan.place(row, position);
+                        kv.at(layer, i / (h / g), slot, offset)
+                    })
+                    .collect();
+                let scores: Vec<f32> =
+                    places.iter().map(|&at| dot(q, &kv.data[at..at + d]) * spec.scale).collect();
+                let top = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let weights: Vec<f32> = scores.iter().map(|score| (score - top).exp()).collect();
+                let total: f32 = weights.iter().sum();
+                let out = &mut out[(row * h + i) * d..][..d];
+                out.fill(0.0);
+                for (weight, &at) in weights.iter().zip(&places) {
+                    for (out, v) in out.iter_mut().zip(&kv.data[at + d..at + 2 * d]) {
+                        *out += weight / total * v;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn swiglu(
+        &self,
+        gate_up: &Vec<f32>,
+        f: usize,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let rows = gate_up.chunks_exact(2 * f).zip(out.chunks_exact_mut(f)).take(rows);
+        for (row, out) in rows {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = row[i] / (1.0 + (-row[i]).exp()) * row[f + i];
+            }
+        }
+        Ok(())
+    }
+}
