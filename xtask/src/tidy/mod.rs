@@ -24,7 +24,8 @@ const TEXTS: [&str; 12] = [
     ".ci/run",
 ];
 /// Fixtures whose bytes are the point; the rules leave them alone.
-const FIXTURES: [&str; 4] = ["/fixtures/", "/testdata/", "eval/golden/", "proptest-regressions/"];
+const FIXTURES: [&str; 5] =
+    ["fuzz/seeds/", "/fixtures/", "/testdata/", "eval/golden/", "proptest-regressions/"];
 
 /// One file of the checkout.
 pub(crate) struct Source {
