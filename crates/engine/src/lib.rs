@@ -1,3 +1,33 @@
-//! The engine.
+//! The loop, the executor and sampling: from submitted tokens to streamed tokens.
+//!
+//! ```text
+//!   EngineHandle --commands--> engine thread: scheduler.plan -> executor.run -> scheduler.commit
+//!        ^                                                                          |
+//!        +------------------ Ticket <-- one channel per request --------------------+
+//! ```
+//!
+//! Code map: [`Engine`] is the loop; [`Executor`] carries out a plan on anything that can
+//! [`Forward`]; `batch` lays a plan out in rows; [`sample`] chooses
+//! tokens; [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything
+//! is, once, at the start.
+//!
+//! One thread owns all mutable state, so there is no lock. The crate speaks tokens: it has never
+//! seen a string of text, and it reads neither the environment nor the time, except through a
+//! [`Clock`](nuthatch_types::Clock) that it is given.
 
+mod batch;
+mod engine;
+mod error;
+mod executor;
+mod handle;
+mod memory;
+mod output;
 pub mod sample;
+
+pub use engine::{Engine, EngineStats, SharedClock};
+pub use error::{EngineError, SubmitError};
+pub use executor::{Capacity, Execute, Executor, Forward};
+pub use handle::{Ended, EngineHandle, Ticket};
+pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
+pub use nuthatch_scheduler::Usage;
+pub use output::{Output, Submission, Timings};

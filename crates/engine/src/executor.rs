@@ -1,0 +1,234 @@
+//! Carrying out a plan: tables, rows, the forward pass, one sampled token for each that was asked.
+//!
+//! The executor obeys plain data and decides nothing. It knows no queue, and it cannot reach the
+//! cache: what it knows of a sequence is its row of the tables and its sampler.
+
+use nuthatch_backend::{BatchLayout, DeviceError};
+use nuthatch_types::{
+    FastMap, PageCopy, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult, TokenId,
+};
+
+use crate::batch::Batch;
+use crate::sample::{Sampler, Scratch};
+
+/// What can carry out plans.
+pub trait Execute {
+    /// Tokens of the vocabulary.
+    fn vocab(&self) -> u32;
+
+    /// Carries out one plan.
+    ///
+    /// A result is per sequence: one whose logits were no numbers has a token with a NaN `logprob`,
+    /// which [`is_failed`] recognises, and the others are as if it were not there. An error is the
+    /// device's: everything the device held is lost, and the executor does no more work.
+    fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError>;
+}
+
+/// Whether no token could be chosen for the sequence.
+pub(crate) fn is_failed(sampled: &Sampled) -> bool {
+    sampled.logprob.is_nan()
+}
+
+/// A model with its KV arena and tables: what a forward pass needs of a device.
+pub trait Forward {
+    /// Tokens of the vocabulary.
+    fn vocab(&self) -> u32;
+    /// Writes `slots` to the table `row`, from entry `start` on.
+    fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError>;
+    /// Copies whole pages inside the arena, in order.
+    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
+    /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
+    /// `[n_outputs, V]`.
+    fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
+}
+
+/// The largest plans that an executor carries out. A larger one is a programmer error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Tokens of one step.
+    pub max_rows: u32,
+    /// Sequences that it knows at one time; each has a table.
+    pub max_seqs: u32,
+    /// Tokens of one sequence.
+    pub max_context: u32,
+    /// Tokens of one page.
+    pub page_len: u32,
+    /// Slots of the arena.
+    pub n_slots: u32,
+}
+
+impl Capacity {
+    /// Entries of one table.
+    pub fn table_len(&self) -> u32 {
+        self.max_context.div_ceil(self.page_len)
+    }
+}
+
+/// Carries out plans on a model.
+#[derive(Debug)]
+pub struct Executor<F> {
+    forward: F,
+    capacity: Capacity,
+    seqs: FastMap<SeqId, Known>,
+    /// Tables that belong to no sequence.
+    free_rows: Vec<u32>,
+    batch: Batch,
+    /// `[max_seqs, V]`, written by the forward pass, changed by the samplers.
+    logits: Vec<f32>,
+    scratch: Scratch,
+    n_steps: u64,
+    /// The device's first fault. Afterwards nothing is done.
+    poison: Option<String>,
+}
+
+/// What is known of one sequence.
+#[derive(Debug)]
+struct Known {
+    sampler: Sampler,
+    /// Its row of the tables.
+    row: u32,
+    /// Entries of its table that are valid.
+    table_len: u32,
+    /// The last step that computed something for it.
+    last_step: u64,
+}
+
+impl<F: Forward> Executor<F> {
+    /// An executor that knows no sequence. Everything it will ever need is allocated here, but for
+    /// what penalties remember.
+    pub fn new(forward: F, capacity: Capacity) -> Self {
+        assert!(capacity.max_seqs > 0, "an executor without tables does nothing");
+        assert!(capacity.page_len > 0, "a page holds at least one token");
+        let vocab = forward.vocab() as usize;
+        let max_seqs = capacity.max_seqs as usize;
+        Executor {
+            seqs: FastMap::with_capacity_and_hasher(max_seqs, Default::default()),
+            free_rows: (0..capacity.max_seqs).rev().collect(),
+            batch: Batch::with_capacity(capacity.max_rows as usize, max_seqs),
+            logits: vec![0.0; max_seqs * vocab],
+            scratch: Scratch::with_vocab(vocab),
+            n_steps: 0,
+            poison: None,
+            forward,
+            capacity,
+        }
+    }
+
+    /// The model, to look at.
+    pub fn forward(&self) -> &F {
+        &self.forward
+    }
+
+    fn carry_out(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
+        self.n_steps += 1;
+        for &seq in &plan.ended {
+            self.forget(seq);
+        }
+        for start in &plan.started {
+            self.learn(start);
+        }
+        if !plan.copies.is_empty() {
+            self.copy_pages(&plan.copies)?;
+        }
+        self.batch.clear();
+        for step in &plan.seqs {
+            let row = self.change_table(step)?;
+            self.batch.push(step, row);
+        }
+        let layout = self.batch.layout();
+        assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
+        let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
+        self.forward.forward(layout, &mut self.logits[..n_logits])?;
+        Ok(self.sample(plan))
+    }
+
+    fn forget(&mut self, seq: SeqId) {
+        let known = self.seqs.remove(&seq).expect("only a known sequence ends");
+        self.free_rows.push(known.row);
+    }
+
+    fn learn(&mut self, start: &SeqStart) {
+        let row = self.free_rows.pop().expect("no more sequences than there are tables");
+        // A sequence starts before anything was sampled for it, so its history is its prompt.
+        let sampler = Sampler::new(start.sampling.clone(), &start.history, &[]);
+        let known = Known { sampler, row, table_len: 0, last_step: 0 };
+        let before = self.seqs.insert(start.seq, known);
+        assert!(before.is_none(), "a sequence starts once");
+    }
+
+    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        for copy in copies {
+            assert!(copy.source.0 < self.capacity.n_slots, "source slot outside the arena");
+            assert!(copy.target.0 < self.capacity.n_slots, "target slot outside the arena");
+        }
+        self.forward.copy_pages(copies)
+    }
+
+    /// Checks a sequence's step, brings its table up to date, and returns the table's row.
+    fn change_table(&mut self, step: &SeqStep) -> Result<u32, DeviceError> {
+        let Capacity { n_slots, page_len, .. } = self.capacity;
+        let vocab = self.forward.vocab();
+        let known = self.seqs.get_mut(&step.seq).expect("a sequence starts before it runs");
+        assert!(known.last_step < self.n_steps, "a sequence is in a step once");
+        known.last_step = self.n_steps;
+        assert!(!step.tokens.is_empty(), "a step computes at least one token");
+        assert!(step.tokens.iter().all(|token| token.0 < vocab), "a token of the vocabulary");
+
+        let change = &step.table;
+        assert!(change.keep <= known.table_len, "only entries that are there can stay");
+        assert!(change.push.iter().all(|slot| slot.0 < n_slots), "slot outside the arena");
+        let table_len = change.keep + change.push.len() as u32;
+        assert!(table_len <= self.capacity.table_len(), "table longer than the context");
+        let end = u64::from(step.start) + step.tokens.len() as u64;
+        let room = u64::from(table_len) * u64::from(page_len);
+        assert!(end <= room, "every token has a page");
+        known.table_len = table_len;
+        if !change.push.is_empty() {
+            self.forward.write_table(known.row, change.keep, &change.push)?;
+        }
+        Ok(known.row)
+    }
+
+    fn sample(&mut self, plan: &StepPlan) -> StepResult {
+        let vocab = self.forward.vocab() as usize;
+        let n_sampled = self.batch.layout().output_rows.len();
+        let mut sampled = Vec::with_capacity(n_sampled);
+        let mut rows = self.logits.chunks_exact_mut(vocab);
+        for step in plan.seqs.iter().filter(|step| step.sample) {
+            let logits = rows.next().expect("one row of logits for each sample");
+            let known = self.seqs.get_mut(&step.seq).expect("the sequence was just computed");
+            let position = step.start + step.tokens.len() as u32;
+            let choice = known.sampler.sample(logits, position, &mut self.scratch);
+            let seq = step.seq;
+            sampled.push(match choice {
+                Ok(choice) => {
+                    let (token, logprob, top) = (choice.token, choice.logprob, choice.top);
+                    Sampled { seq, token, logprob, top }
+                }
+                Err(error) => {
+                    tracing::error!(seq = seq.0, %error, "no token can be chosen");
+                    Sampled { seq, token: TokenId(0), logprob: f32::NAN, top: Vec::new() }
+                }
+            });
+        }
+        assert_eq!(sampled.len(), n_sampled, "rows and samples were counted apart");
+        StepResult { sampled }
+    }
+}
+
+impl<F: Forward> Execute for Executor<F> {
+    fn vocab(&self) -> u32 {
+        self.forward.vocab()
+    }
+
+    fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
+        if let Some(fault) = &self.poison {
+            return Err(DeviceError::Fault(format!("the device failed before: {fault}")));
+        }
+        let result = self.carry_out(plan);
+        if let Err(error) = &result {
+            self.poison = Some(error.to_string());
+        }
+        result
+    }
+}

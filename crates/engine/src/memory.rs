@@ -1,0 +1,360 @@
+//! How large everything is, computed once from the configuration, the model and the memory.
+//!
+//! ```text
+//!   memory   [ weights | working memory | KV pages ............ | left to others ]
+//!                                         n_pages * page_bytes
+//! ```
+//!
+//! Nothing grows afterwards: what does not fit is refused here, with the numbers, or when a request
+//! is submitted. How much memory there is, the caller says; nothing is read from the machine.
+
+use std::fmt;
+
+use nuthatch_types::KvShape;
+
+use crate::Capacity;
+
+/// How much memory may be used.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Budget {
+    /// This many bytes for KV pages; weights and working memory come on top.
+    KvBytes(u64),
+    /// This share of what is available, from 0 to 1, for everything together.
+    Share(f64),
+}
+
+/// What the sizes are computed from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SizeRequest {
+    /// Shape of the model's KV.
+    pub kv: KvShape,
+    /// Bytes of the weights, as they lie in memory.
+    pub weights: u64,
+    /// Tokens of the vocabulary.
+    pub vocab: u32,
+    /// Floats of activations for one row of a batch.
+    pub row_floats: u64,
+    /// The context that the model was made for.
+    pub model_context: u32,
+    /// The context that the user asks for. It fits, or it is an error; without it, the model's is
+    /// cut down to what fits.
+    pub max_context: Option<u32>,
+    /// Most sequences that run at one time.
+    pub max_seqs: u32,
+    /// Most tokens computed in one step.
+    pub max_rows: u32,
+    /// Bytes that are available before anything is loaded.
+    pub available: u64,
+    /// How much of it may be used.
+    pub budget: Budget,
+}
+
+/// How large everything is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Pages of the device tier.
+    pub n_pages: u32,
+    /// Tokens of one page.
+    pub page_len: u32,
+    /// Most tokens of one sequence.
+    pub max_context: u32,
+    /// Most sequences that run at one time.
+    pub max_seqs: u32,
+    /// Most tokens computed in one step.
+    pub max_rows: u32,
+    /// Bytes of the weights.
+    pub weights: u64,
+    /// Bytes of the KV pages.
+    pub kv: u64,
+    /// Bytes of tables, activations and logits.
+    pub working: u64,
+}
+
+/// What does not fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MemoryError {
+    /// Weights and working memory leave no room for pages.
+    #[error(
+        "the weights need {} and working memory {}, but only {} may be used",
+        Bytes(*weights), Bytes(*working), Bytes(*usable)
+    )]
+    Weights {
+        /// Bytes of the weights.
+        weights: u64,
+        /// Bytes of tables, activations and logits.
+        working: u64,
+        /// Bytes that may be used.
+        usable: u64,
+    },
+    /// The KV pages that were asked for do not fit beside the weights.
+    #[error(
+        "{} of KV were asked for beside {} of weights and {} of working memory, but only {} are \
+         available",
+        Bytes(*kv_asked), Bytes(*weights), Bytes(*working), Bytes(*available)
+    )]
+    Kv {
+        /// Bytes of KV that were asked for.
+        kv_asked: u64,
+        /// Bytes of the weights.
+        weights: u64,
+        /// Bytes of tables, activations and logits.
+        working: u64,
+        /// Bytes that are available.
+        available: u64,
+    },
+    /// One sequence of the context that was asked for does not fit.
+    #[error(
+        "a sequence of {max_context} tokens needs {} of KV, but the budget has room for {} \
+         ({fits} tokens)",
+        Bytes(*kv_needed), Bytes(*kv_budget)
+    )]
+    Context {
+        /// The context that was asked for.
+        max_context: u32,
+        /// Bytes of KV that it needs.
+        kv_needed: u64,
+        /// Bytes of KV that there is room for.
+        kv_budget: u64,
+        /// Tokens that would fit.
+        fits: u64,
+    },
+    /// A number that makes no sense, whatever the memory.
+    #[error("{field} is {value}, but must be {allowed}")]
+    Invalid {
+        /// What was given.
+        field: &'static str,
+        /// Its value.
+        value: u64,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+}
+
+impl Sizes {
+    /// Computes the sizes, or says what does not fit.
+    ///
+    /// There are never more pages than all sequences need at full length: a small model in a large
+    /// machine does not take memory that it cannot use.
+    pub fn compute(request: &SizeRequest) -> Result<Self, MemoryError> {
+        check(request)?;
+        let kv_budget = kv_budget(request)?;
+        let page_bytes = request.kv.page_bytes() as u64;
+        let page_len = u64::from(request.kv.page_len);
+        let fits = kv_budget / page_bytes * page_len;
+        let asked = request.max_context.unwrap_or(request.model_context);
+        let least = u64::from(request.max_context.unwrap_or(CONTEXT_MIN));
+        if fits < least {
+            return Err(MemoryError::Context {
+                max_context: asked,
+                kv_needed: u64::from(asked).div_ceil(page_len) * page_bytes,
+                kv_budget,
+                fits,
+            });
+        }
+        let max_context = u32::try_from(fits).map_or(asked, |fits| asked.min(fits));
+        let pages_wanted = u64::from(request.max_seqs) * u64::from(max_context).div_ceil(page_len);
+        // Tokens are counted in 32 bits everywhere.
+        let pages_countable = u64::from(u32::MAX) / page_len;
+        let n_pages = (kv_budget / page_bytes).min(pages_wanted).min(pages_countable);
+        Ok(Sizes {
+            n_pages: u32::try_from(n_pages).expect("at most 2^32 - 1 tokens"),
+            page_len: request.kv.page_len,
+            max_context,
+            max_seqs: request.max_seqs,
+            max_rows: request.max_rows,
+            weights: request.weights,
+            kv: n_pages * page_bytes,
+            working: working_bytes(request),
+        })
+    }
+
+    /// Bytes of everything together.
+    pub fn total(&self) -> u64 {
+        self.weights + self.kv + self.working
+    }
+
+    /// The executor's part.
+    pub fn capacity(&self) -> Capacity {
+        Capacity {
+            max_rows: self.max_rows,
+            max_seqs: self.max_seqs,
+            max_context: self.max_context,
+            page_len: self.page_len,
+            n_slots: self.n_pages,
+        }
+    }
+
+    /// The cache's part.
+    pub fn cache(&self) -> nuthatch_cache::Config {
+        nuthatch_cache::Config { page_len: self.page_len, n_pages: self.n_pages }
+    }
+
+    /// The scheduler's part, with room for `max_waiting` requests in the queue.
+    pub fn scheduler(&self, max_waiting: u32) -> nuthatch_scheduler::Config {
+        nuthatch_scheduler::Config {
+            max_batched_tokens: self.max_rows,
+            max_seqs: self.max_seqs,
+            max_waiting,
+            max_context: self.max_context,
+        }
+    }
+}
+
+/// The shortest context that is worth an engine: a prompt of one token and its answer.
+const CONTEXT_MIN: u32 = 2;
+
+fn check(request: &SizeRequest) -> Result<(), MemoryError> {
+    let least = |field, value: u64, least: u64, allowed| {
+        if value >= least { Ok(()) } else { Err(MemoryError::Invalid { field, value, allowed }) }
+    };
+    let at_least_1 = "at least 1";
+    least("page_len", request.kv.page_len.into(), 1, at_least_1)?;
+    least("bytes of KV for one token", request.kv.token_bytes() as u64, 1, at_least_1)?;
+    least("max_seqs", request.max_seqs.into(), 1, at_least_1)?;
+    let per_seq = "at least max_seqs, so that every running sequence has its turn";
+    least("max_rows", request.max_rows.into(), request.max_seqs.into(), per_seq)?;
+    let context = request.max_context.unwrap_or(request.model_context);
+    least("max_context", context.into(), CONTEXT_MIN.into(), "at least 2")
+}
+
+/// Bytes that pages may take.
+fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
+    let SizeRequest { weights, available, .. } = *request;
+    let working = working_bytes(request);
+    let taken = weights.saturating_add(working);
+    match request.budget {
+        Budget::KvBytes(kv_asked) => {
+            if taken > available {
+                return Err(MemoryError::Weights { weights, working, usable: available });
+            }
+            if kv_asked > available - taken {
+                return Err(MemoryError::Kv { kv_asked, weights, working, available });
+            }
+            Ok(kv_asked)
+        }
+        Budget::Share(share) => {
+            // A share that is no number becomes 0, and the error below.
+            let usable = (available as f64 * share.clamp(0.0, 1.0)) as u64;
+            if taken >= usable {
+                return Err(MemoryError::Weights { weights, working, usable });
+            }
+            Ok(usable - taken)
+        }
+    }
+}
+
+/// Bytes of tables, activations and logits. The tables are those of the context that was asked
+/// for, which bounds the one that is used.
+fn working_bytes(request: &SizeRequest) -> u64 {
+    const FLOAT: u64 = size_of::<f32>() as u64;
+    let max_seqs = u64::from(request.max_seqs);
+    let context = u64::from(request.max_context.unwrap_or(request.model_context));
+    let tables = max_seqs * context.div_ceil(u64::from(request.kv.page_len)) * FLOAT;
+    // Logits lie on the device and, for sampling, on the host; sampling needs about as much again
+    // for one sequence.
+    let logits = (2 * max_seqs + 4) * u64::from(request.vocab) * FLOAT;
+    let activations = u64::from(request.max_rows).saturating_mul(request.row_floats * FLOAT);
+    tables.saturating_add(logits).saturating_add(activations)
+}
+
+/// Bytes for people.
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+        for (unit, shift) in UNITS {
+            if self.0 >> shift > 0 {
+                return write!(f, "{:.1} {unit}", self.0 as f64 / (1u64 << shift) as f64);
+            }
+        }
+        write!(f, "{} B", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::KvDtype;
+
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// Llama-3-8B: 128 KiB of KV a token, 2 MiB a page.
+    fn request() -> SizeRequest {
+        SizeRequest {
+            kv: KvShape {
+                n_layers: 32,
+                n_kv_heads: 8,
+                head_dim: 128,
+                page_len: 16,
+                dtype: KvDtype::F16,
+            },
+            weights: 16 * GIB,
+            vocab: 128_256,
+            row_floats: 50_000,
+            model_context: 8192,
+            max_context: None,
+            max_seqs: 8,
+            max_rows: 512,
+            available: 32 * GIB,
+            budget: Budget::Share(0.9),
+        }
+    }
+
+    #[test]
+    fn pages_fill_the_budget_and_no_more_than_can_be_used() {
+        let sizes = Sizes::compute(&request()).unwrap();
+        assert_eq!(sizes.max_context, 8192);
+        // Eight full sequences are 8 GiB, less than the 12 GiB that are left.
+        assert_eq!(sizes.n_pages, 8 * 512);
+        assert_eq!(sizes.kv, 8 * GIB);
+        assert!(sizes.total() <= 29 * GIB);
+        let sizes = Sizes::compute(&SizeRequest { max_seqs: 64, ..request() }).unwrap();
+        assert!(sizes.total() <= (32.0 * 0.9 * GIB as f64) as u64);
+        assert!(sizes.total() + 2 * (1 << 20) > (32.0 * 0.9 * GIB as f64) as u64);
+        let kv = Budget::KvBytes(GIB + 5);
+        let sizes = Sizes::compute(&SizeRequest { budget: kv, ..request() }).unwrap();
+        assert_eq!(sizes.kv, GIB);
+        assert_eq!(sizes.cache().capacity(), 8192);
+        assert_eq!(sizes.scheduler(9).validate(), Ok(()));
+        assert_eq!(sizes.capacity().table_len(), 512);
+    }
+
+    #[test]
+    fn a_context_that_was_not_asked_for_is_cut_down() {
+        let long =
+            SizeRequest { model_context: 1 << 20, budget: Budget::KvBytes(GIB), ..request() };
+        assert_eq!(Sizes::compute(&long).unwrap().max_context, 8192);
+        let huge = SizeRequest { available: u64::MAX / 2, max_seqs: 512, ..long };
+        let huge = SizeRequest { budget: Budget::Share(1.0), max_rows: 512, ..huge };
+        let sizes = Sizes::compute(&huge).unwrap();
+        assert_eq!(sizes.max_context, 1 << 20);
+        assert!(sizes.cache().validate().is_ok());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_told_with_numbers() {
+        let asked = SizeRequest {
+            max_context: Some(131_072),
+            budget: Budget::KvBytes(4 * GIB),
+            ..request()
+        };
+        let error = Sizes::compute(&asked).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "a sequence of 131072 tokens needs 16.0 GiB of KV, but the budget has room for 4.0 \
+             GiB (32768 tokens)"
+        );
+        let small = SizeRequest { available: 10 * GIB, ..request() };
+        let error = Sizes::compute(&small).unwrap_err();
+        assert!(matches!(error, MemoryError::Weights { weights, .. } if weights == 16 * GIB));
+        assert!(error.to_string().starts_with("the weights need 16.0 GiB"));
+        let greedy = SizeRequest { budget: Budget::KvBytes(20 * GIB), ..request() };
+        assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Kv { .. })));
+        let bad = SizeRequest { budget: Budget::Share(f64::NAN), ..request() };
+        assert!(matches!(Sizes::compute(&bad), Err(MemoryError::Weights { usable: 0, .. })));
+        let narrow = SizeRequest { max_rows: 4, ..request() };
+        assert!(matches!(Sizes::compute(&narrow), Err(MemoryError::Invalid { .. })));
+    }
+}

@@ -1,0 +1,120 @@
+//! The executor alone, given plans by hand.
+
+use nuthatch_backend::DeviceError;
+use nuthatch_engine::{Execute, Executor};
+use nuthatch_types::{
+    PageCopy, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange, TokenId,
+};
+
+use crate::echo::{Answer, CAPACITY, Echo, Script, submission};
+
+fn executor(script: Script) -> Executor<Echo> {
+    Executor::new(Echo::new(CAPACITY, script), CAPACITY)
+}
+
+fn start(seq: u64) -> SeqStart {
+    SeqStart { seq: SeqId(seq), sampling: Sampling::greedy(), history: vec![] }
+}
+
+fn step(seq: u64, start: u32, tokens: &[TokenId], keep: u32, push: &[u32]) -> SeqStep {
+    SeqStep {
+        seq: SeqId(seq),
+        start,
+        tokens: tokens.to_vec(),
+        table: TableChange { keep, push: push.iter().map(|&s| Slot(s)).collect() },
+        sample: true,
+    }
+}
+
+/// Prompt and answer of a greedy request.
+fn greedy_text(n_prompt: u32) -> (Vec<TokenId>, Vec<TokenId>) {
+    let request = submission(0, n_prompt, 8);
+    (request.prompt.clone(), Answer::of(&request, CAPACITY.max_context).tokens)
+}
+
+#[test]
+fn chunks_tables_copies_and_rows_keep_sequences_apart() {
+    let (prompt, answer) = greedy_text(6);
+    let mut executor = executor(Script::default());
+
+    // Two sequences with the same prompt, one in two chunks, in pages that interleave.
+    let plan = StepPlan {
+        started: vec![start(1), start(2)],
+        seqs: vec![
+            step(1, 0, &prompt, 0, &[9, 3]),
+            SeqStep { sample: false, ..step(2, 0, &prompt[..3], 0, &[8]) },
+        ],
+        ..StepPlan::default()
+    };
+    let sampled = executor.run(&plan).unwrap().sampled;
+    assert_eq!(sampled.len(), 1);
+    assert_eq!((sampled[0].seq, sampled[0].token), (SeqId(1), answer[0]));
+
+    // The second page of sequence 1 moves; sequence 2 gets its old slot.
+    let plan = StepPlan {
+        copies: vec![PageCopy { source: Slot(3), target: Slot(11) }],
+        seqs: vec![step(2, 3, &prompt[3..], 1, &[3]), step(1, 6, &answer[..1], 1, &[11])],
+        ..StepPlan::default()
+    };
+    let sampled = executor.run(&plan).unwrap().sampled;
+    assert_eq!((sampled[0].seq, sampled[0].token), (SeqId(2), answer[0]));
+    assert_eq!((sampled[1].seq, sampled[1].token), (SeqId(1), answer[1]));
+
+    // Sequence 1 ends, another takes its table and its pages in the same plan.
+    let plan = StepPlan {
+        ended: vec![SeqId(1)],
+        started: vec![start(3)],
+        seqs: vec![step(3, 0, &prompt, 0, &[11, 9]), step(2, 6, &answer[..1], 2, &[])],
+        ..StepPlan::default()
+    };
+    let sampled = executor.run(&plan).unwrap().sampled;
+    assert_eq!((sampled[0].seq, sampled[0].token), (SeqId(3), answer[0]));
+    assert_eq!((sampled[1].seq, sampled[1].token), (SeqId(2), answer[1]));
+}
+
+#[test]
+fn refuses_work_after_a_fault() {
+    let mut executor = executor(Script { fault_at: Some(1), ..Script::default() });
+    let plan = StepPlan {
+        started: vec![start(1)],
+        seqs: vec![step(1, 0, &[TokenId(5)], 0, &[0])],
+        ..StepPlan::default()
+    };
+    assert!(executor.run(&plan).is_err());
+    // The device itself would work again; what it held is lost all the same.
+    let DeviceError::Fault(reason) = executor.run(&StepPlan::default()).unwrap_err() else {
+        panic!("a fault is told as one");
+    };
+    assert!(reason.starts_with("the device failed before: "), "{reason}");
+}
+
+#[test]
+#[should_panic(expected = "every token has a page")]
+fn a_token_without_a_page_is_a_bug() {
+    let plan = StepPlan {
+        started: vec![start(1)],
+        seqs: vec![step(1, 0, &[TokenId(5); 5], 0, &[0])],
+        ..StepPlan::default()
+    };
+    let _ = executor(Script::default()).run(&plan);
+}
+
+#[test]
+#[should_panic(expected = "a sequence is in a step once")]
+fn a_sequence_twice_is_a_bug() {
+    let one = step(1, 0, &[TokenId(5)], 0, &[0]);
+    let plan =
+        StepPlan { started: vec![start(1)], seqs: vec![one.clone(), one], ..StepPlan::default() };
+    let _ = executor(Script::default()).run(&plan);
+}
+
+#[test]
+#[should_panic(expected = "slot outside the arena")]
+fn a_slot_that_is_not_there_is_a_bug() {
+    let plan = StepPlan {
+        started: vec![start(1)],
+        seqs: vec![step(1, 0, &[TokenId(5)], 0, &[CAPACITY.n_slots])],
+        ..StepPlan::default()
+    };
+    let _ = executor(Script::default()).run(&plan);
+}

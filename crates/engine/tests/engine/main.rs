@@ -1,0 +1,7 @@
+//! The engine over a fake model that really reads its pages: executor, streaming, faults, golden.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod echo;
+mod executor;
+mod stream;
