@@ -12,6 +12,12 @@ const ROW_STEP: usize = 16;
 /// Below this many values one thread quantises faster than two can be told to.
 const SERIAL_VALUES: usize = 8192;
 
+/// Where the sums of half `sub`, of `subs` that a format has, are kept.
+#[inline(always)]
+pub(crate) fn sum_index(subs: usize, sub: usize) -> usize {
+    if subs == 2 { sub } else { 2 }
+}
+
 /// A batch of quantised rows.
 pub(crate) struct Acts {
     /// Rows, and rows padded to tiles.
@@ -23,8 +29,11 @@ pub(crate) struct Acts {
     pub(crate) codes: Region<i8>,
     /// `[n_blocks][rows_padded]` value of code 1.
     pub(crate) scale: Region<f32>,
-    /// `[n_blocks][2][rows_padded]` sums of the codes of each half block.
+    /// `[n_blocks][3][rows_padded]` sums of the codes of the first half, the second, the whole
+    /// block: what a weight's offset is multiplied with.
     pub(crate) sums: Region<i32>,
+    /// The same sums times `scale`: what a weight's minimum is multiplied with.
+    pub(crate) scaled_sums: Region<f32>,
 }
 
 impl Acts {
@@ -37,6 +46,7 @@ impl Acts {
             codes: Region::zeroed(0, "activations").expect(zero),
             scale: Region::zeroed(0, "activations").expect(zero),
             sums: Region::zeroed(0, "activations").expect(zero),
+            scaled_sums: Region::zeroed(0, "activations").expect(zero),
         }
     }
 
@@ -53,30 +63,32 @@ impl Acts {
         self.rows_padded = if rows == 1 { 1 } else { rows.next_multiple_of(ROW_STEP) };
         self.n_blocks = cols / BLOCK;
         let n_scales = self.rows_padded * self.n_blocks;
-        // Room for a tile past the end, because a single row is read as part of none.
         if self.codes.len() < n_scales * BLOCK {
             self.codes = Region::zeroed(n_scales * BLOCK, "activations")?;
             self.scale = Region::zeroed(n_scales, "activations")?;
-            self.sums = Region::zeroed(n_scales * 2, "activations")?;
+            self.sums = Region::zeroed(n_scales * 3, "activations")?;
+            self.scaled_sums = Region::zeroed(n_scales * 3, "activations")?;
         }
         let padded = self.rows_padded;
         let codes = SharedMut::new(&mut self.codes);
         let scale = SharedMut::new(&mut self.scale);
         let sums = SharedMut::new(&mut self.sums);
+        let scaled_sums = SharedMut::new(&mut self.scaled_sums);
         let row = |r: usize| {
             for (b, x) in x[r * cols..(r + 1) * cols].as_chunks::<BLOCK>().0.iter().enumerate() {
                 let at = b * padded + r;
                 #[expect(unsafe_code, reason = "threads write disjoint rows")]
                 // SAFETY: each row is handled once, and `at` differs between rows and blocks.
-                let (codes, scale, low, high) = unsafe {
-                    (
-                        codes.part(at * BLOCK, BLOCK),
-                        scale.part(at, 1),
-                        sums.part(2 * b * padded + r, 1),
-                        sums.part((2 * b + 1) * padded + r, 1),
-                    )
-                };
-                (scale[0], [low[0], high[0]]) = quantize_block(x, codes);
+                let (codes, scale) = unsafe { (codes.part(at * BLOCK, BLOCK), scale.part(at, 1)) };
+                let (step, [low, high]) = quantize_block(x, codes);
+                scale[0] = step;
+                for (i, sum) in [low, high, low + high].into_iter().enumerate() {
+                    let at = (3 * b + i) * padded + r;
+                    #[expect(unsafe_code, reason = "threads write disjoint rows")]
+                    // SAFETY: as above.
+                    let (sums, scaled) = unsafe { (sums.part(at, 1), scaled_sums.part(at, 1)) };
+                    (sums[0], scaled[0]) = (sum, sum as f32 * step);
+                }
             }
         };
         if rows * cols <= SERIAL_VALUES {

@@ -69,7 +69,7 @@ impl<B: Backend> Model<B> {
             max_rows: limits.max_rows,
             max_seqs: limits.max_seqs,
             max_context: limits.max_context,
-            n_heads: config.n_heads,
+            n_heads: config.n_heads as usize,
             kv: kv_shape(&config, limits.kv_dtype),
             rope: config.rope_spec(limits.max_context),
         };
@@ -97,7 +97,7 @@ impl<B: Backend> Model<B> {
         layout: &BatchLayout,
     ) -> Result<&B::Buf, DeviceError> {
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &mut self.plan);
-        let (rows, eps, d) = (layout.n_rows(), self.config.norm_eps, self.config.hidden_size);
+        let (rows, eps, d) = (layout.n_rows(), self.config.norm_eps, self.config.hidden as usize);
         b.plan(plan, tables, layout)?;
         b.embed(&self.weights.embedding, plan, &mut acts.x)?;
         for layer in &self.weights.layers {
@@ -107,7 +107,7 @@ impl<B: Backend> Model<B> {
             b.matmul_add(&layer.out, &acts.attended, rows, &mut acts.x)?;
             b.norm(&acts.x, &layer.ffn_norm, eps, rows, &mut acts.h)?;
             b.matmul(&layer.gate_up, &acts.h, rows, &mut acts.gate_up)?;
-            b.swiglu(&acts.gate_up, self.config.ffn_size, rows, &mut acts.gated)?;
+            b.swiglu(&acts.gate_up, self.config.ff as usize, rows, &mut acts.gated)?;
             b.matmul_add(&layer.down, &acts.gated, rows, &mut acts.x)?;
         }
         let outputs = layout.output_rows.len();
@@ -124,7 +124,7 @@ impl<B: Backend> Model<B> {
 impl<B: Backend> Activations<B> {
     fn new(b: &B, config: &ModelConfig, limits: &BatchLimits) -> Result<Self, DeviceError> {
         let (rows, outputs) = (limits.max_rows, limits.max_outputs);
-        let (d, f) = (config.hidden_size, config.ffn_size);
+        let (d, f) = (config.hidden as usize, config.ff as usize);
         Ok(Activations {
             x: b.alloc(rows * d)?,
             h: b.alloc(rows * d)?,
@@ -134,18 +134,17 @@ impl<B: Backend> Activations<B> {
             gated: b.alloc(rows * f)?,
             last: b.alloc(outputs * d)?,
             last_h: b.alloc(outputs * d)?,
-            logits: b.alloc(outputs * config.vocab_size)?,
+            logits: b.alloc(outputs * config.vocab as usize)?,
         })
     }
 }
 
 /// The shape of a model's KV cache.
 pub fn kv_shape(config: &ModelConfig, dtype: KvDtype) -> KvShape {
-    let narrow = |n: usize| u32::try_from(n).expect("the configuration was checked");
     KvShape {
-        n_layers: narrow(config.n_layers),
-        n_kv_heads: narrow(config.n_kv_heads),
-        head_dim: narrow(config.head_dim),
+        n_layers: config.n_layers,
+        n_kv_heads: config.n_kv_heads,
+        head_dim: config.head_dim,
         page_len: PAGE_LEN,
         dtype,
     }

@@ -39,7 +39,7 @@ pub(crate) struct Layer<B: Backend> {
 impl<B: Backend> Weights<B> {
     pub(crate) fn load(b: &B, files: &ModelFiles) -> Result<Self, LoadError> {
         let config = files.config();
-        let n_layers = u32::try_from(config.n_layers).expect("the configuration was checked");
+        let n_layers = config.n_layers;
         let layers = (0..n_layers).map(|l| Layer::load(b, files, l)).collect::<Result<_, _>>()?;
         let output = match config.tied_embeddings {
             true => None,
@@ -58,7 +58,7 @@ impl<B: Backend> Layer<B> {
     fn load(b: &B, files: &ModelFiles, l: u32) -> Result<Self, LoadError> {
         use TensorName as Name;
         let config = files.config();
-        let norms = match config.head_norms {
+        let norms = match config.qk_norm {
             true => Some(HeadNorms {
                 q: vector(b, files, Name::QNorm(l))?,
                 k: vector(b, files, Name::KNorm(l))?,
@@ -77,9 +77,9 @@ impl<B: Backend> Layer<B> {
             )?,
             attention: Dense {
                 layer: LayerIdx(l),
-                n_heads: u32::try_from(config.n_heads).expect("the configuration was checked"),
+                n_heads: config.n_heads,
                 scale: 1.0 / (config.head_dim as f32).sqrt(),
-                window: config.window(l as usize),
+                window: config.window(LayerIdx(l)),
                 norms,
                 eps: config.norm_eps,
             },

@@ -10,7 +10,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::{MAX_TILE, Tile};
-use crate::acts::Acts;
+use crate::acts::{Acts, sum_index};
 use crate::pack::{BLOCK, Format, LANES, QUAD_BYTES, QUADS, with_format};
 
 use nuthatch_backend::WeightType;
@@ -28,6 +28,24 @@ struct Panel {
     codes: [[u8; QUAD_BYTES * QUADS]; PANEL_BLOCKS],
     scale: [[f32; LANES]; PANEL_BLOCKS * 2],
     min: [[f32; LANES]; PANEL_BLOCKS * 2],
+}
+
+/// Memory that one thread reuses from group to group; it holds no state between them.
+struct Scratch {
+    panel: Box<Panel>,
+    /// Sums of all rows for the group's 16 outputs.
+    sums: Vec<[[f32; LANES]; TILE_ROWS]>,
+}
+
+std::thread_local! {
+    static SCRATCH: std::cell::RefCell<Scratch> = std::cell::RefCell::new(Scratch {
+        panel: Box::new(Panel {
+            codes: [[0; QUAD_BYTES * QUADS]; PANEL_BLOCKS],
+            scale: [[0.0; LANES]; PANEL_BLOCKS * 2],
+            min: [[0.0; LANES]; PANEL_BLOCKS * 2],
+        }),
+        sums: Vec::new(),
+    });
 }
 
 /// Two batches of product tiles.
@@ -58,7 +76,9 @@ pub(super) fn group(tile: &Tile<'_>, acts: &Acts) {
             assert_eq!(bytes.len(), acts.n_blocks / F::BLOCKS * F::UNIT_BYTES);
             assert!(acts.rows_padded.is_multiple_of(TILE_ROWS));
             // SAFETY: the machine has the features (`Cpu::new` checked); sizes are asserted.
-            unsafe { group_tiles::<F>(tile, bytes, acts) }
+            SCRATCH.with_borrow_mut(|scratch| unsafe {
+                group_tiles::<F>(tile, bytes, acts, scratch);
+            });
         },
         float => unreachable!("floats have their own kernel"));
 }
@@ -68,22 +88,26 @@ pub(super) fn group(tile: &Tile<'_>, acts: &Acts) {
 /// The machine has the features; `bytes` holds the units of all blocks of `acts`, whose rows are
 /// padded to tiles.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")]
-unsafe fn group_tiles<F: Format>(tile: &Tile<'_>, bytes: &[u8], acts: &Acts) {
+unsafe fn group_tiles<F: Format>(
+    tile: &Tile<'_>,
+    bytes: &[u8],
+    acts: &Acts,
+    scratch: &mut Scratch,
+) {
     configure::<F>();
-    // SAFETY: plain numbers, written before they are read.
-    let mut panel: Box<Panel> = unsafe { Box::new_uninit().assume_init() };
-    let n_tiles = acts.rows_padded / TILE_ROWS;
-    let mut sums = vec![[[0f32; LANES]; TILE_ROWS]; n_tiles];
+    let (panel, sums) = (&mut scratch.panel, &mut scratch.sums);
+    sums.clear();
+    sums.resize(acts.rows_padded / TILE_ROWS, [[0.0; LANES]; TILE_ROWS]);
     let mut start = 0;
     while start < acts.n_blocks {
         let n = PANEL_BLOCKS.min(acts.n_blocks - start);
         // SAFETY: `PANEL_BLOCKS` is a whole number of units, so `start` begins one.
         unsafe {
-            fill_panel::<F>(&mut panel, bytes.as_ptr().add(start / F::BLOCKS * F::UNIT_BYTES), n);
+            fill_panel::<F>(panel, bytes.as_ptr().add(start / F::BLOCKS * F::UNIT_BYTES), n);
         }
         for (t, sums) in sums.iter_mut().enumerate() {
             // SAFETY: tile `t` and blocks `start..start + n` exist.
-            unsafe { row_tile::<F>(&panel, acts, start, n, t, sums) };
+            unsafe { row_tile::<F>(panel, acts, start, n, t, sums) };
         }
         start += n;
     }
@@ -243,31 +267,39 @@ unsafe fn scale_rows<F: Format>(
 ) {
     let (block, sub) = (step / F::SUBS, step % F::SUBS);
     let row = (start + block) * acts.rows_padded + t * TILE_ROWS;
-    let sum_at = 2 * (start + block) * acts.rows_padded + t * TILE_ROWS;
+    let sum_at = (3 * (start + block) + sum_index(F::SUBS, sub)) * acts.rows_padded;
     // SAFETY: panel entries of this block were filled; rows `row..row + 16` exist.
     unsafe {
         let scale = _mm512_load_ps(panel.scale[block * 2 + sub].as_ptr());
         let min = _mm512_load_ps(panel.min[block * 2 + sub].as_ptr());
+        let x_scale = acts.scale.as_ptr().add(row);
+        let x_sum = acts.sums.as_ptr().add(sum_at + t * TILE_ROWS);
+        let x_scaled_sum = acts.scaled_sums.as_ptr().add(sum_at + t * TILE_ROWS);
         for (m, acc) in acc.iter_mut().enumerate() {
             let mut dot = _mm512_loadu_si512(product.add(m * LANES).cast());
-            let sums = acts.sums.as_ptr().add(sum_at + m);
-            let x_sum = if !F::MINS && F::OFFSET == 0 {
-                0
-            } else if F::SUBS == 2 {
-                *sums.add(sub * acts.rows_padded)
-            } else {
-                *sums + *sums.add(acts.rows_padded)
-            };
             if F::OFFSET != 0 {
-                dot = _mm512_add_epi32(dot, _mm512_set1_epi32(-F::OFFSET * x_sum));
+                let sum = _mm512_set1_epi32(*x_sum.add(m));
+                dot = _mm512_sub_epi32(dot, times_offset::<F>(sum));
             }
-            let x_scale = *acts.scale.get_unchecked(row + m);
-            let both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scale));
+            let both = _mm512_mul_ps(scale, _mm512_set1_ps(*x_scale.add(m)));
             *acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), both, *acc);
             if F::MINS {
-                *acc = _mm512_fmadd_ps(min, _mm512_set1_ps(x_sum as f32 * x_scale), *acc);
+                *acc = _mm512_fmadd_ps(min, _mm512_set1_ps(*x_scaled_sum.add(m)), *acc);
             }
         }
+    }
+}
+
+/// `sum * F::OFFSET`; offsets are powers of two, and a shift takes one port for one cycle.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn times_offset<F: Format>(sum: __m512i) -> __m512i {
+    match F::OFFSET {
+        4 => _mm512_slli_epi32::<2>(sum),
+        8 => _mm512_slli_epi32::<3>(sum),
+        16 => _mm512_slli_epi32::<4>(sum),
+        32 => _mm512_slli_epi32::<5>(sum),
+        _ => _mm512_slli_epi32::<7>(sum),
     }
 }
 

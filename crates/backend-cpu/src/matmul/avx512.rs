@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
-use crate::acts::Acts;
+use crate::acts::{Acts, sum_index};
 use crate::pack::{BLOCK, Format, LANES, QUAD_BYTES, QUADS, Scales, with_format};
 
 type Sums = [[f32; LANES]; MAX_TILE];
@@ -64,13 +64,17 @@ unsafe fn group_codes<F: Format, const M: usize>(
                     let (scale, min) = scales::<F>(unit, b, sub);
                     for (m, sum) in sum.iter_mut().enumerate() {
                         let x = acts.codes.as_ptr().add((at + m) * BLOCK);
-                        let x_sum = half_sum::<F>(acts, block_index + b, sub, start + m);
+                        let sum_at = (3 * (block_index + b) + sum_index(F::SUBS, sub))
+                            * acts.rows_padded
+                            + start
+                            + m;
+                        let x_sum = *acts.sums.get_unchecked(sum_at);
                         let dot = dot::<F>(&quads, x, sub, x_sum);
                         let x_scale = *acts.scale.get_unchecked(at + m);
                         let both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scale));
                         *sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), both, *sum);
                         if F::MINS {
-                            let x = _mm512_set1_ps(x_sum as f32 * x_scale);
+                            let x = _mm512_set1_ps(*acts.scaled_sums.get_unchecked(sum_at));
                             *sum = _mm512_fmadd_ps(min, x, *sum);
                         }
                     }
@@ -84,23 +88,6 @@ unsafe fn group_codes<F: Format, const M: usize>(
     for (target, sum) in sums.iter_mut().zip(sum) {
         // SAFETY: 16 floats.
         unsafe { _mm512_storeu_ps(target.as_mut_ptr(), sum) };
-    }
-}
-
-/// The sum of an activation block's codes, or of one half of it.
-#[inline(always)]
-unsafe fn half_sum<F: Format>(acts: &Acts, block: usize, sub: usize, row: usize) -> i32 {
-    if !F::MINS && F::OFFSET == 0 {
-        return 0;
-    }
-    let at = 2 * block * acts.rows_padded + row;
-    // SAFETY: the caller promises that block and row exist.
-    unsafe {
-        if F::SUBS == 2 {
-            *acts.sums.get_unchecked(at + sub * acts.rows_padded)
-        } else {
-            *acts.sums.get_unchecked(at) + *acts.sums.get_unchecked(at + acts.rows_padded)
-        }
     }
 }
 

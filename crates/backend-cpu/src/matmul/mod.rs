@@ -22,7 +22,7 @@ use crate::pool::Pool;
 /// Rows of activations that a vector kernel multiplies at once.
 pub(crate) const MAX_TILE: usize = 8;
 /// From this many rows on, filling 16-row tiles beats vectors.
-const AMX_MIN_ROWS: usize = 6;
+const AMX_MIN_ROWS: usize = 12;
 
 /// One or more matrices with equal columns, multiplied as one.
 pub struct CpuWeight {

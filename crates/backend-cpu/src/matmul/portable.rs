@@ -4,16 +4,11 @@
 use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
-use crate::acts::Acts;
+use crate::acts::{Acts, sum_index};
 use crate::pack::{self, BLOCK, Format, LANES, QUADS, f16_to_f32, with_format};
+use crate::versions::fma;
 
 type Sums = [[f32; LANES]; MAX_TILE];
-
-/// `a * b + c`, fused where the machine can.
-#[inline(always)]
-pub(crate) fn fma<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
-    if FUSED { a.mul_add(b, c) } else { a * b + c }
-}
 
 #[cfg(target_arch = "x86_64")]
 pub(super) fn avx2_codes(
@@ -89,7 +84,7 @@ fn group_codes<F: Format, const FUSED: bool>(
                 for (i, sums) in sums[..n].iter_mut().enumerate() {
                     let row = at + start + i;
                     let x = &acts.codes[row * BLOCK + sub * half..][..half];
-                    let x_sum: i32 = x.iter().map(|&x| i32::from(x)).sum();
+                    let sum_at = at * 3 + sum_index(F::SUBS, sub) * acts.rows_padded + start + i;
                     let x_scale = acts.scale[row];
                     for lane in 0..LANES {
                         let mut dot = 0;
@@ -103,7 +98,7 @@ fn group_codes<F: Format, const FUSED: bool>(
                         let (scale, min) = scales[lane];
                         sums[lane] = fma::<FUSED>(dot as f32, scale * x_scale, sums[lane]);
                         if F::MINS {
-                            sums[lane] = fma::<FUSED>(min, x_sum as f32 * x_scale, sums[lane]);
+                            sums[lane] = fma::<FUSED>(min, acts.scaled_sums[sum_at], sums[lane]);
                         }
                     }
                 }
