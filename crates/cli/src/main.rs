@@ -1,3 +1,106 @@
-//! The binary `nuthatch`.
+//! The binary `nuthatch`: arguments to a configuration, a configuration to an engine, and the
+//! engine's tokens to a terminal.
+//!
+//! Code map: `args` is what was typed, `env` the only reader of the environment, `config` makes
+//! sense of both; `resolve` says what a MODEL means and `fetch` brings it here; `load` puts it on a
+//! device; `run`, `plan`, `bench` and `pull` are the commands.
+//!
+//! What is not here: anything about tokens' contents, pages or devices. This crate chooses the
+//! device once and prints.
 
-fn main() {}
+mod args;
+mod config;
+mod env;
+mod fetch;
+mod host;
+mod interrupt;
+mod known;
+mod plan;
+mod pull;
+mod resolve;
+mod size;
+mod table;
+
+use std::io::{self, IsTerminal as _, Write as _};
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use crate::args::{Args, Command};
+use crate::config::ConfigError;
+use crate::env::Env;
+use crate::fetch::{Fetch, FetchError};
+use crate::interrupt::{EXIT_INTERRUPTED, Interrupt};
+
+const EXIT_FAILURE: u8 = 1;
+const EXIT_USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            // Help and version are printed this way too; a closed pipe is not our failure.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(EXIT_USAGE));
+        }
+    };
+    start_log(args.verbose);
+    match run(&args) {
+        Ok(code) => code,
+        Err(error) => report(&error),
+    }
+}
+
+fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let env = Env::read()?;
+    let interrupt = Interrupt::install()?;
+    let refresh = matches!(args.command, Command::Pull(_));
+    let fetch = Fetch { env: &env, interrupt: &interrupt, refresh };
+    match &args.command {
+        Command::Run(_) => {}
+        Command::Pull(args) => pull::run(args, &fetch)?,
+        Command::Plan(args) => plan::run(args, &fetch)?,
+        Command::Bench(_) => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the error once, causes included, and chooses the exit code.
+fn report(error: &anyhow::Error) -> ExitCode {
+    if error.chain().any(is_broken_pipe) {
+        // Whoever read us has read enough.
+        return ExitCode::SUCCESS;
+    }
+    // Nothing is left to tell a closed stderr.
+    let _ = writeln!(io::stderr(), "error: {error:#}");
+    if error.downcast_ref::<ConfigError>().is_some() {
+        ExitCode::from(EXIT_USAGE)
+    } else if matches!(error.downcast_ref::<FetchError>(), Some(FetchError::Interrupted)) {
+        ExitCode::from(EXIT_INTERRUPTED)
+    } else {
+        ExitCode::from(EXIT_FAILURE)
+    }
+}
+
+fn is_broken_pipe(cause: &(dyn std::error::Error + 'static)) -> bool {
+    let io = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+    let json = cause.downcast_ref::<serde_json::Error>().and_then(serde_json::Error::io_error_kind);
+    io.or(json) == Some(io::ErrorKind::BrokenPipe)
+}
+
+/// Logs go to stderr: warnings always, more with each `-v`.
+fn start_log(verbose: u8) {
+    let level = match verbose {
+        0 => tracing::Level::WARN,
+        1 => tracing::Level::INFO,
+        2 => tracing::Level::DEBUG,
+        _ => tracing::Level::TRACE,
+    };
+    tracing_subscriber::fmt()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_max_level(level)
+        .with_target(verbose > 1)
+        .without_time()
+        .init();
+}

@@ -1,0 +1,280 @@
+//! What was typed. `config` makes sense of it; nothing here is checked against anything else.
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+
+use crate::size::{parse_bytes, parse_tokens};
+
+const EXAMPLES: &str = "\
+Examples:
+  nuthatch run \"Why do transformers cache keys and values?\"
+  nuthatch run                                  chat with the default model
+  nuthatch run ./Qwen2.5-7B-Instruct            a Hugging Face directory
+  nuthatch run model.gguf \"Tell me a story\"     a GGUF file
+  nuthatch plan llama3-8b --context 128K --batch 8 --memory 80GiB
+  nuthatch bench --prompt 512 --gen 128 --depth 2048,8000";
+
+/// Runs language models with a paged KV cache.
+#[derive(Debug, Parser)]
+#[command(name = "nuthatch", version, about, after_help = EXAMPLES)]
+#[command(max_term_width = 100, propagate_version = false, arg_required_else_help = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Say more about what happens, on stderr; twice for debugging
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(crate) verbose: u8,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Answer a prompt, or chat
+    Run(Box<RunArgs>),
+    /// Fetch a model and say where it is
+    Pull(PullArgs),
+    /// Say how much memory a model's KV cache needs, and how many sequences fit
+    Plan(PlanArgs),
+    /// Measure prefill and decode speed
+    Bench(BenchArgs),
+}
+
+const RUN_EXAMPLES: &str = "\
+MODEL is a .gguf file, a Hugging Face directory, a hub id (org/name, org/name:FILE.gguf or
+org/name:Q4_K_M), or a short name (smollm2). A lone argument that is none of these is the PROMPT.
+Without a MODEL the default, SmolLM2-135M-Instruct, is fetched and run. Without a PROMPT it is read
+from stdin, or a chat begins if stdin is a terminal.
+
+Examples:
+  nuthatch run \"Why is the sky blue?\"
+  nuthatch run model.gguf --greedy -n 100 \"Once upon a time\" --raw
+  git diff | nuthatch run --system \"Write a commit message\"
+  nuthatch run --rope-scaling yarn --rope-scale 4 --ctx-size 32K";
+
+#[derive(Debug, ClapArgs)]
+#[command(after_help = RUN_EXAMPLES)]
+pub(crate) struct RunArgs {
+    /// File, directory, hub id or short name
+    #[arg(value_name = "MODEL")]
+    pub(crate) first: Option<String>,
+    /// What to answer; `-` reads stdin
+    #[arg(value_name = "PROMPT")]
+    pub(crate) second: Option<String>,
+    /// The model, said explicitly
+    #[arg(short, long, value_name = "MODEL")]
+    pub(crate) model: Option<String>,
+    /// The prompt, said explicitly
+    #[arg(short, long, value_name = "TEXT")]
+    pub(crate) prompt: Option<String>,
+    /// System message of the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// Continue the prompt as it is, without the model's chat template
+    #[arg(long)]
+    pub(crate) raw: bool,
+    /// Print tokens and speed to stderr after each answer
+    #[arg(long)]
+    pub(crate) stats: bool,
+    /// Print the whole answer as one JSON object instead of streaming its text
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}
+
+#[derive(Clone, Debug, Default, ClapArgs)]
+#[command(next_help_heading = "Sampling (defaults come from the model)")]
+pub(crate) struct SamplingArgs {
+    /// 0 takes the most probable token, 1 the model's own distribution
+    #[arg(long, visible_alias = "temp", value_name = "T")]
+    pub(crate) temperature: Option<f32>,
+    /// The same as --temperature 0
+    #[arg(long, conflicts_with = "temperature")]
+    pub(crate) greedy: bool,
+    /// Only the K most probable tokens; 0 for all
+    #[arg(long, value_name = "K")]
+    pub(crate) top_k: Option<u32>,
+    /// Only the most probable tokens with this share of the probability; 1 for all
+    #[arg(long, value_name = "P")]
+    pub(crate) top_p: Option<f32>,
+    /// Only tokens with at least this share of the best one's probability; 0 for all
+    #[arg(long, value_name = "P")]
+    pub(crate) min_p: Option<f32>,
+    /// Make seen tokens less probable by this factor; 1 for none
+    #[arg(long, visible_alias = "repeat-penalty", value_name = "R")]
+    pub(crate) repetition_penalty: Option<f32>,
+    /// Take this from a token's logit for each time it was generated
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    pub(crate) frequency_penalty: Option<f32>,
+    /// Take this from a token's logit if it was generated
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    pub(crate) presence_penalty: Option<f32>,
+    /// Same seed, same answer; random if not given
+    #[arg(long, value_name = "N")]
+    pub(crate) seed: Option<u64>,
+    /// End the answer before this text; may be given more than once
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
+    /// Most tokens of an answer [default: what the context holds]
+    #[arg(short = 'n', long, visible_alias = "n-predict", value_name = "N")]
+    pub(crate) max_tokens: Option<u32>,
+    /// Report each token's log probability and the N best alternatives, as JSON lines on stderr
+    #[arg(long, value_name = "N")]
+    pub(crate) logprobs: Option<u32>,
+}
+
+/// Where the model runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceArg {
+    /// The best there is
+    #[default]
+    Auto,
+    /// The processor
+    Cpu,
+}
+
+/// How keys and values are stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvDtypeArg {
+    /// f16
+    #[default]
+    Auto,
+    /// 16-bit floats
+    F16,
+    /// 16-bit floats with the range of 32-bit ones
+    Bf16,
+    /// 32-bit floats
+    F32,
+}
+
+/// How positions beyond the trained context are rotated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RopeScalingArg {
+    /// As trained
+    None,
+    /// Positions divided by the factor
+    Linear,
+    /// NTK-aware, by the length
+    Dynamic,
+    /// YaRN
+    Yarn,
+}
+
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct EngineArgs {
+    /// Where to run
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) device: DeviceArg,
+    /// Threads [default: the machine's cores]
+    #[arg(short, long, value_name = "N")]
+    pub(crate) threads: Option<u32>,
+    /// Most tokens of a sequence, such as 8192 or 32K [default: the model's, if memory allows]
+    #[arg(short = 'c', long, visible_alias = "ctx-size", alias = "context-length")]
+    #[arg(value_name = "TOKENS", value_parser = parse_tokens)]
+    pub(crate) max_model_len: Option<u32>,
+    /// How keys and values are stored
+    #[arg(long, alias = "cache-type-k", value_enum, default_value_t, value_name = "TYPE")]
+    pub(crate) kv_cache_dtype: KvDtypeArg,
+    /// Memory of the KV cache, such as 2GiB [default: what the context and sequences need]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub(crate) kv_cache_memory_bytes: Option<u64>,
+    /// Tokens of one page of the KV cache
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub(crate) block_size: u32,
+    /// Most tokens computed in one step
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub(crate) max_num_batched_tokens: u32,
+    /// Most sequences at one time
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) max_num_seqs: u32,
+    /// Stretch the context beyond what the model was trained on
+    #[arg(long, value_enum, value_name = "KIND")]
+    pub(crate) rope_scaling: Option<RopeScalingArg>,
+    /// By how much to stretch it
+    #[arg(long, value_name = "FACTOR")]
+    pub(crate) rope_scale: Option<f64>,
+    /// The context that the model was trained on, if its files do not say so
+    #[arg(long, value_name = "TOKENS", visible_alias = "yarn-orig-ctx", value_parser = parse_tokens)]
+    pub(crate) rope_original_context: Option<u32>,
+    /// Base of the rotation's frequencies
+    #[arg(long, value_name = "THETA")]
+    pub(crate) rope_freq_base: Option<f64>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct PullArgs {
+    /// Hub id or short name
+    #[arg(value_name = "MODEL", default_value = "smollm2")]
+    pub(crate) model: String,
+}
+
+const PLAN_EXAMPLES: &str = "\
+MODEL is anything `run` takes, a config.json, or a built-in shape: SHAPES.
+
+Examples:
+  nuthatch plan llama2-70b --context 8K --memory 160GiB
+  nuthatch plan model.gguf --context 128K --batch 8 --memory 80GiB --json";
+
+#[derive(Debug, ClapArgs)]
+#[command(after_help = PLAN_EXAMPLES.replace("SHAPES", &crate::plan::shape_names()))]
+pub(crate) struct PlanArgs {
+    /// File, directory, config.json, hub id, short name or built-in shape
+    #[arg(value_name = "MODEL", default_value = "smollm2")]
+    pub(crate) model: String,
+    /// Most tokens of a sequence, such as 128K [default: the model's context]
+    #[arg(short, long, value_name = "TOKENS", value_parser = parse_tokens)]
+    pub(crate) context: Option<u32>,
+    /// Sequences at one time
+    #[arg(short, long, value_name = "N", default_value_t = 1)]
+    pub(crate) batch: u32,
+    /// Memory for weights and KV, such as 80GiB [default: this machine's]
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub(crate) memory: Option<u64>,
+    /// Average tokens of a sequence [default: half the context]
+    #[arg(short, long, value_name = "TOKENS", value_parser = parse_tokens)]
+    pub(crate) average: Option<u32>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const BENCH_EXAMPLES: &str = "\
+Tests are named as llama-bench names them: pp512 is the prefill of 512 tokens, tg128 the decode of
+128, and `@ d2048` says that the cache held 2048 tokens before. Numbers may be lists: 128,512.
+
+Examples:
+  nuthatch bench
+  nuthatch bench model.gguf --prompt 512,2048 --gen 128 --depth 0,2048,8000 --threads 8
+  nuthatch bench --json results.json";
+
+#[derive(Debug, ClapArgs)]
+#[command(after_help = BENCH_EXAMPLES)]
+pub(crate) struct BenchArgs {
+    /// File, directory, hub id or short name
+    #[arg(value_name = "MODEL")]
+    pub(crate) first: Option<String>,
+    /// The model, said explicitly
+    #[arg(short, long, value_name = "MODEL")]
+    pub(crate) model: Option<String>,
+    /// Tokens of the prefill tests; 0 for none
+    #[arg(short, long, value_name = "N,...", value_delimiter = ',', default_value = "512")]
+    pub(crate) prompt: Vec<u32>,
+    /// Tokens of the decode tests; 0 for none
+    #[arg(short = 'n', long = "gen", value_name = "N,...", value_delimiter = ',')]
+    #[arg(default_value = "128")]
+    pub(crate) generate: Vec<u32>,
+    /// Tokens in the cache before a test
+    #[arg(short, long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    pub(crate) depth: Vec<u32>,
+    /// Times that each test is measured
+    #[arg(short, long, value_name = "N", default_value_t = 3)]
+    pub(crate) repeat: u32,
+    /// Also write JSON to a file; `-` prints it instead of the table
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}

@@ -1,0 +1,320 @@
+//! What was typed, made sense of: every value checked, every default that needs no model filled in.
+//!
+//! `Args` -> [`RunConfig`], [`BenchConfig`] -> the engine's `Sizes`; nothing is written back.
+
+use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeKind, RopeOverride};
+use nuthatch_types::{KvDtype, Sampling, SamplingError};
+
+use crate::args::{BenchArgs, EngineArgs, KvDtypeArg, RopeScalingArg, RunArgs, SamplingArgs};
+use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
+
+/// Something typed that makes no sense. The program ends with the exit code of a wrong usage.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub(crate) enum ConfigError {
+    /// The same thing twice.
+    #[error("{what} is given twice: `{first}` and `{second}`")]
+    Twice {
+        /// What.
+        what: &'static str,
+        /// One of them.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// A chat, where only one answer makes sense.
+    #[error("{0} needs a prompt")]
+    NeedsPrompt(&'static str),
+    /// Nothing to answer.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// Another length of pages.
+    #[error("--block-size is {0}, but pages have 16 tokens; other lengths are not supported yet")]
+    BlockSize(u32),
+    /// A number that must be positive.
+    #[error("{0} is 0, but must be at least 1")]
+    Zero(&'static str),
+    /// A step could not serve every sequence.
+    #[error("--max-num-batched-tokens ({rows}) is less than --max-num-seqs ({seqs})")]
+    Batch {
+        /// Tokens of one step.
+        rows: u32,
+        /// Sequences at one time.
+        seqs: u32,
+    },
+    /// More alternatives than anybody reads.
+    #[error("--logprobs is {0}, but must be at most 100")]
+    Logprobs(u32),
+    /// A sampling parameter outside its range.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// Nothing to measure.
+    #[error("nothing to measure: --prompt and --gen are both 0")]
+    NoTests,
+}
+
+/// Where the prompt comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Prompt {
+    /// The command line.
+    Text(String),
+    /// Everything on stdin.
+    Stdin,
+    /// A person at a terminal.
+    Chat,
+}
+
+/// `nuthatch run`, checked.
+#[derive(Clone, Debug)]
+pub(crate) struct RunConfig {
+    pub(crate) model: ModelSpec,
+    pub(crate) prompt: Prompt,
+    pub(crate) system: Option<String>,
+    pub(crate) is_raw: bool,
+    pub(crate) with_stats: bool,
+    pub(crate) as_json: bool,
+    pub(crate) sampling: SamplingConfig,
+    pub(crate) engine: EngineConfig,
+}
+
+/// How answers are sampled, before the model's own defaults are known.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SamplingConfig {
+    args: SamplingArgs,
+    /// The given seed, or a random one.
+    pub(crate) seed: u64,
+}
+
+/// How the engine runs.
+#[derive(Clone, Debug)]
+pub(crate) struct EngineConfig {
+    /// 0 means all cores.
+    pub(crate) threads: u32,
+    /// Asked context; the model's if not given.
+    pub(crate) max_context: Option<u32>,
+    pub(crate) kv_dtype: KvDtype,
+    /// Asked memory for KV.
+    pub(crate) kv_bytes: Option<u64>,
+    /// Tokens of one step.
+    pub(crate) max_rows: u32,
+    /// Sequences at one time.
+    pub(crate) max_seqs: u32,
+    pub(crate) rope: RopeOverride,
+}
+
+/// `nuthatch bench`, checked.
+#[derive(Clone, Debug)]
+pub(crate) struct BenchConfig {
+    pub(crate) model: ModelSpec,
+    /// Tokens of prefill tests.
+    pub(crate) prompts: Vec<u32>,
+    /// Tokens of decode tests.
+    pub(crate) generates: Vec<u32>,
+    pub(crate) depths: Vec<u32>,
+    pub(crate) repeat: u32,
+    pub(crate) json: Option<std::path::PathBuf>,
+    pub(crate) engine: EngineConfig,
+}
+
+impl RunConfig {
+    /// Checks the arguments; `stdin_is_terminal` decides between a chat and a piped prompt.
+    pub(crate) fn new(args: &RunArgs, stdin_is_terminal: bool) -> anyhow::Result<Self> {
+        let (model, prompt) = split_positionals(args)?;
+        let prompt = match prompt.as_deref() {
+            Some("-") => Prompt::Stdin,
+            Some(text) if text.trim().is_empty() => return Err(ConfigError::EmptyPrompt.into()),
+            Some(text) => Prompt::Text(text.to_owned()),
+            None if stdin_is_terminal => Prompt::Chat,
+            None => Prompt::Stdin,
+        };
+        for (flag, is_set) in [("--json", args.json), ("--raw", args.raw)] {
+            if is_set && prompt == Prompt::Chat {
+                return Err(ConfigError::NeedsPrompt(flag).into());
+            }
+        }
+        Ok(RunConfig {
+            model: model_or_default(model.as_deref())?,
+            prompt,
+            system: args.system.clone(),
+            is_raw: args.raw,
+            with_stats: args.stats,
+            as_json: args.json,
+            sampling: SamplingConfig::new(&args.sampling)?,
+            engine: EngineConfig::new(&args.engine)?,
+        })
+    }
+}
+
+fn model_or_default(model: Option<&str>) -> Result<ModelSpec, ResolveError> {
+    model.map_or_else(|| Ok(ModelSpec::default_model()), ModelSpec::parse)
+}
+
+/// Which positional argument is the model and which the prompt.
+fn split_positionals(args: &RunArgs) -> Result<(Option<String>, Option<String>), ConfigError> {
+    let (mut model, mut prompt) = (args.model.clone(), args.prompt.clone());
+    let put = |place: &mut Option<String>, what, value: &String| match place.replace(value.clone())
+    {
+        None => Ok(()),
+        Some(first) => Err(ConfigError::Twice { what, first, second: value.clone() }),
+    };
+    match (&args.first, &args.second) {
+        (None, _) => {}
+        (Some(first), Some(second)) => {
+            put(&mut model, "the model", first)?;
+            put(&mut prompt, "the prompt", second)?;
+        }
+        (Some(only), None) => match (&model, &prompt) {
+            (None, Some(_)) => put(&mut model, "the model", only)?,
+            (None, None) if looks_like_model(only) => put(&mut model, "the model", only)?,
+            (None, None) | (Some(_), _) => put(&mut prompt, "the prompt", only)?,
+        },
+    }
+    Ok((model, prompt))
+}
+
+impl SamplingConfig {
+    fn new(args: &SamplingArgs) -> Result<Self, ConfigError> {
+        if args.max_tokens == Some(0) {
+            return Err(ConfigError::Zero("--max-tokens"));
+        }
+        if let Some(n) = args.logprobs.filter(|&n| n > 100) {
+            return Err(ConfigError::Logprobs(n));
+        }
+        let config =
+            SamplingConfig { args: args.clone(), seed: args.seed.unwrap_or_else(random_seed) };
+        config.sampling(&GenerationDefaults::default()).validate()?;
+        Ok(config)
+    }
+
+    /// What was typed, then what the model's makers recommend, then what suits most models.
+    pub(crate) fn sampling(&self, model: &GenerationDefaults) -> Sampling {
+        let args = &self.args;
+        let is_greedy_model = model.do_sample == Some(false);
+        let temperature = if args.greedy {
+            0.0
+        } else if is_greedy_model {
+            args.temperature.unwrap_or(0.0)
+        } else {
+            args.temperature.or(model.temperature).unwrap_or(0.7)
+        };
+        Sampling {
+            temperature,
+            top_k: args.top_k.or(model.top_k).unwrap_or(40),
+            top_p: args.top_p.or(model.top_p).unwrap_or(0.95),
+            min_p: args.min_p.or(model.min_p).unwrap_or(0.05),
+            repetition_penalty: args
+                .repetition_penalty
+                .or(model.repetition_penalty)
+                .unwrap_or(1.0),
+            frequency_penalty: args.frequency_penalty.unwrap_or(0.0),
+            presence_penalty: args.presence_penalty.unwrap_or(0.0),
+            logit_bias: Vec::new(),
+            seed: self.seed,
+            n_logprobs: args.logprobs.unwrap_or(0),
+        }
+    }
+
+    /// Texts that end an answer.
+    pub(crate) fn stops(&self) -> &[String] {
+        &self.args.stop
+    }
+
+    /// Most tokens of an answer, if the user said so.
+    pub(crate) fn max_tokens(&self) -> Option<u32> {
+        self.args.max_tokens
+    }
+
+    /// Whether log probabilities were asked for, even with no alternatives.
+    pub(crate) fn wants_logprobs(&self) -> bool {
+        self.args.logprobs.is_some()
+    }
+}
+
+/// A seed that nobody chose. Thirty-two bits are enough to differ, and short enough to type again.
+fn random_seed() -> u64 {
+    use std::hash::{BuildHasher as _, Hasher as _};
+    // The standard library seeds its hash maps from the system's randomness.
+    std::hash::RandomState::new().build_hasher().finish() >> 32
+}
+
+impl EngineConfig {
+    fn new(args: &EngineArgs) -> Result<Self, ConfigError> {
+        if args.block_size != PAGE_LEN {
+            return Err(ConfigError::BlockSize(args.block_size));
+        }
+        let zeros = [
+            ("--threads", args.threads),
+            ("--max-num-seqs", Some(args.max_num_seqs)),
+            ("--max-num-batched-tokens", Some(args.max_num_batched_tokens)),
+        ];
+        if let Some((flag, _)) = zeros.iter().find(|(_, value)| *value == Some(0)) {
+            return Err(ConfigError::Zero(flag));
+        }
+        let (rows, seqs) = (args.max_num_batched_tokens, args.max_num_seqs);
+        if rows < seqs {
+            return Err(ConfigError::Batch { rows, seqs });
+        }
+        Ok(EngineConfig {
+            threads: args.threads.unwrap_or(0),
+            max_context: args.max_model_len,
+            kv_dtype: match args.kv_cache_dtype {
+                KvDtypeArg::Auto | KvDtypeArg::F16 => KvDtype::F16,
+                KvDtypeArg::Bf16 => KvDtype::Bf16,
+                KvDtypeArg::F32 => KvDtype::F32,
+            },
+            kv_bytes: args.kv_cache_memory_bytes,
+            max_rows: rows,
+            max_seqs: seqs,
+            rope: RopeOverride {
+                scaling: args.rope_scaling.map(|kind| match kind {
+                    RopeScalingArg::None => RopeKind::None,
+                    RopeScalingArg::Linear => RopeKind::Linear,
+                    RopeScalingArg::Dynamic => RopeKind::Dynamic,
+                    RopeScalingArg::Yarn => RopeKind::Yarn,
+                }),
+                scale: args.rope_scale,
+                theta: args.rope_freq_base,
+                original: args.rope_original_context,
+            },
+        })
+    }
+}
+
+impl BenchConfig {
+    /// Checks the arguments.
+    pub(crate) fn new(args: &BenchArgs) -> anyhow::Result<Self> {
+        let model = match (&args.first, &args.model) {
+            (Some(first), Some(second)) => {
+                let (first, second) = (first.clone(), second.clone());
+                return Err(ConfigError::Twice { what: "the model", first, second }.into());
+            }
+            (first, second) => first.as_deref().or(second.as_deref()),
+        };
+        let tests = |values: &[u32]| values.iter().copied().filter(|&n| n > 0).collect::<Vec<_>>();
+        let (prompts, generates) = (tests(&args.prompt), tests(&args.generate));
+        if prompts.is_empty() && generates.is_empty() {
+            return Err(ConfigError::NoTests.into());
+        }
+        if args.repeat == 0 {
+            return Err(ConfigError::Zero("--repeat").into());
+        }
+        Ok(BenchConfig {
+            model: model_or_default(model)?,
+            prompts,
+            generates,
+            depths: args.depth.clone(),
+            repeat: args.repeat,
+            json: args.json.clone(),
+            engine: EngineConfig::new(&args.engine)?,
+        })
+    }
+
+    /// Tokens of the longest test's sequence, with room for the token that follows.
+    pub(crate) fn longest(&self) -> u32 {
+        let test = self.prompts.iter().chain(&self.generates).copied().max().unwrap_or(0);
+        let depth = self.depths.iter().copied().max().unwrap_or(0);
+        test.saturating_add(depth).saturating_add(2)
+    }
+}
+
+#[cfg(test)]
+mod tests;
