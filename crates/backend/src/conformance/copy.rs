@@ -7,7 +7,7 @@ use crate::{Backend, RopeStyle};
 use super::compare::{download, same_bits};
 use super::inputs::Random;
 use super::rig::{Case, N_LAYERS, Part, Rig, Room, Sequence};
-use super::truth::{Heads, attend};
+use super::truth::attend;
 
 /// New buffers are zero; writes and reads touch the start only.
 pub fn buffers_match<B: Backend>(b: &B) {
@@ -68,7 +68,7 @@ pub fn layers_match<B: Backend>(b: &B) {
     let rows = layers.last_rows(0);
     for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
         let end = seq.rows;
-        let truth = attend(&case, seq, &Heads::new(&case, seq), end - 1..end);
+        let truth = attend(&case, seq, end - 1..end);
         truth.check(&got, &|| format!("attention of layer {layer}"));
     }
 }

@@ -16,6 +16,9 @@ pub(super) const N_LAYERS: u32 = 3;
 /// Rows of one step while a context is written without being attended.
 const APPEND_ROWS: usize = 256;
 
+/// Largest element of queries and keys that the device computes on, against a deviation of one.
+const LARGEST: f32 = 6.0;
+
 /// Heads of one attention layer.
 #[derive(Clone, Debug)]
 pub(super) struct Case {
@@ -93,6 +96,12 @@ impl Case {
         self.n_heads * self.d()
     }
 
+    /// Whether the device computes on queries and keys before it stores them.
+    pub(super) fn changes_heads(&self) -> bool {
+        let is_rotated = self.rope.inv_freq.iter().any(|&inv_freq| inv_freq != 0.0);
+        is_rotated || self.norms.is_some() || self.rope.attention_factor != 1.0
+    }
+
     pub(super) fn scale(&self) -> f32 {
         1.0 / (self.d() as f32).sqrt()
     }
@@ -124,7 +133,16 @@ pub(super) struct Sequence {
 
 impl Sequence {
     pub(super) fn new(random: &mut Random, case: &Case, rows: usize) -> Self {
-        Sequence { first: 0, qkv: random.values(rows * case.qkv_width()), rows }
+        let mut qkv = random.values(rows * case.qkv_width());
+        if case.changes_heads() {
+            // A key that is rounded after it was computed may fall on either side of a tie. With
+            // outliers in both factors of a score, that alone would excuse a wrong result.
+            for row in qkv.chunks_exact_mut(case.qkv_width()) {
+                let v_start = row.len() - case.n_kv_heads() * case.d();
+                row[..v_start].iter_mut().for_each(|x| *x = x.clamp(-LARGEST, LARGEST));
+            }
+        }
+        Sequence { first: 0, qkv, rows }
     }
 
     /// Pages of its table.

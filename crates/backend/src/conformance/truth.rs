@@ -22,30 +22,32 @@ use super::compare::{ROUNDING, TINY, Truth};
 use super::rig::{Case, EPS, Sequence};
 
 /// Stored key elements of one key that may have fallen on the other side of a tie.
-const FLIPS: f64 = 4.0;
+const FLIPS: f64 = 2.0;
 /// Bounds are to first order; what is left out is far below this factor.
 const SLACK: f64 = 2.0;
 
 /// A sequence's heads as they are attended.
-pub(super) struct Heads {
-    /// `[rows, H, D]`, normalised and rotated.
+struct Heads {
+    /// `[rows that attend, H, D]`, normalised and rotated.
     q: Vec<f64>,
-    /// `[rows, G, D]`, normalised, rotated, and rounded to the arena's type.
+    /// `[all rows, G, D]`, normalised, rotated, and rounded to the arena's type.
     k: Vec<f64>,
-    /// `[rows, G, D]`, rounded to the arena's type.
+    /// `[all rows, G, D]`, rounded to the arena's type.
     v: Vec<f64>,
 }
 
 impl Heads {
-    pub(super) fn new(case: &Case, seq: &Sequence) -> Self {
+    fn new(case: &Case, seq: &Sequence, rows: &Range<usize>) -> Self {
         let (d, h, g) = (case.d(), case.n_heads, case.n_kv_heads());
         let mut heads = Heads { q: Vec::new(), k: Vec::new(), v: Vec::new() };
         for (t, row) in seq.qkv.chunks_exact(case.qkv_width()).enumerate() {
             let position = seq.first + t;
             let norms = case.norms.as_ref();
-            for head in row[..h * d].chunks_exact(d) {
-                let norm = norms.map(|(q, _)| &q[..]);
-                heads.q.extend(ready(head, norm, &case.rope, position));
+            if rows.contains(&t) {
+                for head in row[..h * d].chunks_exact(d) {
+                    let norm = norms.map(|(q, _)| &q[..]);
+                    heads.q.extend(ready(head, norm, &case.rope, position));
+                }
             }
             for head in row[h * d..(h + g) * d].chunks_exact(d) {
                 let norm = norms.map(|(_, k)| &k[..]);
@@ -115,15 +117,17 @@ fn stored_step(dtype: KvDtype) -> f64 {
 }
 
 /// Outputs of some rows of a sequence, `[rows, H, D]`.
-pub(super) fn attend(case: &Case, seq: &Sequence, heads: &Heads, rows: Range<usize>) -> Truth {
+pub(super) fn attend(case: &Case, seq: &Sequence, rows: Range<usize>) -> Truth {
     let d = case.d();
+    let heads = Heads::new(case, seq, &rows);
+    let first_row = rows.start;
     let angles = AngleError::new(case);
     let mut truth = Truth::default();
     for t in rows {
         let window = case.window.map_or(usize::MAX, |window| window as usize);
         let start = (t + 1).saturating_sub(window);
         for h in 0..case.n_heads {
-            let q = &heads.q[(t * case.n_heads + h) * d..][..d];
+            let q = &heads.q[((t - first_row) * case.n_heads + h) * d..][..d];
             let at = |j: usize| (j * case.n_kv_heads() + h / case.group()) * d;
             let scores: Vec<Score> = (start..=t)
                 .map(|j| {
@@ -157,10 +161,8 @@ impl Score {
             largest = largest.max(product.abs());
         }
         let width = (q.len() as f64).sqrt();
-        let is_rotated = case.rope.inv_freq.iter().any(|&inv_freq| inv_freq != 0.0);
-        let changed = is_rotated || case.norms.is_some() || case.rope.attention_factor != 1.0;
         let mut error = mass * (2.0 * width + 4.0) * ROUNDING;
-        if changed {
+        if case.changes_heads() {
             error += mass * (2.0 * width + 16.0) * ROUNDING;
             error += largest * FLIPS * stored_step(case.kv.dtype);
         }

@@ -1,17 +1,61 @@
-//! The conformance suite, judged itself: the plainest device passes, broken ones do not.
+//! The conformance suite, judged itself: the plainest device passes, broken ones are caught.
 
+mod broken;
 mod plain;
 
-use nuthatch_backend::conformance::checks;
+use std::panic::catch_unwind;
 
+use nuthatch_backend::conformance::{all, checks};
+
+use broken::{Broken, Mistake};
 use plain::Plain;
 
 #[test]
 fn the_plainest_device_passes() {
-    for (name, check) in checks::<Plain>() {
-        println!("{name}");
-        let started = std::time::SystemTime::now();
-        check(&Plain);
-        println!("{:?}", started.elapsed());
+    all(&Plain);
+}
+
+/// Each mistake, and the checks that must see it.
+const CAUGHT_BY: &[(Mistake, &[&str])] = &[
+    (Mistake::DirtyBuffers, &["buffers_match"]),
+    (Mistake::WrongToken, &["embed_matches"]),
+    (Mistake::GatherFirst, &["gather_rows_matches"]),
+    (Mistake::NoEps, &["norm_matches"]),
+    (Mistake::SwappedGate, &["swiglu_matches"]),
+    (Mistake::NoBias, &["matmul_stacks_match"]),
+    (Mistake::AnySize, &["load_refuses_wrong_sizes"]),
+    (Mistake::AddReplaces, &["matmul_matches", "matmul_stacks_match"]),
+    (Mistake::BatchSums, &["matmul_rows_agree", "norm_rows_agree", "swiglu_rows_agree"]),
+    (Mistake::SpoiledNeighbour, &["matmul_rows_agree"]),
+    (Mistake::CoarseActivations, &["matmul_matches", "matmul_stacks_match"]),
+    (Mistake::SwappedRope, &["rope_matches", "attend_far_matches", "attend_prefill_matches"]),
+    (Mistake::NoAttentionFactor, &["rope_matches"]),
+    (Mistake::LatePositions, &["rope_matches", "attend_prefill_matches"]),
+    (Mistake::NoHeadNorm, &["rope_matches", "attend_decode_matches", "attend_prefill_matches"]),
+    (
+        Mistake::WideWindow,
+        &["attend_decode_matches", "attend_prefill_matches", "attend_far_matches"],
+    ),
+    (Mistake::NarrowWindow, &["attend_decode_matches", "attend_prefill_matches"]),
+    (Mistake::NoWindow, &["attend_decode_matches", "attend_prefill_matches", "attend_far_matches"]),
+    (Mistake::Scale, &["attend_decode_matches", "attend_prefill_matches", "layers_match"]),
+    (Mistake::OneLayer, &["layers_match"]),
+    (Mistake::TableStart, &["copy_pages_matches"]),
+    (Mistake::LostSlot, &["attend_decode_matches", "attend_cuts_agree"]),
+    (Mistake::CopiesReversed, &["copy_pages_matches"]),
+    (Mistake::NoCopy, &["copy_pages_matches"]),
+    (Mistake::FirstTable, &["attend_neighbours_agree", "attend_decode_matches"]),
+    (Mistake::DecodeKernel, &["attend_cuts_agree"]),
+];
+
+#[test]
+fn broken_devices_are_caught() {
+    for (mistake, names) in CAUGHT_BY {
+        for name in *names {
+            let (_, check) =
+                checks::<Broken>().into_iter().find(|(found, _)| found == name).unwrap();
+            let passed = catch_unwind(|| check(&Broken(*mistake))).is_ok();
+            assert!(!passed, "{name} does not see {mistake:?}");
+        }
     }
 }

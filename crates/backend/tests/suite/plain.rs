@@ -57,6 +57,11 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
+    /// Rows of the batch.
+    pub(crate) fn n_rows(&self) -> usize {
+        self.seq.len()
+    }
+
     /// Slot and offset of a row's own sequence at a position.
     fn place(&self, row: usize, position: usize) -> (u32, usize) {
         (self.slots[self.seq[row]][position / self.page_len], position % self.page_len)

@@ -1,0 +1,352 @@
+//! Devices with one mistake each, made of a device that works.
+
+use nuthatch_backend::{
+    AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
+};
+use nuthatch_types::{KvShape, LayerIdx, PageCopy, Slot};
+
+use crate::plain::{self, Kv, Plain, Plan};
+
+/// What is wrong with a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mistake {
+    /// Buffers are not zero at first.
+    DirtyBuffers,
+    /// A token's embedding is its neighbour's.
+    WrongToken,
+    /// The first rows are gathered, whichever are wanted.
+    GatherFirst,
+    /// The norm forgets what is added under the root.
+    NoEps,
+    /// The activation swaps its two inputs.
+    SwappedGate,
+    /// Biases are dropped.
+    NoBias,
+    /// Bytes of the wrong size are taken.
+    AnySize,
+    /// `matmul_add` replaces.
+    AddReplaces,
+    /// Batches sum in another order than single rows, as a second kernel might.
+    BatchSums,
+    /// A row of NaN spoils the row after it.
+    SpoiledNeighbour,
+    /// Activations are rounded to six bits before they meet quantised weights.
+    CoarseActivations,
+    /// Pairs for halves and the other way round.
+    SwappedRope,
+    /// Cosine and sine are not scaled.
+    NoAttentionFactor,
+    /// Positions count from one.
+    LatePositions,
+    /// Heads are not normalised.
+    NoHeadNorm,
+    /// The window is one token wider.
+    WideWindow,
+    /// The window is one token narrower.
+    NarrowWindow,
+    /// There is no window.
+    NoWindow,
+    /// The scores' scale is off by one in a thousand.
+    Scale,
+    /// Keys and values of all layers lie in the first.
+    OneLayer,
+    /// Tables begin at entry 0, whatever was asked.
+    TableStart,
+    /// The last slot written to a table is lost.
+    LostSlot,
+    /// Copies run backwards.
+    CopiesReversed,
+    /// Nothing is copied.
+    NoCopy,
+    /// A batch of several sequences reads the first one's pages.
+    FirstTable,
+    /// A decode step is computed a little differently than a prefill.
+    DecodeKernel,
+}
+
+pub(crate) struct Broken(pub(crate) Mistake);
+
+pub(crate) struct Weight {
+    inner: plain::Weight,
+    is_quantised: bool,
+}
+
+impl Broken {
+    fn is(&self, mistake: Mistake) -> bool {
+        self.0 == mistake
+    }
+
+    fn spec<'a>(&self, spec: &AttnSpec<'a, Self>) -> AttnSpec<'a, Plain> {
+        let mut window = spec.window;
+        if self.is(Mistake::WideWindow) {
+            window = window.map(|window| window + 1);
+        }
+        if self.is(Mistake::NarrowWindow) {
+            window = window.map(|window| window.max(2) - 1);
+        }
+        if self.is(Mistake::NoWindow) {
+            window = None;
+        }
+        AttnSpec {
+            n_heads: spec.n_heads,
+            scale: if self.is(Mistake::Scale) { spec.scale * 1.001 } else { spec.scale },
+            window,
+            head_norms: spec.head_norms.filter(|_| !self.is(Mistake::NoHeadNorm)),
+            eps: spec.eps,
+        }
+    }
+
+    fn layer(&self, layer: LayerIdx) -> LayerIdx {
+        if self.is(Mistake::OneLayer) { LayerIdx(0) } else { layer }
+    }
+
+    /// Moves results by about one unit in the last place.
+    fn nudge(values: &mut [f32]) {
+        values.iter_mut().for_each(|value| *value *= 1.0 + 2.0 * f32::EPSILON);
+    }
+
+    /// The batch as this device understands it.
+    fn misread(&self, w: &Weight, x: &[f32], rows: usize) -> Vec<f32> {
+        let mut x = x.to_vec();
+        let cols = x.len() / rows;
+        if self.is(Mistake::SpoiledNeighbour) {
+            for row in 1..rows {
+                if x[row * cols - 1].is_nan() {
+                    x[row * cols] = f32::NAN;
+                }
+            }
+        }
+        if self.is(Mistake::CoarseActivations) && w.is_quantised {
+            for block in x.chunks_mut(32) {
+                let largest = block.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+                let step = largest / 31.0;
+                if step > 0.0 {
+                    block.iter_mut().for_each(|x| *x = (*x / step).round() * step);
+                }
+            }
+        }
+        x
+    }
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "a mistake changes few operations")]
+impl Backend for Broken {
+    type Buf = Vec<f32>;
+    type Weight = Weight;
+    type Kv = Kv;
+    type Tables = Vec<Vec<u32>>;
+    type Plan = Plan;
+
+    fn name(&self) -> String {
+        format!("broken: {:?}", self.0)
+    }
+
+    fn alloc(&self, len: usize) -> Result<Vec<f32>, DeviceError> {
+        Ok(vec![if self.is(Mistake::DirtyBuffers) { 1.0 } else { 0.0 }; len])
+    }
+
+    fn write(&self, target: &mut Vec<f32>, source: &[f32]) -> Result<(), DeviceError> {
+        Plain.write(target, source)
+    }
+
+    fn read(&self, source: &Vec<f32>, target: &mut [f32]) -> Result<(), DeviceError> {
+        Plain.read(source, target)
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        Plain.wait()
+    }
+
+    fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Weight, DeviceError> {
+        let is_quantised = parts.iter().all(|part| part.dtype.block_len() > 1);
+        let mut parts = parts.to_vec();
+        for part in &mut parts {
+            if self.is(Mistake::NoBias) {
+                part.bias = None;
+            }
+            if self.is(Mistake::AnySize) {
+                let row_bytes = part.dtype.row_bytes(part.cols).unwrap_or(1);
+                part.rows = part.rows.min(part.bytes.len() / row_bytes);
+                part.bytes = &part.bytes[..part.rows * row_bytes];
+            }
+        }
+        Ok(Weight { inner: Plain.load(&parts)?, is_quantised })
+    }
+
+    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<Kv, DeviceError> {
+        Plain.alloc_kv(shape, n_slots)
+    }
+
+    fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Vec<Vec<u32>>, DeviceError> {
+        Plain.alloc_tables(n_rows, n_pages)
+    }
+
+    fn write_table(
+        &self,
+        tables: &mut Vec<Vec<u32>>,
+        row: u32,
+        start: u32,
+        slots: &[Slot],
+    ) -> Result<(), DeviceError> {
+        match self.0 {
+            Mistake::TableStart => Plain.write_table(tables, row, 0, slots),
+            Mistake::LostSlot if slots.len() > 1 => {
+                Plain.write_table(tables, row, start, &slots[..slots.len() - 1])
+            }
+            _ => Plain.write_table(tables, row, start, slots),
+        }
+    }
+
+    fn copy_pages(&self, kv: &mut Kv, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        match self.0 {
+            Mistake::NoCopy => Ok(()),
+            Mistake::CopiesReversed => {
+                let copies: Vec<_> = copies.iter().rev().copied().collect();
+                Plain.copy_pages(kv, &copies)
+            }
+            _ => Plain.copy_pages(kv, copies),
+        }
+    }
+
+    fn alloc_plan(&self, shape: &PlanShape) -> Result<Plan, DeviceError> {
+        let mut shape = shape.clone();
+        if self.is(Mistake::SwappedRope) {
+            shape.rope.style = match shape.rope.style {
+                RopeStyle::Halves => RopeStyle::Pairs,
+                RopeStyle::Pairs => RopeStyle::Halves,
+            };
+        }
+        if self.is(Mistake::NoAttentionFactor) {
+            shape.rope.attention_factor = 1.0;
+        }
+        Plain.alloc_plan(&shape)
+    }
+
+    fn plan(
+        &self,
+        plan: &mut Plan,
+        tables: &Vec<Vec<u32>>,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        let mut layout = layout.clone();
+        match self.0 {
+            Mistake::WrongToken => layout.tokens.iter_mut().for_each(|token| *token ^= 1),
+            Mistake::GatherFirst => {
+                layout.output_rows.iter_mut().zip(0..).for_each(|(row, i)| *row = i);
+            }
+            Mistake::LatePositions => {
+                // Wrapped, so that the page stays inside the table.
+                layout.positions.iter_mut().for_each(|at| *at = *at / 16 * 16 + (*at + 1) % 16);
+            }
+            Mistake::FirstTable => {
+                let first = layout.table_row[0];
+                layout.table_row.fill(first);
+            }
+            _ => {}
+        }
+        Plain.plan(plan, tables, &layout)
+    }
+
+    fn embed(&self, table: &Weight, plan: &Plan, out: &mut Vec<f32>) -> Result<(), DeviceError> {
+        Plain.embed(&table.inner, plan, out)
+    }
+
+    fn gather_rows(
+        &self,
+        plan: &Plan,
+        x: &Vec<f32>,
+        d: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        Plain.gather_rows(plan, x, d, out)
+    }
+
+    fn norm(
+        &self,
+        x: &Vec<f32>,
+        weight: &Vec<f32>,
+        eps: f32,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let eps = if self.is(Mistake::NoEps) { f32::MIN_POSITIVE } else { eps };
+        Plain.norm(x, weight, eps, rows, out)?;
+        if self.is(Mistake::BatchSums) && rows > 1 {
+            Broken::nudge(out);
+        }
+        Ok(())
+    }
+
+    fn matmul(
+        &self,
+        w: &Weight,
+        x: &Vec<f32>,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        Plain.matmul(&w.inner, &self.misread(w, x, rows), rows, out)?;
+        if self.is(Mistake::BatchSums) && rows > 1 {
+            Broken::nudge(out);
+        }
+        Ok(())
+    }
+
+    fn matmul_add(
+        &self,
+        w: &Weight,
+        x: &Vec<f32>,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        match self.0 {
+            Mistake::AddReplaces => Plain.matmul(&w.inner, x, rows, out),
+            _ => Plain.matmul_add(&w.inner, x, rows, out),
+        }
+    }
+
+    fn rope_append(
+        &self,
+        plan: &Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut Vec<f32>,
+        kv: &mut Kv,
+    ) -> Result<(), DeviceError> {
+        Plain.rope_append(plan, self.layer(layer), &self.spec(spec), qkv, kv)
+    }
+
+    fn attend(
+        &self,
+        plan: &Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Vec<f32>,
+        kv: &Kv,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        Plain.attend(plan, self.layer(layer), &self.spec(spec), qkv, kv, out)?;
+        let one_row = plan.n_rows() == 1;
+        if self.is(Mistake::DecodeKernel) && one_row {
+            Broken::nudge(out);
+        }
+        Ok(())
+    }
+
+    fn swiglu(
+        &self,
+        gate_up: &Vec<f32>,
+        f: usize,
+        rows: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let mut gate_up = gate_up.clone();
+        if self.is(Mistake::SwappedGate) {
+            gate_up.chunks_exact_mut(2 * f).for_each(|row| row.rotate_left(f));
+        }
+        Plain.swiglu(&gate_up, f, rows, out)?;
+        if self.is(Mistake::BatchSums) && rows > 1 {
+            Broken::nudge(out);
+        }
+        Ok(())
+    }
+}
