@@ -23,9 +23,8 @@ const TEXTS: [&str; 12] = [
     ".rs", ".py", ".cu", ".cuh", ".md", ".toml", ".json", ".sh", ".yml", ".txt", ".jinja",
     ".ci/run",
 ];
-/// Fixtures whose bytes are the point; the rules leave them alone.
-const FIXTURES: [&str; 5] =
-    ["fuzz/seeds/", "/fixtures/", "/testdata/", "eval/golden/", "proptest-regressions/"];
+/// Folders whose files are test data: their bytes are the point. Code in them is still read.
+const FIXTURES: [&str; 4] = ["fuzz/seeds/", "/fixtures/", "/golden/", "proptest-regressions/"];
 
 /// One file of the checkout.
 pub(crate) struct Source {
@@ -183,8 +182,9 @@ fn sources(root: &Path) -> Result<Vec<Source>> {
     paths.dedup();
     let mut sources = Vec::new();
     for path in paths {
-        let wanted = TEXTS.iter().any(|end| path.ends_with(end))
-            && !FIXTURES.iter().any(|part| path.contains(part));
+        let code = path.ends_with(".rs") || path.ends_with(".py");
+        let data = FIXTURES.iter().any(|part| path.contains(part));
+        let wanted = code || (!data && TEXTS.iter().any(|end| path.ends_with(end)));
         // A file that git still lists may be gone from the working tree.
         if !wanted || !root.join(path).is_file() {
             continue;
