@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Code map: [`Engine`] is the loop; [`Executor`] carries out a plan on anything that can
-//! [`Forward`]; `batch` lays a plan out in rows; [`sample`] chooses
+//! [`Forward`], such as a
+//! [`LoadedModel`]; `batch` lays a plan out in rows; [`sample`] chooses
 //! tokens; [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything
 //! is, once, at the start.
 //!
@@ -20,6 +21,7 @@ mod engine;
 mod error;
 mod executor;
 mod handle;
+mod loaded;
 mod memory;
 mod output;
 pub mod sample;
@@ -28,6 +30,7 @@ pub use engine::{Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
 pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
+pub use loaded::LoadedModel;
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
 pub use nuthatch_scheduler::Usage;
 pub use output::{Output, Submission, Timings};

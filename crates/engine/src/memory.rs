@@ -10,7 +10,8 @@
 
 use std::fmt;
 
-use nuthatch_types::KvShape;
+use nuthatch_model::{ModelFiles, kv_shape};
+use nuthatch_types::{KvDtype, KvShape};
 
 use crate::Capacity;
 
@@ -56,6 +57,8 @@ pub struct Sizes {
     pub n_pages: u32,
     /// Tokens of one page.
     pub page_len: u32,
+    /// How keys and values are stored.
+    pub kv_dtype: KvDtype,
     /// Most tokens of one sequence.
     pub max_context: u32,
     /// Most sequences that run at one time.
@@ -130,6 +133,31 @@ pub enum MemoryError {
     },
 }
 
+impl SizeRequest {
+    /// What a model's files say, with everything else at its default: eight sequences, steps of
+    /// 512 tokens, and four fifths of the `available` bytes.
+    pub fn for_model(files: &ModelFiles, kv_dtype: KvDtype, available: u64) -> Self {
+        let config = files.config();
+        let [hidden, ff, head_dim] = [config.hidden, config.ff, config.head_dim].map(u64::from);
+        let heads = u64::from(config.n_heads) * head_dim;
+        let kv_heads = u64::from(config.n_kv_heads) * head_dim;
+        SizeRequest {
+            kv: kv_shape(config, kv_dtype),
+            weights: files.weight_bytes(),
+            vocab: config.vocab,
+            // The residual stream and its norm; q, k and v; the attended heads; gate, up and both
+            // together.
+            row_floats: 2 * hidden + 2 * heads + 2 * kv_heads + 3 * ff,
+            model_context: config.max_context,
+            max_context: None,
+            max_seqs: 8,
+            max_rows: 512,
+            available,
+            budget: Budget::Share(0.8),
+        }
+    }
+}
+
 impl Sizes {
     /// Computes the sizes, or says what does not fit.
     ///
@@ -159,6 +187,7 @@ impl Sizes {
         Ok(Sizes {
             n_pages: u32::try_from(n_pages).expect("at most 2^32 - 1 tokens"),
             page_len: request.kv.page_len,
+            kv_dtype: request.kv.dtype,
             max_context,
             max_seqs: request.max_seqs,
             max_rows: request.max_rows,
@@ -189,13 +218,13 @@ impl Sizes {
         nuthatch_cache::Config { page_len: self.page_len, n_pages: self.n_pages }
     }
 
-    /// The scheduler's part, with room for `max_waiting` requests in the queue.
-    pub fn scheduler(&self, max_waiting: u32) -> nuthatch_scheduler::Config {
+    /// The scheduler's part; the queue has its default length.
+    pub fn scheduler(&self) -> nuthatch_scheduler::Config {
         nuthatch_scheduler::Config {
             max_batched_tokens: self.max_rows,
             max_seqs: self.max_seqs,
-            max_waiting,
             max_context: self.max_context,
+            ..nuthatch_scheduler::Config::default()
         }
     }
 }
@@ -274,8 +303,6 @@ impl fmt::Display for Bytes {
 
 #[cfg(test)]
 mod tests {
-    use nuthatch_types::KvDtype;
-
     use super::*;
 
     const GIB: u64 = 1 << 30;
@@ -317,7 +344,7 @@ mod tests {
         let sizes = Sizes::compute(&SizeRequest { budget: kv, ..request() }).unwrap();
         assert_eq!(sizes.kv, GIB);
         assert_eq!(sizes.cache().capacity(), 8192);
-        assert_eq!(sizes.scheduler(9).validate(), Ok(()));
+        assert_eq!(sizes.scheduler().validate(), Ok(()));
         assert_eq!(sizes.capacity().table_len(), 512);
     }
 

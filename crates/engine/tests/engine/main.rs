@@ -4,4 +4,5 @@
 
 mod echo;
 mod executor;
+mod golden;
 mod stream;

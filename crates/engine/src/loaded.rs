@@ -1,0 +1,92 @@
+//! A model on a device with its KV arena and its tables, all of fixed size.
+
+use std::fmt;
+use std::sync::Arc;
+
+use nuthatch_backend::{Backend, BatchLayout, DeviceError};
+use nuthatch_cache::Cache;
+use nuthatch_model::{BatchLimits, LoadError, Model, ModelFiles, kv_shape};
+use nuthatch_scheduler::Scheduler;
+use nuthatch_store::KvStore;
+use nuthatch_types::{PageCopy, Slot};
+
+use crate::{Engine, Executor, Forward, SharedClock, Sizes};
+
+/// A model on a device with its KV arena and its tables.
+pub struct LoadedModel<B: Backend> {
+    backend: Arc<B>,
+    model: Model<B>,
+    store: KvStore<B>,
+    tables: B::Tables,
+}
+
+impl<B: Backend> LoadedModel<B> {
+    /// Loads the weights and allocates everything that a step needs.
+    pub fn load(backend: Arc<B>, files: &ModelFiles, sizes: &Sizes) -> Result<Self, LoadError> {
+        let shape = kv_shape(files.config(), sizes.kv_dtype);
+        assert_eq!(shape.page_len, sizes.page_len, "the sizes were computed for this model");
+        let limits = BatchLimits {
+            max_rows: sizes.max_rows as usize,
+            max_seqs: sizes.max_seqs as usize,
+            max_context: sizes.max_context as usize,
+            max_outputs: sizes.max_seqs as usize,
+            kv_dtype: sizes.kv_dtype,
+        };
+        let model = Model::load(Arc::clone(&backend), files, &limits)?;
+        let store = KvStore::new(&*backend, shape, sizes.n_pages)?;
+        let tables = backend.alloc_tables(sizes.max_seqs, sizes.capacity().table_len())?;
+        Ok(LoadedModel { backend, model, store, tables })
+    }
+
+    /// The model, to look at.
+    pub fn model(&self) -> &Model<B> {
+        &self.model
+    }
+}
+
+impl<B: Backend> Forward for LoadedModel<B> {
+    fn vocab(&self) -> u32 {
+        self.model.config().vocab
+    }
+
+    fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError> {
+        self.backend.write_table(&mut self.tables, row, start, slots)
+    }
+
+    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        self.store.copy(&self.backend, copies)
+    }
+
+    fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
+        let device_logits = self.model.forward(&mut self.store, &self.tables, layout)?;
+        if logits.is_empty() {
+            return Ok(());
+        }
+        self.backend.read(device_logits, logits)
+    }
+}
+
+impl<B: Backend> fmt::Debug for LoadedModel<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadedModel")
+            .field("device", &self.backend.name())
+            .field("config", self.model.config())
+            .field("kv_bytes", &self.store.bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
+    /// Loads a model and puts an engine around it, of the given sizes.
+    pub fn load(
+        backend: Arc<B>,
+        files: &ModelFiles,
+        sizes: &Sizes,
+        clock: SharedClock,
+    ) -> Result<Self, LoadError> {
+        let loaded = LoadedModel::load(backend, files, sizes)?;
+        let cache = Cache::new(sizes.cache()).expect("the sizes were checked");
+        let scheduler = Scheduler::new(sizes.scheduler(), cache).expect("the sizes were checked");
+        Ok(Engine::new(scheduler, Executor::new(loaded, sizes.capacity()), clock))
+    }
+}

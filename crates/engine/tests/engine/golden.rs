@@ -1,0 +1,94 @@
+//! Real models, tiny ones: the handle streams the tokens that Hugging Face transformers chose.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nuthatch_backend_cpu::{Cpu, CpuConfig};
+use nuthatch_engine::{Budget, Engine, EngineHandle, SizeRequest, Sizes, Submission};
+use nuthatch_model::ModelFiles;
+use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
+use safetensors::SafeTensors;
+
+use crate::echo::Answer;
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden").join(name)
+}
+
+/// The golden prompt and the sixteen tokens after it.
+fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
+    let bytes = std::fs::read(folder(name).join("golden.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let tokens = |key: &str| -> Vec<TokenId> {
+        let tensor = tensors.tensor(key).unwrap();
+        let (words, _) = tensor.data().as_chunks::<4>();
+        words.iter().map(|&word| TokenId(u32::from_le_bytes(word))).collect()
+    };
+    (tokens("prompt"), tokens("greedy"))
+}
+
+/// Steps of ten tokens, so that every prompt is cut.
+fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
+    let files = ModelFiles::open(path).unwrap();
+    let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
+    let budget = Budget::KvBytes(request.kv.page_bytes() as u64 * u64::from(kv_pages));
+    let request = SizeRequest { max_seqs: 4, max_rows: 10, budget, ..request };
+    let sizes = Sizes::compute(&request).unwrap();
+    let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
+    let clock = Arc::new(SystemClock::start());
+    Engine::load(backend, &files, &sizes, clock).unwrap().spawn().unwrap()
+}
+
+fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {
+    let limits = Limits { max_tokens: 16, ..Limits::default() };
+    Submission { prompt: prompt.to_vec(), sampling, limits }
+}
+
+#[test]
+fn streams_the_golden_tokens() {
+    for (name, file) in [
+        ("llama3", ""),
+        ("mistral-window", ""),
+        ("qwen2", ""),
+        ("qwen3", ""),
+        ("gguf-llama-f16", "model.gguf"),
+    ] {
+        let (prompt, greedy) = golden(name);
+        let handle = spawn(&folder(name).join(file), 8);
+        let ticket = handle.submit(request(&prompt, Sampling::greedy())).unwrap();
+        assert_eq!(Answer::receive(&ticket).unwrap().tokens, greedy, "{name}");
+        handle.shutdown().unwrap();
+    }
+}
+
+#[test]
+fn company_and_preemption_change_nothing() {
+    let (prompt, greedy) = golden("llama3");
+    let path = folder("llama3");
+    let requests: Vec<Submission> = (0..8)
+        .map(|i| match i % 2 {
+            0 => request(&prompt, Sampling::greedy()),
+            _ => {
+                let sampling = Sampling { seed: i, n_logprobs: 3, ..Sampling::default() };
+                request(&prompt[i as usize..], sampling)
+            }
+        })
+        .collect();
+    // Each alone.
+    let handle = spawn(&path, 8);
+    let alone: Vec<Answer> = requests
+        .iter()
+        .map(|r| Answer::receive(&handle.submit(r.clone()).unwrap()).unwrap())
+        .collect();
+    handle.shutdown().unwrap();
+    assert_eq!(alone[0].tokens, greedy);
+    // All at once, in pages for less than two of them.
+    let handle = spawn(&path, 7);
+    let tickets: Vec<_> = requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
+    for (ticket, alone) in tickets.iter().zip(&alone) {
+        let together = Answer::receive(ticket).unwrap();
+        assert_eq!(together.tokens, alone.tokens);
+        assert_eq!(together.logprobs, alone.logprobs, "rows do not see each other");
+    }
+    handle.shutdown().unwrap();
+}
