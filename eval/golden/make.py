@@ -16,8 +16,8 @@ file) and a `golden.safetensors` with, in f32:
                             it, and every greedy token but the last
     logits         [R, V]   the logits at those positions
     inv_freq       [D/2]    the frequencies that transformers used
-    and the metadata `max_context` (the context that the engine must be started with) and
-    `attention_factor` (what cosine and sine were multiplied by).
+    and the metadata `golden`, JSON with `max_context` (the context that the engine must be started
+    with) and `attention_factor` (what cosine and sine were multiplied by).
 
 The reference is one forward pass over the whole sequence (prompt and greedy tokens), eager
 attention, all in f32. That one pass serves two purposes. It makes the reference independent of
@@ -28,6 +28,9 @@ from the context that it was started with. So for `dynamic` the sequence is exac
 than the original context and so is `max_context`; there is also a `longrope-short` whose context is
 the original one. Greedy tokens are found by passes over sequences padded to the full length, so that
 every step uses the frequencies of the full length; causal attention does not see the padding.
+
+Beside the folders, `rope.json` has the frequencies of real and odd rotations by transformers' own
+functions, and `quants.json` a few blocks of every quantised type with their values.
 
 The GGUF models are written by the `gguf` package from the same weights, quantised by it, and the
 reference runs on the dequantised weights.
@@ -54,6 +57,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 OUT = Path(__file__).resolve().parents[2] / "crates" / "model" / "tests" / "golden"
 N_GREEDY = 16
@@ -207,7 +211,8 @@ def randomise(model, generator):
 @torch.no_grad()
 def reference(case, model, generator):
     """The golden tensors and their metadata."""
-    model = model.float().eval()
+    model = model.eval()
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
     vocab = case.config.vocab_size
     prompt = torch.randint(3, vocab, (case.prompt,), generator=generator)
     total = case.prompt + N_GREEDY
@@ -236,14 +241,15 @@ def reference(case, model, generator):
         inv_freq=rotary.inv_freq.float().contiguous(),
     )
     metadata = dict(
-        max_context=str(case.max_context or case.config.max_position_embeddings),
-        attention_factor=repr(float(rotary.attention_scaling)),
+        max_context=case.max_context or case.config.max_position_embeddings,
+        attention_factor=float(rotary.attention_scaling),
     )
     return tensors, metadata
 
 
 def write_golden(folder, tensors, metadata):
-    save_file(tensors, folder / "golden.safetensors", metadata=metadata)
+    # One key only: the order of several would differ from run to run.
+    save_file(tensors, folder / "golden.safetensors", metadata=dict(golden=json.dumps(metadata)))
 
 
 def make(case, seed):
@@ -260,8 +266,9 @@ def make(case, seed):
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         model.save_pretrained(folder, max_shard_size=int(size / case.shards * 1.1))
         assert len(list(folder.glob("model-*.safetensors"))) == case.shards
+    # Read back in f32: converting the model itself would leave rounded frequencies in it.
+    model = case.model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     write_golden(folder, *reference(case, model, generator))
-    return model
 
 
 def permute(weight, n_heads):
@@ -361,6 +368,76 @@ def make_gguf(seed):
             seed += 1
 
 
+def rope_cases():
+    """Rotations of real models and odd ones: a config.json's keys, and the context to start with."""
+    llama = dict(hidden_size=4096, num_attention_heads=32, max_position_embeddings=8192)
+    small = dict(hidden_size=256, num_attention_heads=4, max_position_embeddings=4096)
+    llama3 = dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    longrope = dict(
+        rope_type="longrope",
+        short_factor=[1.0 + i / 100 for i in range(32)],
+        long_factor=[1.0 + i * i / 20 for i in range(32)],
+    )
+    yield dict(llama, rope_theta=500000.0), 8192
+    yield dict(llama, rope_theta=500000.0, max_position_embeddings=131072, rope_scaling=llama3), 131072
+    yield dict(llama, head_dim=64, rope_scaling=dict(llama3, factor=32.0)), 131072
+    yield dict(llama, rope_theta=1e6, max_position_embeddings=32768, rope_scaling=yarn), 131072
+    yield dict(small, rope_theta=1e5, rope_scaling=dict(yarn, type="yarn", original_max_position_embeddings=8192)), 32768
+    yield dict(small, rope_scaling=dict(yarn, attention_factor=1.25, beta_fast=16.0, beta_slow=2.0)), 131072
+    yield dict(small, rope_scaling=dict(yarn, mscale=0.707, mscale_all_dim=1.0)), 131072
+    yield dict(small, rope_scaling=dict(yarn, truncate=False, original_max_position_embeddings=300)), 131072
+    yield dict(small, rope_scaling=dict(yarn, factor=1.0)), 32768
+    yield dict(small, rope_parameters=dict(yarn, rope_theta=5e5)), 131072
+    yield dict(small, rope_scaling=dict(rope_type="linear", factor=3.5)), 4096
+    yield dict(small, rope_scaling=dict(rope_type="dynamic", factor=2.0)), 4000
+    yield dict(small, rope_scaling=dict(rope_type="dynamic", factor=2.0)), 8192
+    yield dict(small, rope_scaling=dict(rope_type="dynamic", factor=8.0)), 30001
+    yield dict(small, original_max_position_embeddings=1024, rope_scaling=longrope), 1024
+    yield dict(small, original_max_position_embeddings=1024, rope_scaling=longrope), 1025
+    yield dict(small, rope_scaling=dict(longrope, original_max_position_embeddings=512, factor=16.0)), 4096
+    yield dict(small, rope_scaling=dict(longrope, attention_factor=1.19, original_max_position_embeddings=512)), 4096
+
+
+def make_rope():
+    """What transformers' own functions make of rotations, without any model."""
+    out = []
+    for keys, context in rope_cases():
+        config = dict(
+            model_type="llama",
+            vocab_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            rms_norm_eps=1e-5,
+            **keys,
+        )
+        # A copy: transformers moves keys about in the dictionaries that it is given.
+        parsed = LlamaConfig(**json.loads(json.dumps(config)))
+        kind = parsed.rope_parameters["rope_type"]
+        if kind == "default":
+            theta, dim = parsed.rope_parameters["rope_theta"], parsed.head_dim
+            inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
+            factor = 1.0
+        else:
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](parsed, device="cpu", seq_len=context)
+        out.append(
+            dict(
+                config=config,
+                max_context=context,
+                attention_factor=float(factor),
+                inv_freq=[float(f"{value:.9g}") for value in inv_freq.float().tolist()],
+            )
+        )
+    with open(OUT / "rope.json", "w") as file:
+        file.write("[\n" + ",\n".join(json.dumps(case) for case in out) + "\n]\n")
+
+
 def make_quants(seed):
     """Random blocks of every quantised type, with the gguf package's idea of their values."""
     random = np.random.default_rng(seed)
@@ -399,6 +476,8 @@ def main():
             print(case.name)
     if not only or "gguf" in only:
         make_gguf(2000)
+    if not only or "rope" in only:
+        make_rope()
     if not only or "quants" in only:
         make_quants(3000)
     size = sum(file.stat().st_size for file in OUT.rglob("*") if file.is_file())
