@@ -1,26 +1,41 @@
 //! The facade: which sequence's tokens lie in which pages.
 //!
-//! A change that needs pages is a transaction. [`Cache::plan_extend`] decides and changes nothing;
-//! [`Cache::apply`] carries the decision out and cannot fail.
+//! A change that needs pages is a transaction: a method whose name begins with `plan` decides and
+//! changes nothing; [`Cache::admit`] and [`Cache::apply`] carry the decision out and cannot fail.
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::time::Duration;
 
-use nuthatch_types::{FastMap, PageId, SeqId, Slot};
+use nuthatch_types::{FastMap, PageId, SeqId, Slot, TokenId};
 
-use crate::pages::Pages;
+use crate::hash::Chain;
+use crate::page::{FullPage, OpenPage, SharedPage};
+use crate::pages::{Pages, Released, State};
+use crate::pin::PinId;
+use crate::prefix::{Parent, Prefix, Published};
 use crate::table::Table;
 use crate::verify::{self, Fault};
-use crate::{Config, ConfigError, Stats};
+use crate::{Config, ConfigError, Counters, Options, Salt, Stats};
 
 /// The bookkeeping of the KV cache. See the crate's documentation.
 #[derive(Debug)]
 pub struct Cache {
     pub(crate) config: Config,
+    pub(crate) options: Options,
     pub(crate) pages: Pages,
+    /// What can be found by its tokens; `None` when nothing can.
+    pub(crate) prefix: Option<Prefix>,
     pub(crate) tables: FastMap<SeqId, Table>,
-    pub(crate) tokens_stored: u32,
+    pub(crate) pins: BTreeMap<PinId, Vec<SharedPage>>,
+    /// Handles in `pins`.
+    pub(crate) n_pinned: u32,
+    /// Tokens that have a place in open pages.
+    pub(crate) open_tokens: u32,
+    pub(crate) counters: Counters,
     /// Counts changes, so that a decision made before another change is not carried out after it.
-    version: u64,
+    pub(crate) version: u64,
+    chain: Chain,
 }
 
 /// A decision to give places to more tokens of a sequence; valid until the cache changes.
@@ -34,7 +49,7 @@ pub struct Extend {
 }
 
 impl Extend {
-    /// Pages that will be taken from the free ones.
+    /// Pages that will be taken from the available ones.
     pub fn n_pages(&self) -> u32 {
         self.n_pages
     }
@@ -45,26 +60,44 @@ impl Extend {
 pub struct Shortfall {
     /// Pages that are needed at once.
     pub needed: u32,
-    /// Pages that are free.
-    pub free: u32,
+    /// Pages that can be had.
+    pub available: u32,
 }
 
 impl fmt::Display for Shortfall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} pages are needed, {} are free", self.needed, self.free)
+        write!(f, "{} pages are needed, {} are available", self.needed, self.available)
     }
 }
 
 impl Cache {
-    /// An empty cache of the given sizes.
+    /// An empty cache of the given sizes, with the default options.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
+        Cache::with_options(config, Options::default())
+    }
+
+    /// An empty cache of the given sizes.
+    pub fn with_options(config: Config, options: Options) -> Result<Self, ConfigError> {
         config.validate()?;
+        let Config { page_len, n_pages } = config;
+        if options.max_pinned >= n_pages {
+            return Err(ConfigError::AllPinned { max_pinned: options.max_pinned, n_pages });
+        }
+        let chain = Chain::new(options.hash_key);
+        let prefix =
+            options.prefix.then(|| Prefix::new(chain, options.eviction, n_pages, page_len));
         Ok(Cache {
             config,
-            pages: Pages::new(config.n_pages, config.page_len),
+            options,
+            pages: Pages::new(n_pages, page_len),
+            prefix,
             tables: FastMap::default(),
-            tokens_stored: 0,
+            pins: BTreeMap::new(),
+            n_pinned: 0,
+            open_tokens: 0,
+            counters: Counters::default(),
             version: 0,
+            chain,
         })
     }
 
@@ -73,20 +106,30 @@ impl Cache {
         &self.config
     }
 
-    /// Gives a new sequence a table of no pages. The sequence must not have one.
-    pub fn admit(&mut self, seq: SeqId) {
-        self.version += 1;
-        let before = self.tables.insert(seq, Table::new(self.config.page_len));
-        assert!(before.is_none(), "{seq:?} was admitted twice");
+    /// Tokens that one sequence may have when it is alone.
+    pub fn capacity(&self) -> u32 {
+        self.config.page_len * (self.config.n_pages - self.options.max_pinned)
+    }
+
+    /// The salt of a string that a user chose and of the adapter that the request runs with.
+    pub fn salt(&self, user: &[u8], adapter: &[u8]) -> Salt {
+        self.chain.salt(user, adapter)
+    }
+
+    /// Tells the time by which retention is measured. It never runs backwards.
+    pub fn set_now(&mut self, now: Duration) {
+        if let Some(prefix) = &mut self.prefix {
+            prefix.set_now(now);
+        }
     }
 
     /// Decides whether `n_tokens` more tokens of an admitted sequence find places: all of them, or
     /// none. Changes nothing.
     pub fn plan_extend(&self, seq: SeqId, n_tokens: u32) -> Result<Extend, Shortfall> {
         let n_pages = self.table(seq).pages_needed(n_tokens);
-        let free = self.pages.n_free();
-        if n_pages > free {
-            return Err(Shortfall { needed: n_pages, free });
+        let available = self.n_available();
+        if n_pages > available {
+            return Err(Shortfall { needed: n_pages, available });
         }
         Ok(Extend { seq, n_tokens, n_pages, version: self.version })
     }
@@ -96,33 +139,70 @@ impl Cache {
     pub fn apply(&mut self, extend: Extend) {
         assert_eq!(extend.version, self.version, "the cache changed after the decision");
         self.version += 1;
-        let Cache { pages, tables, .. } = self;
-        let table = tables.get_mut(&extend.seq).expect("the decision named an admitted sequence");
-        let fresh =
-            (0..extend.n_pages).map(|_| pages.open().expect("the decision counted the pages"));
-        table.extend(extend.n_tokens, fresh);
-        self.tokens_stored += extend.n_tokens;
+        let fresh: Vec<OpenPage> = (0..extend.n_pages).map(|_| self.open_page()).collect();
+        self.table_mut(extend.seq).extend(extend.n_tokens, fresh.into_iter());
+        self.open_tokens += extend.n_tokens;
     }
 
-    /// Records that the first `n_computed` tokens of a sequence are computed: the pages that they
-    /// fill are never written again.
-    pub fn seal(&mut self, seq: SeqId, n_computed: u32) {
+    /// Records that `computed`, the first tokens of a sequence, are computed: the pages that they
+    /// fill are never written again and can be found.
+    ///
+    /// When another page already holds the same tokens, the sequence uses that one from now on.
+    /// Returns the first entry of the table that changed because of that, if any.
+    pub fn seal(&mut self, seq: SeqId, computed: &[TokenId]) -> Option<u32> {
         self.version += 1;
-        self.table_mut(seq).seal(n_computed);
+        let page_len = self.config.page_len as usize;
+        let mut first_changed = None;
+        while let Some(page) = self.table_mut(seq).take_full(computed.len() as u32) {
+            let (salt, idx) = (self.table(seq).salt, self.table(seq).n_full());
+            let start = idx as usize * page_len;
+            let last = self.table(seq).last_full();
+            let id = page.id();
+            self.open_tokens -= page_len as u32;
+            let handle = self.publish(page, salt, last, &computed[start..start + page_len]);
+            if handle.id() != id {
+                first_changed = first_changed.or(Some(idx));
+            }
+            self.table_mut(seq).put_full(handle);
+        }
+        first_changed
     }
 
-    /// Takes a sequence's table away and frees all its pages.
+    /// Takes a sequence's table away. Its pages are free, but for those that others hold and those
+    /// that can be found by their tokens, which stay until their turn comes.
     pub fn release(&mut self, seq: SeqId) {
         self.version += 1;
         let table = self.tables.remove(&seq).expect("only an admitted sequence is released");
-        self.tokens_stored -= table.len();
+        let retention = table.retention;
         let (full, open) = table.into_pages();
-        // Last page first, so that a fresh sequence gets the slots in the order they had here.
+        // Last page first, so that it is given up first and a fresh sequence gets the slots in the
+        // order they had here.
         for page in open.into_iter().rev() {
+            self.open_tokens -= page.len();
             self.pages.discard(page);
         }
         for page in full.into_iter().rev() {
-            self.pages.release(page);
+            if let Some(prefix) = &mut self.prefix
+                && prefix.tree.get(page.id()).is_some()
+            {
+                prefix.retain(page.id(), retention);
+            }
+            self.release_page(page);
+        }
+    }
+
+    /// Forgets everything that nobody holds, because the bytes are lost. No sequence may be
+    /// admitted. Pins are taken away.
+    pub fn clear(&mut self) {
+        assert!(self.is_empty(), "sequences are released before everything is forgotten");
+        let pins: Vec<PinId> = self.pins.keys().copied().collect();
+        for pin in pins {
+            self.unpin(pin);
+        }
+        self.version += 1;
+        while self.evict() {}
+        if let Some(prefix) = &mut self.prefix {
+            prefix.clear_ghosts();
         }
     }
 
@@ -136,9 +216,9 @@ impl Cache {
         self.table(seq).n_pages()
     }
 
-    /// Pages that can be had at once.
-    pub fn n_free(&self) -> u32 {
-        self.pages.n_free()
+    /// Pages that can be had at once: free ones, and idle ones that are given up for it.
+    pub fn n_available(&self) -> u32 {
+        self.pages.n_free() + self.pages.n_idle()
     }
 
     /// Whether no sequence has a table.
@@ -167,17 +247,20 @@ impl Cache {
         self.pages.slot(page)
     }
 
-    /// What the cache holds now; constant time.
+    /// What the cache holds now and did so far; constant time.
     pub fn stats(&self) -> Stats {
-        let used = self.pages.n_used();
+        let page_len = self.config.page_len;
+        let (used, open) = (self.pages.n_used(), self.pages.n_open());
         Stats {
-            page_len: self.config.page_len,
+            page_len,
             pages_total: self.config.n_pages,
             pages_free: self.pages.n_free(),
             pages_used: used,
+            pages_idle: self.pages.n_idle(),
             seqs: self.tables.len() as u32,
-            tokens_stored: self.tokens_stored,
-            tokens_wasted: used * self.config.page_len - self.tokens_stored,
+            tokens_stored: (used - open) * page_len + self.open_tokens,
+            tokens_wasted: open * page_len - self.open_tokens,
+            counters: self.counters,
         }
     }
 
@@ -186,11 +269,81 @@ impl Cache {
         verify::verify(self)
     }
 
-    fn table(&self, seq: SeqId) -> &Table {
+    /// A page with no tokens. One must be available.
+    pub(crate) fn open_page(&mut self) -> OpenPage {
+        if self.pages.n_free() == 0 {
+            let evicted = self.evict();
+            assert!(evicted, "the decision counted the available pages");
+        }
+        self.pages.open().expect("a page was free, or has just been given up")
+    }
+
+    /// One more handle to a page that is never written again.
+    pub(crate) fn share(&mut self, page: PageId) -> SharedPage {
+        let (handle, was_idle) = self.pages.share(page);
+        if let Some(prefix) = &mut self.prefix
+            && was_idle
+        {
+            prefix.reuse(page);
+        }
+        handle
+    }
+
+    /// Gives a handle back.
+    pub(crate) fn release_page(&mut self, handle: SharedPage) {
+        let page = handle.id();
+        let released = self.pages.release(handle);
+        if released == Released::Idle {
+            self.prefix.as_mut().expect("only the prefix tree keeps idle pages").idle(page);
+        }
+    }
+
+    /// The table of an admitted sequence.
+    pub(crate) fn table(&self, seq: SeqId) -> &Table {
         self.tables.get(&seq).expect("the sequence is admitted")
     }
 
     fn table_mut(&mut self, seq: SeqId) -> &mut Table {
         self.tables.get_mut(&seq).expect("the sequence is admitted")
+    }
+
+    /// Makes a full page findable, or finds the one with the same tokens. `last` is the page before
+    /// it in the same table.
+    fn publish(
+        &mut self,
+        page: FullPage,
+        salt: Salt,
+        last: Option<PageId>,
+        tokens: &[TokenId],
+    ) -> SharedPage {
+        let Some(prefix) = &mut self.prefix else {
+            return self.pages.make_shared(page, State::Full);
+        };
+        let parent = last.map_or(Parent::Root(salt), Parent::Page);
+        // After a page that cannot be found, nothing can.
+        let is_hidden = last.is_some_and(|last| prefix.tree.get(last).is_none());
+        let published =
+            if is_hidden { Published::Hidden } else { prefix.publish(parent, tokens, page.id()) };
+        match published {
+            Published::New => {
+                self.counters.pages_published += 1;
+                self.pages.make_shared(page, State::Cached)
+            }
+            Published::Known(known) => {
+                self.counters.pages_merged += 1;
+                self.pages.drop_full(page);
+                self.share(known)
+            }
+            Published::Hidden => self.pages.make_shared(page, State::Full),
+        }
+    }
+
+    /// Gives up the idle page whose turn it is. False when no page is idle.
+    fn evict(&mut self) -> bool {
+        let Some(prefix) = &mut self.prefix else { return false };
+        let Some(page) = prefix.evict(&self.pages) else { return false };
+        self.pages.evict(page);
+        self.counters.pages_evicted += 1;
+        true
     }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::Eviction;
+
 /// The sizes of the cache. Every pool is sized when the cache is made and never grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -35,10 +37,27 @@ impl Config {
         }
         Ok(())
     }
+}
 
-    /// Tokens that the device tier holds when every page is full.
-    pub fn capacity(&self) -> u32 {
-        self.page_len * self.n_pages
+/// How the cache behaves. The default shares prefixes and evicts the least recently used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Whether pages can be found by their tokens and stay when nobody uses them.
+    pub prefix: bool,
+    /// Which cached pages go first when pages are short.
+    pub eviction: Eviction,
+    /// Key of the hashes that name a page's content. Two caches name the same content alike only
+    /// with the same key: make it from a secret and from everything that decides what a page's
+    /// bytes are (model, dtype, layout, page length, rope).
+    pub hash_key: u128,
+    /// Most pages that may be pinned, counted once for each pin. They are taken from what a single
+    /// sequence may use, so that every accepted request still fits beside them.
+    pub max_pinned: u32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { prefix: true, eviction: Eviction::Lru, hash_key: 0, max_pinned: 0 }
     }
 }
 
@@ -56,6 +75,13 @@ pub enum ConfigError {
         /// Pages of the tier.
         n_pages: u32,
     },
+    /// Pins could take every page.
+    AllPinned {
+        /// Most pages that may be pinned.
+        max_pinned: u32,
+        /// Pages of the tier.
+        n_pages: u32,
+    },
 }
 
 impl fmt::Display for ConfigError {
@@ -65,6 +91,9 @@ impl fmt::Display for ConfigError {
             ConfigError::NoPages => f.write_str("the cache has 0 pages, but needs at least 1"),
             ConfigError::TooManyTokens { page_len, n_pages } => {
                 write!(f, "{n_pages} pages of {page_len} tokens are more than 2^32 - 1 tokens")
+            }
+            ConfigError::AllPinned { max_pinned, n_pages } => {
+                write!(f, "{max_pinned} pages may be pinned, but there are only {n_pages}")
             }
         }
     }

@@ -1,46 +1,68 @@
 //! Which page holds what: the bookkeeping of the KV cache.
 //!
-//! A sequence's KV lies in pages of equal length. This crate decides which page holds which tokens
-//! and in which slot of a tier's arena each page lies.
+//! A sequence's KV lies in pages of equal length. This crate decides which page holds which tokens,
+//! in which slot of a tier's arena each page lies, which pages sequences share, and which go when
+//! pages are short.
 //!
 //! ```text
-//!          plan_extend, apply          seal               release
-//!   free --------------------> open --------> full --------------------> free
-//!                                +------------------ release ----------> free
+//!          plan_extend, apply         seal                  release
+//!   free --------------------> open --------> full, cached ---------> idle
+//!    ^                           |                 ^                   | |
+//!    +--------- release ---------+                 +- plan_admit, admit  |
+//!    +------------------------- evict ------------------------------------+
 //! ```
 //!
 //! Code map: [`Cache`] is the facade; `pages` knows every page of the process, `pool` the free slots
 //! of one tier, `page` the handles whose type says which state a page is in, `table` a sequence's
-//! pages in order, `verify` every invariant.
+//! pages in order, `admit` how a sequence gets its first pages, `hash` the names of contents,
+//! `prefix` the tree in which pages are found by their tokens, `evict` the orders in which they go,
+//! `pin` what may not go, `verify` every invariant.
 //!
 //! The crate holds no bytes and knows no device, no clock, no thread and no file.
 //!
 //! ```
-//! use nuthatch_cache::{Cache, Config};
-//! use nuthatch_types::SeqId;
+//! use nuthatch_cache::{Cache, Config, Prompt, Retention, Salt};
+//! use nuthatch_types::{SeqId, TokenId};
 //!
-//! let mut cache = Cache::new(Config { page_len: 16, n_pages: 8 })?;
-//! let seq = SeqId(1);
-//! cache.admit(seq);
-//! let extend = cache.plan_extend(seq, 20).expect("two of eight pages");
+//! let mut cache = Cache::new(Config { page_len: 4, n_pages: 8 })?;
+//! let tokens: Vec<TokenId> = (0..10).map(TokenId).collect();
+//! let prompt = Prompt { tokens: &tokens, salt: Salt::default(), retention: Retention::default() };
+//!
+//! let first = cache.plan_admit(SeqId(1), prompt);
+//! assert_eq!(cache.admit(first).n_found, 0);
+//! let extend = cache.plan_extend(SeqId(1), 10).expect("three of eight pages");
 //! cache.apply(extend);
-//! assert_eq!(cache.slots(seq, 0).count(), 2);
-//! cache.seal(seq, 20);
-//! cache.release(seq);
-//! assert_eq!(cache.stats().pages_free, 8);
+//! cache.seal(SeqId(1), &tokens);
+//!
+//! // The two full pages are shared; the third was not full and is computed again.
+//! let second = cache.plan_admit(SeqId(2), prompt);
+//! assert_eq!(cache.admit(second).n_found, 8);
+//! cache.release(SeqId(1));
+//! cache.release(SeqId(2));
+//! assert_eq!(cache.stats().pages_idle, 2);
 //! # Ok::<(), nuthatch_cache::ConfigError>(())
 //! ```
 
+mod admit;
 mod cache;
 mod config;
+mod evict;
+mod hash;
 mod page;
 mod pages;
+mod pin;
 mod pool;
+mod prefix;
 mod stats;
 mod table;
 mod verify;
 
+pub use admit::{Admission, Admitted, Prompt};
 pub use cache::{Cache, Extend, Shortfall};
-pub use config::{Config, ConfigError};
-pub use stats::Stats;
+pub use config::{Config, ConfigError, Options};
+pub use evict::{Eviction, Retention};
+pub use hash::Salt;
+pub use pin::PinId;
+pub use prefix::{Miss, MissReason};
+pub use stats::{Counters, Stats};
 pub use verify::Fault;

@@ -1,11 +1,13 @@
 //! Page handles: the type says which state a page is in.
 //!
 //! ```text
-//!   Pages::open --> OpenPage --seal--> FullPage --Pages::release--> free
-//!                      +--------- Pages::discard -----------------> free
+//!   Pages::open --> OpenPage --seal--> FullPage --make_shared--> SharedPage --release--> idle, free
+//!                      |                   +---- drop_full ----> free
+//!                      +--------------------- discard ---------> free
 //! ```
 //!
-//! Handles are neither `Clone` nor `Copy`: one page, one owner. They do not return themselves on
+//! Handles are neither `Clone` nor `Copy`: an open page has one owner, and each handle to a shared
+//! page is counted. They do not return themselves on
 //! drop, because the pages are owned by one thread and there is no lock to take; a handle that is
 //! dropped without being given back is a leak, which `Cache::verify` finds.
 
@@ -22,8 +24,15 @@ pub(crate) struct OpenPage {
 
 /// A page whose tokens are all computed. It is never written again.
 #[derive(Debug)]
-#[must_use = "give the page back with Pages::release"]
+#[must_use = "share the page with Pages::make_shared, or give it back with Pages::drop_full"]
 pub(crate) struct FullPage {
+    id: PageId,
+}
+
+/// One of the counted handles to a page that is never written again.
+#[derive(Debug)]
+#[must_use = "give the handle back with Pages::release"]
+pub(crate) struct SharedPage {
     id: PageId,
 }
 
@@ -66,6 +75,18 @@ impl OpenPage {
 }
 
 impl FullPage {
+    /// The page's identity.
+    pub(crate) fn id(&self) -> PageId {
+        self.id
+    }
+}
+
+impl SharedPage {
+    /// A handle that `Pages` has counted.
+    pub(crate) fn new(id: PageId) -> Self {
+        SharedPage { id }
+    }
+
     /// The page's identity.
     pub(crate) fn id(&self) -> PageId {
         self.id

@@ -3,28 +3,32 @@
 //! ```text
 //!   tokens   [0, sealed)             [sealed, len)              [len, n_pages * page_len)
 //!   pages    full: never written     open: written by this      room of the last page:
-//!            again                   sequence only              the only waste
+//!            again, perhaps shared   sequence only              the only waste
 //! ```
 
 use std::collections::VecDeque;
 
 use nuthatch_types::PageId;
 
-use crate::page::{FullPage, OpenPage};
+use crate::page::{FullPage, OpenPage, SharedPage};
+use crate::{Retention, Salt};
 
 /// A sequence's pages in order of position.
 #[derive(Debug)]
 pub(crate) struct Table {
     page_len: u32,
-    full: Vec<FullPage>,
+    pub(crate) salt: Salt,
+    pub(crate) retention: Retention,
+    full: Vec<SharedPage>,
     open: VecDeque<OpenPage>,
     len: u32,
 }
 
 impl Table {
     /// A table of no pages.
-    pub(crate) fn new(page_len: u32) -> Self {
-        Table { page_len, full: Vec::new(), open: VecDeque::new(), len: 0 }
+    pub(crate) fn new(page_len: u32, salt: Salt, retention: Retention) -> Self {
+        let (full, open) = (Vec::new(), VecDeque::new());
+        Table { page_len, salt, retention, full, open, len: 0 }
     }
 
     /// Tokens that have a place.
@@ -37,6 +41,16 @@ impl Table {
         (self.full.len() + self.open.len()) as u32
     }
 
+    /// Pages that are never written again.
+    pub(crate) fn n_full(&self) -> u32 {
+        self.full.len() as u32
+    }
+
+    /// The last of the pages that are never written again.
+    pub(crate) fn last_full(&self) -> Option<PageId> {
+        self.full.last().map(SharedPage::id)
+    }
+
     /// Tokens that still find a place in the last page.
     pub(crate) fn room(&self) -> u32 {
         self.open.back().map_or(0, OpenPage::room)
@@ -45,6 +59,20 @@ impl Table {
     /// New pages that `n_tokens` more tokens need.
     pub(crate) fn pages_needed(&self, n_tokens: u32) -> u32 {
         n_tokens.saturating_sub(self.room()).div_ceil(self.page_len)
+    }
+
+    /// Appends a full page. No page may be open.
+    pub(crate) fn push_full(&mut self, page: SharedPage) {
+        assert!(self.open.is_empty(), "full pages come before open ones");
+        self.full.push(page);
+        self.len += self.page_len;
+    }
+
+    /// Appends an open page that already has tokens. No page may be open.
+    pub(crate) fn push_open(&mut self, page: OpenPage) {
+        assert!(self.open.is_empty(), "only the last page has room");
+        self.len += page.len();
+        self.open.push_back(page);
     }
 
     /// Gives places to `n_tokens` more tokens, first in the last page, then in `fresh` ones, which
@@ -63,14 +91,20 @@ impl Table {
         self.len += n_tokens;
     }
 
-    /// Seals the pages that lie wholly in the first `n_computed` tokens.
-    pub(crate) fn seal(&mut self, n_computed: u32) {
+    /// Takes out the first open page if it lies wholly in the first `n_computed` tokens. The caller
+    /// puts a page with the same tokens in its place by [`Table::put_full`].
+    pub(crate) fn take_full(&mut self, n_computed: u32) -> Option<FullPage> {
         assert!(n_computed <= self.len, "a computed token has a place");
-        let n_full = (n_computed / self.page_len) as usize;
-        while self.full.len() < n_full {
-            let page = self.open.pop_front().expect("every page is full or open");
-            self.full.push(page.seal().expect("a page before the last has no room"));
+        if self.n_full() >= n_computed / self.page_len {
+            return None;
         }
+        let page = self.open.pop_front().expect("every page is full or open");
+        Some(page.seal().expect("a page before the last has no room"))
+    }
+
+    /// See [`Table::take_full`].
+    pub(crate) fn put_full(&mut self, page: SharedPage) {
+        self.full.push(page);
     }
 
     /// The page and the place in it of the token at `position`, or `None` when it has none.
@@ -88,8 +122,20 @@ impl Table {
     }
 
     /// Takes the table apart.
-    pub(crate) fn into_pages(self) -> (Vec<FullPage>, VecDeque<OpenPage>) {
+    pub(crate) fn into_pages(self) -> (Vec<SharedPage>, VecDeque<OpenPage>) {
         (self.full, self.open)
+    }
+
+    /// Tokens in open pages, for `verify`.
+    pub(crate) fn open_tokens(&self) -> u32 {
+        self.open.iter().map(OpenPage::len).sum()
+    }
+
+    /// Whether the pages hold exactly `len` tokens and only the last has room, for `verify`.
+    pub(crate) fn is_sound(&self) -> bool {
+        let held = self.n_full() * self.page_len + self.open_tokens();
+        let mut before_last = self.open.iter().rev().skip(1);
+        held == self.len && before_last.all(|page| page.room() == 0)
     }
 
     fn page(&self, idx: usize) -> Option<PageId> {
@@ -97,14 +143,6 @@ impl Table {
             Some(page) => Some(page.id()),
             None => self.open.get(idx - self.full.len()).map(OpenPage::id),
         }
-    }
-
-    /// Whether the pages hold exactly `len` tokens and only the last has room, for `verify`.
-    pub(crate) fn is_sound(&self) -> bool {
-        let held = self.full.len() as u32 * self.page_len
-            + self.open.iter().map(OpenPage::len).sum::<u32>();
-        let mut before_last = self.open.iter().rev().skip(1);
-        held == self.len && before_last.all(|page| page.room() == 0)
     }
 }
 
@@ -114,15 +152,14 @@ mod tests {
 
     #[test]
     fn tokens_are_found_where_they_were_put() {
-        let mut table = Table::new(4);
-        assert_eq!(
-            (table.pages_needed(0), table.pages_needed(4), table.pages_needed(5)),
-            (0, 1, 2)
-        );
+        let mut table = Table::new(4, Salt::default(), Retention::default());
+        assert_eq!([0, 4, 5].map(|n| table.pages_needed(n)), [0, 1, 2]);
         table.extend(6, [9, 5].map(|i| OpenPage::new(PageId(i), 4)).into_iter());
         assert_eq!(table.room(), 2);
         table.extend(2, std::iter::empty());
-        table.seal(7);
+        let full = table.take_full(7).expect("four tokens are computed");
+        table.put_full(SharedPage::new(full.id()));
+        assert!(table.take_full(7).is_none());
         table.extend(1, std::iter::once(OpenPage::new(PageId(6), 4)));
         assert!(table.is_sound());
         assert_eq!(table.locate(0), Some((PageId(9), 0)));

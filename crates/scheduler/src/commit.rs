@@ -40,7 +40,10 @@ impl Scheduler {
         sequence.computed_max = sequence.computed_max.max(sequence.computed);
         self.counters.computed_tokens += u64::from(flight.n_tokens);
         self.counters.recomputed_tokens += u64::from(n_again);
-        self.cache.seal(flight.seq, sequence.computed);
+        let computed = &sequence.tokens[..sequence.computed as usize];
+        if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
+            sequence.table_known = sequence.table_known.min(first_changed);
+        }
         if let Some(sample) = sample
             && let Some(reason) = self.take_sample(sample, outputs)
         {

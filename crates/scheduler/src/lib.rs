@@ -51,6 +51,6 @@ mod verify;
 
 pub use config::{Config, ConfigError};
 pub use output::{Output, Usage};
-pub use scheduler::{Scheduler, Submission, SubmitError};
+pub use scheduler::{Hints, Scheduler, Submission, SubmitError};
 pub use stats::{Counters, Stats};
 pub use verify::Fault;

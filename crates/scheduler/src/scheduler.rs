@@ -1,8 +1,9 @@
 //! The facade: submit, plan, commit, cancel.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use nuthatch_cache::Cache;
+use nuthatch_cache::{Cache, PinId, Retention, Salt};
 use nuthatch_types::{
     FastMap, FinishReason, Limits, Sampling, SamplingError, SeqId, StepPlan, TokenId,
 };
@@ -44,6 +45,18 @@ pub struct Submission {
     pub limits: Limits,
 }
 
+/// What a request says about how it is served. The default says nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hints {
+    /// Whose pages it may share; made by [`Cache::salt`].
+    pub salt: Salt,
+    /// How long its pages should stay when it is gone.
+    pub retention: Retention,
+    /// A sequence that begins with the same tokens. The request waits until that one has computed
+    /// them, or is gone, and then shares all of them, even those that fill no page.
+    pub fork_of: Option<SeqId>,
+}
+
 /// Why a request is refused.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum SubmitError {
@@ -73,7 +86,7 @@ pub enum SubmitError {
         prompt: u32,
         /// Pages it needs.
         needed: u32,
-        /// Pages there are.
+        /// Pages that one sequence may have.
         n_pages: u32,
         /// Tokens of one page.
         page_len: u32,
@@ -118,6 +131,11 @@ impl Scheduler {
     /// The answer is clipped to the context and to what the whole cache holds; it then ends with
     /// [`FinishReason::Length`].
     pub fn submit(&mut self, submission: Submission) -> Result<(), SubmitError> {
+        self.submit_with(submission, Hints::default())
+    }
+
+    /// Takes a request that says how it is served. See [`Scheduler::submit`].
+    pub fn submit_with(&mut self, submission: Submission, hints: Hints) -> Result<(), SubmitError> {
         let checked = self.check(&submission);
         match checked {
             Ok(_) => self.counters.submitted += 1,
@@ -125,6 +143,11 @@ impl Scheduler {
         }
         let max_len = checked?;
         let Submission { seq, prompt, sampling, limits } = submission;
+        // Only a sequence that is there can be forked; it is older, so no two wait for each other.
+        let source = hints.fork_of.and_then(|source| self.seqs.get(&source));
+        let source = source.filter(|source| source.hints.salt == hints.salt);
+        let n_common = source.map_or(0, |source| common(&prompt, &source.tokens));
+        let hints = Hints { fork_of: source.map(|source| source.id), ..hints };
         self.n_arrivals += 1;
         let arrival = Arrival(self.n_arrivals);
         let sequence = Sequence {
@@ -133,10 +156,13 @@ impl Scheduler {
             n_prompt: prompt.len() as u32,
             tokens: prompt,
             computed: 0,
+            cached: 0,
             computed_max: 0,
             table_known: 0,
             max_len,
             limits,
+            hints,
+            n_common,
             sampling: Some(sampling),
             protected: false,
             last_step: 0,
@@ -176,7 +202,10 @@ impl Scheduler {
         let all: Vec<SeqId> =
             std::mem::take(&mut self.running).into_iter().chain(waiting).collect();
         self.counters.failed += all.len() as u64;
-        all.into_iter().filter_map(|seq| self.end(seq, FinishReason::Failed)).collect()
+        let outputs =
+            all.into_iter().filter_map(|seq| self.end(seq, FinishReason::Failed)).collect();
+        self.cache.clear();
+        outputs
     }
 
     /// Whether there is nothing to compute.
@@ -187,6 +216,21 @@ impl Scheduler {
     /// The limits of the scheduler.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Tells the time by which retention is measured. It never runs backwards.
+    pub fn set_now(&mut self, now: Duration) {
+        self.cache.set_now(now);
+    }
+
+    /// Pins what is cached of the beginning of `tokens`. See [`Cache::pin`].
+    pub fn pin(&mut self, pin: PinId, salt: Salt, tokens: &[TokenId]) -> u32 {
+        self.cache.pin(pin, salt, tokens)
+    }
+
+    /// Takes a pin away. See [`Cache::unpin`].
+    pub fn unpin(&mut self, pin: PinId) -> bool {
+        self.cache.unpin(pin)
     }
 
     /// The cache, to look at.
@@ -223,13 +267,14 @@ impl Scheduler {
         if prompt >= max_context {
             return Err(SubmitError::ExceedsContext { prompt, max_context });
         }
-        let pages = self.cache.config();
-        if prompt >= pages.capacity() {
+        let page_len = self.cache.config().page_len;
+        let capacity = self.cache.capacity();
+        if prompt >= capacity {
             return Err(SubmitError::ExceedsCache {
                 prompt,
-                needed: (prompt + 1).div_ceil(pages.page_len),
-                n_pages: pages.n_pages,
-                page_len: pages.page_len,
+                needed: (prompt + 1).div_ceil(page_len),
+                n_pages: capacity / page_len,
+                page_len,
             });
         }
         if self.seqs.contains_key(&submission.seq) {
@@ -240,7 +285,7 @@ impl Scheduler {
             return Err(SubmitError::QueueFull { waiting });
         }
         let asked = prompt.saturating_add(submission.limits.max_tokens);
-        Ok(asked.min(max_context).min(pages.capacity()))
+        Ok(asked.min(max_context).min(capacity))
     }
 
     /// Forgets a sequence and frees its pages. `running` is left to the caller, who may be walking
@@ -266,4 +311,11 @@ impl Scheduler {
     pub(crate) fn seq_mut(&mut self, seq: SeqId) -> &mut Sequence {
         self.seqs.get_mut(&seq).expect("a queued sequence has not ended")
     }
+}
+
+/// How many tokens two sequences begin with in common, without the last of the first one: that one
+/// is always computed, because it gives the logits.
+fn common(fork: &[TokenId], source: &[TokenId]) -> u32 {
+    let fork = &fork[..fork.len().saturating_sub(1)];
+    fork.iter().zip(source).take_while(|(a, b)| a == b).count() as u32
 }

@@ -9,7 +9,7 @@
 
 use nuthatch_types::{Limits, Sampling, SeqId, TokenId};
 
-use crate::Usage;
+use crate::{Hints, Usage};
 
 /// The rank of a request in the order of arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,6 +25,8 @@ pub(crate) struct Sequence {
     pub(crate) n_prompt: u32,
     /// Tokens whose KV is in the cache.
     pub(crate) computed: u32,
+    /// Tokens of the prompt that the cache held when the sequence first got pages.
+    pub(crate) cached: u32,
     /// The most that `computed` has been: what lies below is computed again after a preemption.
     pub(crate) computed_max: u32,
     /// Entries of the table that the executor has and that still stand.
@@ -32,6 +34,9 @@ pub(crate) struct Sequence {
     /// Most tokens, prompt and answer together; already clipped to context and pool.
     pub(crate) max_len: u32,
     pub(crate) limits: Limits,
+    pub(crate) hints: Hints,
+    /// Tokens that it has in common with the sequence that it forks.
+    pub(crate) n_common: u32,
     /// How tokens are chosen, until the executor was told.
     pub(crate) sampling: Option<Sampling>,
     /// Whether the sequence was preempted and has sampled nothing since.
@@ -65,7 +70,7 @@ impl Sequence {
     pub(crate) fn usage(&self) -> Usage {
         Usage {
             prompt_tokens: self.n_prompt,
-            cached_tokens: 0,
+            cached_tokens: self.cached,
             completion_tokens: self.n_sampled(),
         }
     }

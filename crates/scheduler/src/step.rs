@@ -1,8 +1,12 @@
 //! Filling one plan: decoding sequences first, then prompts that were begun, then new ones.
 
+use std::ops::Bound;
+
+use nuthatch_cache::{Admission, Admitted, Prompt};
 use nuthatch_types::{SeqId, SeqStart, SeqStep, StepPlan, TableChange};
 
-use crate::Scheduler;
+use crate::sequence::Sequence;
+use crate::{Hints, Scheduler};
 
 /// The step that is being executed.
 #[derive(Clone, Debug)]
@@ -108,22 +112,72 @@ impl Scheduler {
     /// thrown out halfway through its prompt; the first that does not fit ends the search, so that
     /// no long request waits for ever.
     fn admit_waiting(&mut self, step: &mut Step) {
-        while let Some((&arrival, &seq)) = self.waiting.first_key_value() {
-            let sequence = self.seq(seq);
-            let n_tokens = sequence.pending().min(step.budget);
-            let needed = sequence.pending().div_ceil(self.cache.config().page_len);
+        let mut after = Bound::Unbounded;
+        while let Some((&arrival, &seq)) = self.waiting.range((after, Bound::Unbounded)).next() {
+            after = Bound::Excluded(arrival);
             let has_seat = (self.running.len() as u32) < self.config.max_seqs;
-            if !has_seat || n_tokens == 0 || needed + step.promised > self.cache.n_free() {
+            if !has_seat || step.budget == 0 {
                 return;
             }
-            self.waiting.remove(&arrival);
-            let position = self.running.partition_point(|&other| self.seq(other).arrival < arrival);
-            self.running.insert(position, seq);
-            self.cache.admit(seq);
-            let planned = self.plan_seq(seq, n_tokens, step);
-            assert!(planned, "pages for all tokens were counted");
-            step.promised += self.pages_outstanding(seq);
+            if self.waits_for_source(seq) {
+                continue;
+            }
+            let room = self.cache.n_available().saturating_sub(step.promised);
+            let mut admission = self.plan_admission(seq);
+            if admission.n_pages() > room {
+                admission = admission.without_copy();
+            }
+            if admission.n_pages() > room {
+                return;
+            }
+            self.admit(seq, admission, step);
         }
+    }
+
+    /// Gives a waiting sequence what was found for it, and its first tokens to compute.
+    fn admit(&mut self, seq: SeqId, admission: Admission, step: &mut Step) {
+        let arrival = self.seq(seq).arrival;
+        self.waiting.remove(&arrival);
+        let position = self.running.partition_point(|&other| self.seq(other).arrival < arrival);
+        self.running.insert(position, seq);
+        let Admitted { n_found, copy } = self.cache.admit(admission);
+        step.plan.copies.extend(copy);
+        let budget = step.budget;
+        let sequence = self.seq_mut(seq);
+        sequence.computed = n_found;
+        if sequence.sampling.is_some() {
+            sequence.cached = n_found.min(sequence.n_prompt);
+        }
+        let n_tokens = sequence.pending().min(budget);
+        let planned = self.plan_seq(seq, n_tokens, step);
+        assert!(planned, "pages for all tokens were counted");
+        step.promised += self.pages_outstanding(seq);
+    }
+
+    /// Decides what a waiting sequence starts with: what is cached of its tokens, or what the
+    /// sequence that it forks has, whichever is more.
+    fn plan_admission(&self, seq: SeqId) -> Admission {
+        let sequence = self.seq(seq);
+        let Hints { salt, retention, .. } = sequence.hints;
+        let prompt = Prompt { tokens: &sequence.tokens, salt, retention };
+        let found = self.cache.plan_admit(seq, prompt);
+        let n_found = found.miss().map_or(0, |miss| miss.at);
+        let Some(source) = self.fork_source(seq) else { return found };
+        let n_shared = sequence.n_common.min(source.computed);
+        if n_shared <= n_found {
+            return found;
+        }
+        self.cache.plan_fork(source.id, seq, n_shared, sequence.tokens.len() as u32)
+    }
+
+    /// Whether the sequence that a waiting one forks has not computed all that they share.
+    fn waits_for_source(&self, seq: SeqId) -> bool {
+        self.fork_source(seq).is_some_and(|source| source.computed < self.seq(seq).n_common)
+    }
+
+    /// The sequence that another one forks, if it is still there.
+    fn fork_source(&self, seq: SeqId) -> Option<&Sequence> {
+        self.seqs.get(&self.seq(seq).hints.fork_of?)
     }
 
     /// Adds the next `n_tokens` of a sequence to the step, or changes nothing when their pages are

@@ -1,7 +1,9 @@
 //! The scheduler's rules, one at a time, on plans small enough to read.
 
 use nuthatch_cache::Cache;
-use nuthatch_scheduler::{Config, ConfigError, Output, Scheduler, Submission, SubmitError, Usage};
+use nuthatch_scheduler::{
+    Config, ConfigError, Hints, Output, Scheduler, Submission, SubmitError, Usage,
+};
 use nuthatch_types::{
     FinishReason, Limits, Sampled, Sampling, SeqId, Slot, StepPlan, StepResult, TableChange,
     TokenId,
@@ -17,7 +19,8 @@ fn scheduler(page_len: u32, n_pages: u32, config: Config) -> Scheduler {
 fn request(seq: u64, n_prompt: u32, max_tokens: u32) -> Submission {
     Submission {
         seq: SeqId(seq),
-        prompt: (1..=n_prompt).map(TokenId).collect(),
+        // No two requests begin alike, unless a test says so.
+        prompt: (1..=n_prompt).map(|i| TokenId(1000 * seq as u32 + i)).collect(),
         sampling: Sampling::greedy(),
         limits: Limits { max_tokens, stop_tokens: vec![EOS], min_tokens: 0 },
     }
@@ -89,7 +92,8 @@ fn the_youngest_gives_way_and_is_computed_again() {
     while plan.seqs[0].seq == SeqId(1) {
         plan = step(&mut scheduler, TokenId(5)).0;
     }
-    // Prompt and both sampled tokens again, into a new table; the sampler is still there.
+    // The first took every page, so prompt and both sampled tokens are computed again, into a new
+    // table; the sampler is still there.
     assert_eq!(shape(&plan), [(2, 0, 9, true)]);
     assert_eq!(plan.seqs[0].table.keep, 0);
     assert_eq!((plan.ended, plan.started), (vec![SeqId(1)], vec![]));
@@ -214,4 +218,70 @@ fn a_spared_sequence_gives_way_when_nothing_else_could_run() {
     let counters = scheduler.stats().counters;
     assert_eq!((counters.preemptions, counters.forced_preemptions), (2, 1));
     assert_eq!(counters.finished, 3);
+}
+
+#[test]
+fn a_second_request_computes_only_what_the_first_did_not() {
+    let mut scheduler = scheduler(4, 16, Config::default());
+    scheduler.submit(request(1, 10, 1)).expect("fits");
+    step(&mut scheduler, TokenId(5));
+    // Two full pages are shared. The third was not full when the first ended.
+    let same = Submission { seq: SeqId(2), ..request(1, 10, 1) };
+    scheduler.submit(same.clone()).expect("fits");
+    let (plan, outputs) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(2, 8, 2, true)]);
+    assert!(plan.copies.is_empty());
+    let usage = Usage { prompt_tokens: 10, cached_tokens: 8, completion_tokens: 1 };
+    let last = Output::Finished { seq: SeqId(2), reason: FinishReason::Length, usage };
+    assert_eq!(outputs.last(), Some(&last));
+    // A prompt that ends inside a cached page copies that page.
+    let mut shorter = Submission { seq: SeqId(3), ..same };
+    shorter.prompt.truncate(7);
+    scheduler.submit(shorter).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(3, 6, 1, true)]);
+    assert_eq!(plan.copies.len(), 1);
+    assert_eq!(plan.copies[0].target, plan.seqs[0].table.push[1]);
+}
+
+#[test]
+fn equal_prompts_computed_at_the_same_time_end_up_in_the_same_pages() {
+    let mut scheduler = scheduler(4, 16, Config::default());
+    scheduler.submit(request(1, 10, 9)).expect("fits");
+    scheduler.submit(Submission { seq: SeqId(2), ..request(1, 10, 9) }).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 0, 10, true), (2, 0, 10, true)]);
+    assert_eq!(scheduler.stats().cache.counters.pages_merged, 2);
+    let (first, second) = (plan.seqs[0].table.push.clone(), plan.seqs[1].table.push.clone());
+    // The executor is told where the second one's tokens are now.
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    let table = TableChange { keep: 0, push: vec![first[0], first[1], second[2]] };
+    assert_eq!(plan.seqs[1].table, table);
+}
+
+#[test]
+fn forks_wait_for_the_prompt_and_share_it_all() {
+    let config = Config { max_batched_tokens: 6, max_seqs: 6, ..Config::default() };
+    let mut scheduler = scheduler(4, 16, config);
+    scheduler.submit(request(1, 11, 9)).expect("fits");
+    for seq in [2, 3] {
+        let fork = Submission { seq: SeqId(seq), ..request(1, 11, 9) };
+        let hints = Hints { fork_of: Some(SeqId(1)), ..Hints::default() };
+        scheduler.submit_with(fork, hints).expect("fits");
+    }
+    scheduler.submit(request(4, 1, 9)).expect("fits");
+    // The source's prompt does not fit into one step. A stranger does not wait behind the forks.
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 0, 6, false)]);
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 6, 5, true), (4, 0, 1, true)]);
+    // Each fork shares two pages, copies one and computes the last token of the prompt.
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(
+        shape(&plan),
+        [(1, 11, 1, true), (4, 1, 1, true), (2, 10, 1, true), (3, 10, 1, true)]
+    );
+    let source = scheduler.cache().slots(SeqId(1), 2).next().expect("the third page");
+    assert_eq!(plan.copies.iter().map(|copy| copy.source).collect::<Vec<_>>(), [source; 2]);
+    assert_eq!(scheduler.stats().cache.pages_used, 2 + 3 + 1);
 }

@@ -6,9 +6,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::time::Duration;
 
-use nuthatch_cache::Cache;
-use nuthatch_scheduler::{Config, Output, Scheduler, Submission, SubmitError, Usage};
+use nuthatch_cache::Eviction::{Lfu, Lineage, Lru, Priority};
+use nuthatch_cache::{Cache, Options, PinId, Retention, Salt};
+use nuthatch_scheduler::{Config, Hints, Output, Scheduler, Submission, SubmitError, Usage};
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone};
 use nuthatch_types::{FinishReason, Limits, Sampling, SeqId, TokenId};
 
@@ -29,6 +31,7 @@ struct Request {
 
 struct World {
     rng: Rng,
+    now: Duration,
     config: Config,
     scheduler: Scheduler,
     executor: FakeExecutor,
@@ -37,6 +40,8 @@ struct World {
     max_prompt: u32,
     max_answer: u32,
     has_faults: bool,
+    /// What many prompts begin with.
+    openings: Vec<Vec<TokenId>>,
 }
 
 impl World {
@@ -55,7 +60,18 @@ impl World {
             max_waiting: rng.range(1..40),
             max_context: rng.range(2..400),
         };
-        let cache = Cache::new(nuthatch_cache::Config { page_len, n_pages }).expect("valid sizes");
+        let options = Options {
+            prefix: !rng.one_in(4),
+            eviction: [Lru, Lfu, Priority, Lineage][rng.range(0..4) as usize],
+            max_pinned: rng.range(0..n_pages / 4 + 1),
+            ..Options::default()
+        };
+        let sizes = nuthatch_cache::Config { page_len, n_pages };
+        let cache = Cache::with_options(sizes, options).expect("valid sizes");
+        let opening = |rng: &mut Rng| {
+            let n_tokens = rng.range(0..max_prompt);
+            (0..n_tokens).map(|_| TokenId(rng.range(0..N_VOCAB))).collect()
+        };
         World {
             config,
             scheduler: Scheduler::new(config, cache).expect("valid limits"),
@@ -65,18 +81,20 @@ impl World {
             max_prompt,
             max_answer,
             has_faults: rng.one_in(4),
+            openings: (0..3).map(|_| opening(&mut rng)).collect(),
             rng,
+            now: Duration::ZERO,
         }
     }
 
     fn capacity(&self) -> u32 {
-        self.config.max_context.min(self.scheduler.cache().config().capacity())
+        self.config.max_context.min(self.scheduler.cache().capacity())
     }
 
     fn submit(&mut self) {
         self.n_to_submit -= 1;
-        let n_prompt = self.rng.range(0..self.max_prompt);
-        let prompt: Vec<_> = (0..n_prompt).map(|_| TokenId(self.rng.range(0..N_VOCAB))).collect();
+        let (prompt, hints) = self.prompt();
+        let n_prompt = prompt.len() as u32;
         let n_stop = self.rng.range(0..3);
         let limits = Limits {
             max_tokens: self.rng.range(0..self.max_answer),
@@ -87,7 +105,7 @@ impl World {
         let seq = SeqId(u64::from(self.n_to_submit) * 7 + 1);
         let submission = Submission { seq, prompt, sampling, limits };
         let waiting = self.scheduler.stats().waiting;
-        match self.scheduler.submit(submission.clone()) {
+        match self.scheduler.submit_with(submission.clone(), hints) {
             Ok(()) => {
                 assert!(n_prompt > 0 && n_prompt < self.capacity());
                 let request = Request { submission, answer: Vec::new(), finished: None };
@@ -106,20 +124,66 @@ impl World {
         }
     }
 
+    /// A prompt: new, or like others at its beginning, or what an earlier request said and heard,
+    /// or a fork.
+    fn prompt(&mut self) -> (Vec<TokenId>, Hints) {
+        let retention = Retention {
+            priority: self.rng.range(0..3) as u8,
+            until: self.rng.one_in(2).then(|| self.now + Duration::from_secs(20)),
+        };
+        let salt = if self.rng.one_in(5) {
+            self.scheduler.cache().salt(b"someone", b"")
+        } else {
+            Salt::default()
+        };
+        let mut hints = Hints { salt, retention, fork_of: None };
+        let mut prompt = match self.rng.range(0..4) {
+            0 => Vec::new(),
+            1 | 2 => self.openings[self.rng.range(0..3) as usize].clone(),
+            _ => {
+                let all: Vec<_> = self.requests.keys().copied().collect();
+                let Some(seq) = self.any_of(&all) else { return (Vec::new(), hints) };
+                hints.fork_of = (!self.rng.one_in(3)).then_some(seq);
+                let earlier = &self.requests[&seq];
+                [earlier.submission.prompt.as_slice(), &earlier.answer].concat()
+            }
+        };
+        let n_prompt = self.rng.range(0..self.max_prompt) as usize;
+        let n_kept = self.rng.range(0..prompt.len() as u32 + 1) as usize;
+        prompt.truncate(n_prompt.max(n_kept));
+        while prompt.len() < n_prompt {
+            prompt.push(TokenId(self.rng.range(0..N_VOCAB)));
+        }
+        (prompt, hints)
+    }
+
+    fn any_of(&mut self, seqs: &[SeqId]) -> Option<SeqId> {
+        (!seqs.is_empty()).then(|| seqs[self.rng.range(0..seqs.len() as u32) as usize])
+    }
+
     fn cancel_one(&mut self) {
         let alive: Vec<_> =
             self.requests.iter().filter(|(_, r)| r.finished.is_none()).map(|(&s, _)| s).collect();
-        if alive.is_empty() {
-            return;
-        }
-        let seq = alive[self.rng.range(0..alive.len() as u32) as usize];
+        let Some(seq) = self.any_of(&alive) else { return };
         let had_pages = self.scheduler.cache().contains(seq);
-        let free = self.scheduler.cache().n_free();
+        let used = self.scheduler.stats().cache.pages_used;
         let output = self.scheduler.cancel(seq).expect("the sequence is alive");
         assert!(!self.scheduler.cache().contains(seq));
-        assert!(!had_pages || self.scheduler.cache().n_free() > free, "pages are free at once");
+        let used_after = self.scheduler.stats().cache.pages_used;
+        assert!(used_after <= used, "pages are given back at once");
+        assert!(had_pages || used_after == used);
         assert_eq!(self.scheduler.cancel(seq), None);
         self.take(vec![output]);
+    }
+
+    fn pin_or_unpin(&mut self) {
+        let pin = PinId(u64::from(self.rng.range(0..3)));
+        if self.rng.one_in(2) {
+            let opening = self.openings[self.rng.range(0..3) as usize].clone();
+            self.scheduler.pin(pin, Salt::default(), &opening);
+        } else {
+            self.scheduler.unpin(pin);
+        }
     }
 
     fn step(&mut self) -> bool {
@@ -174,6 +238,11 @@ impl World {
             if self.rng.one_in(60) {
                 self.cancel_one();
             }
+            if self.rng.one_in(30) {
+                self.pin_or_unpin();
+            }
+            self.now += Duration::from_secs(1);
+            self.scheduler.set_now(self.now);
             let stepped = self.step();
             self.scheduler.verify().expect("sound after each step");
             assert!(stepped || self.scheduler.is_idle(), "work is waiting");
@@ -184,10 +253,14 @@ impl World {
     }
 
     /// No page leaked, and every answer is the one that the request gets alone.
-    fn check(&self) {
+    fn check(&mut self) {
+        for pin in 0..3 {
+            self.scheduler.unpin(PinId(pin));
+        }
         let stats = self.scheduler.stats();
         assert_eq!((stats.waiting, stats.running, stats.cache.seqs), (0, 0, 0));
-        assert_eq!(stats.cache.pages_free, stats.cache.pages_total);
+        assert_eq!(stats.cache.pages_free + stats.cache.pages_idle, stats.cache.pages_total);
+        assert_eq!(stats.cache.pages_used, 0);
         assert_eq!(stats.cache.tokens_stored, 0);
         for (seq, request) in &self.requests {
             let Submission { prompt, sampling, limits, .. } = &request.submission;
@@ -223,17 +296,27 @@ impl Drop for Seed {
 #[test]
 fn every_request_gets_the_answer_it_gets_alone() {
     let mut preemptions = 0;
+    let mut cache = nuthatch_cache::Counters::default();
     for seed in seeds() {
         let guard = Seed(seed);
         let mut world = World::new(seed);
         world.run();
         world.check();
-        preemptions += world.scheduler.stats().counters.preemptions;
+        let stats = world.scheduler.stats();
+        preemptions += stats.counters.preemptions;
+        cache.tokens_shared += stats.cache.counters.tokens_shared;
+        cache.tokens_copied += stats.cache.counters.tokens_copied;
+        cache.pages_merged += stats.cache.counters.pages_merged;
+        cache.pages_evicted += stats.cache.counters.pages_evicted;
         drop(guard);
     }
     // The worlds must be tight enough to mean something.
     if seeds().count() >= 200 {
         assert!(preemptions > 200, "only {preemptions} preemptions");
+        assert!(cache.tokens_shared > 10_000, "{cache:?}");
+        assert!(cache.tokens_copied > 2_000, "{cache:?}");
+        assert!(cache.pages_merged > 100, "{cache:?}");
+        assert!(cache.pages_evicted > 1_000, "{cache:?}");
     }
 }
 

@@ -1,0 +1,185 @@
+//! Giving a sequence its first pages: those found by its tokens, or those of a sequence it forks.
+//!
+//! Both are decisions of the same kind: some full pages are shared, and at most one page is copied,
+//! because its first tokens are the sequence's next ones and the rest is not.
+
+use nuthatch_types::{PageCopy, PageId, SeqId, TokenId};
+
+use crate::cache::Cache;
+use crate::prefix::{Found, Miss};
+use crate::table::Table;
+use crate::{Retention, Salt};
+
+/// What a sequence comes with.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// Its tokens so far.
+    pub tokens: &'a [TokenId],
+    /// Whose pages it may share.
+    pub salt: Salt,
+    /// How long its pages should stay when it is gone.
+    pub retention: Retention,
+}
+
+/// A decision which pages a new sequence starts with; valid until the cache changes.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "carry the decision out with Cache::admit, or drop it: nothing has changed"]
+pub struct Admission {
+    seq: SeqId,
+    salt: Salt,
+    retention: Retention,
+    n_tokens: u32,
+    /// Full pages to share.
+    pages: Vec<PageId>,
+    /// A page to copy, and how many of its tokens count.
+    copy: Option<(PageId, u32)>,
+    miss: Option<Miss>,
+    n_pages: u32,
+    /// How much of `n_pages` is there for the copy's sake.
+    n_pages_copy: u32,
+    version: u64,
+}
+
+/// What an admitted sequence starts with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admitted {
+    /// Tokens that need not be computed.
+    pub n_found: u32,
+    /// A page's bytes to copy before anything is computed.
+    pub copy: Option<PageCopy>,
+}
+
+impl Admission {
+    /// Pages of [`Cache::n_available`] that go when the sequence is admitted and all its tokens get
+    /// places.
+    pub fn n_pages(&self) -> u32 {
+        self.n_pages
+    }
+
+    /// Where the cached beginning of the tokens ends, and why. `None` for a fork.
+    pub fn miss(&self) -> Option<Miss> {
+        self.miss
+    }
+
+    /// The same decision without the copy, for when pages are so short that the page to be copied
+    /// from must itself be given up.
+    pub fn without_copy(mut self) -> Self {
+        self.copy = None;
+        self.n_pages -= self.n_pages_copy;
+        self.n_pages_copy = 0;
+        self
+    }
+}
+
+impl Cache {
+    /// Decides which cached pages a new sequence starts with: the longest cached beginning of its
+    /// tokens, always without the last token, which must be computed to give logits. Changes
+    /// nothing.
+    pub fn plan_admit(&self, seq: SeqId, prompt: Prompt<'_>) -> Admission {
+        let Prompt { tokens, salt, retention } = prompt;
+        let n_tokens = tokens.len() as u32;
+        let (pages, copy, miss) = match &self.prefix {
+            Some(prefix) => {
+                let Found { pages, copy, miss } = prefix.walk(salt, tokens);
+                (pages, copy, Some(miss))
+            }
+            None => (Vec::new(), None, None),
+        };
+        self.admission(Admission {
+            seq,
+            salt,
+            retention,
+            n_tokens,
+            pages,
+            copy,
+            miss,
+            n_pages: 0,
+            n_pages_copy: 0,
+            version: self.version,
+        })
+    }
+
+    /// Decides which pages a new sequence of `n_tokens` tokens starts with whose first `n_shared`
+    /// tokens are those of `source` and are computed there. At most one page will be copied.
+    /// Changes nothing.
+    pub fn plan_fork(&self, source: SeqId, seq: SeqId, n_shared: u32, n_tokens: u32) -> Admission {
+        let table = self.table(source);
+        assert!(n_shared <= table.len(), "shared tokens have places in {source:?}");
+        assert!(n_shared <= n_tokens, "shared tokens are the fork's own");
+        let page_len = self.config.page_len;
+        let n_full = n_shared / page_len;
+        assert!(n_full <= table.n_full(), "shared tokens are computed in {source:?}");
+        let rest = n_shared % page_len;
+        let copy =
+            table.pages(n_full as usize).next().filter(|_| rest > 0).map(|page| (page, rest));
+        self.admission(Admission {
+            seq,
+            salt: table.salt,
+            retention: table.retention,
+            n_tokens,
+            pages: table.pages(0).take(n_full as usize).collect(),
+            copy,
+            miss: None,
+            n_pages: 0,
+            n_pages_copy: 0,
+            version: self.version,
+        })
+    }
+
+    /// Carries out a decision: the sequence has a table with the pages that were found. Nothing may
+    /// have changed since the decision was made, and [`Admission::n_pages`] pages must be available
+    /// if it copies one.
+    pub fn admit(&mut self, admission: Admission) -> Admitted {
+        assert_eq!(admission.version, self.version, "the cache changed after the decision");
+        let Admission { seq, salt, retention, n_tokens, pages, copy, miss, .. } = admission;
+        self.version += 1;
+        let mut table = Table::new(self.config.page_len, salt, retention);
+        for &page in &pages {
+            let handle = self.share(page);
+            table.push_full(handle);
+            if let Some(prefix) = &mut self.prefix
+                && miss.is_some()
+            {
+                prefix.hit(page);
+            }
+        }
+        let n_copied = copy.map_or(0, |(_, n)| n);
+        let copy = copy.map(|(source, n)| self.copy_page(source, n, &mut table));
+        self.counters.tokens_shared += u64::from(table.len() - n_copied);
+        self.counters.tokens_copied += u64::from(n_copied);
+        self.counters.tokens_asked += u64::from(n_tokens);
+        if let Some(miss) = miss {
+            self.counters.count(miss);
+        }
+        let n_found = table.len();
+        let before = self.tables.insert(seq, table);
+        assert!(before.is_none(), "{seq:?} was admitted twice");
+        Admitted { n_found, copy }
+    }
+
+    /// Opens a page for the first `n_tokens` tokens of `source`.
+    fn copy_page(&mut self, source: PageId, n_tokens: u32, table: &mut Table) -> PageCopy {
+        // The source must not be given up to make room for its own copy.
+        let guard = (!self.pages.is_open(source)).then(|| self.share(source));
+        let mut page = self.open_page();
+        let left = page.advance(n_tokens);
+        assert_eq!(left, 0, "a copied part is no longer than a page");
+        self.open_tokens += n_tokens;
+        let copy = PageCopy { source: self.pages.slot(source), target: self.pages.slot(page.id()) };
+        table.push_open(page);
+        if let Some(guard) = guard {
+            self.release_page(guard);
+        }
+        copy
+    }
+
+    /// Counts the pages that a decision takes from the available ones.
+    fn admission(&self, mut admission: Admission) -> Admission {
+        let all = admission.n_tokens.div_ceil(self.config.page_len);
+        let is_idle = |page: &PageId| self.pages.is_idle(*page);
+        let n_idle = admission.pages.iter().filter(|page| is_idle(page)).count() as u32;
+        admission.n_pages_copy = u32::from(admission.copy.is_some_and(|(page, _)| is_idle(&page)));
+        admission.n_pages = all - admission.pages.len() as u32 + n_idle + admission.n_pages_copy;
+        admission
+    }
+}

@@ -1,0 +1,29 @@
+//! One page of the prefix tree.
+
+use nuthatch_types::{PageId, TokenId};
+
+use crate::Salt;
+use crate::evict::Facts;
+use crate::hash::PageHash;
+
+/// What comes before a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parent {
+    /// Nothing: the page is the first.
+    Root(Salt),
+    /// Another page.
+    Page(PageId),
+}
+
+/// One page of the prefix tree. Its id is the page's.
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) hash: PageHash,
+    pub(crate) parent: Parent,
+    /// `[page_len]`
+    pub(crate) tokens: Box<[TokenId]>,
+    /// Pages that follow, sorted by their tokens.
+    pub(crate) children: Vec<PageId>,
+    /// What eviction looks at. Changed only while the page is not offered for eviction.
+    pub(crate) facts: Facts,
+}

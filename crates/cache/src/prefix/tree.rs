@@ -1,0 +1,198 @@
+//! The tree of full pages: each node is a page, and its path from the root is the tokens before it.
+//!
+//! A child is found in constant time by its hash, and its tokens are compared. The children of a
+//! node are also sorted by their tokens, so that the one with the longest common beginning is next
+//! to where the wanted tokens would stand.
+
+use nuthatch_types::{FastMap, PageId, TokenId};
+
+use super::node::{Node, Parent};
+use crate::Salt;
+use crate::evict::Facts;
+use crate::hash::{Chain, PageHash};
+
+/// The tree of full pages.
+#[derive(Debug)]
+pub(crate) struct Tree {
+    chain: Chain,
+    /// `[n_pages]` the node of each cached page.
+    nodes: Vec<Option<Node>>,
+    /// The first pages under each salt, sorted by their tokens.
+    roots: FastMap<Salt, Vec<PageId>>,
+    index: FastMap<PageHash, PageId>,
+    /// How many first pages have the same tokens, under any salt; keyed by the hash without salt.
+    first_pages: FastMap<PageHash, u32>,
+    n_nodes: u32,
+}
+
+impl Tree {
+    pub(crate) fn new(chain: Chain, n_pages: u32) -> Self {
+        Tree {
+            chain,
+            nodes: (0..n_pages).map(|_| None).collect(),
+            roots: FastMap::default(),
+            index: FastMap::default(),
+            first_pages: FastMap::default(),
+            n_nodes: 0,
+        }
+    }
+
+    /// Pages of the tree.
+    pub(crate) fn len(&self) -> u32 {
+        self.n_nodes
+    }
+
+    /// The node of a page, if it is cached.
+    pub(crate) fn get(&self, page: PageId) -> Option<&Node> {
+        self.nodes[page.0 as usize].as_ref()
+    }
+
+    /// The node of a cached page.
+    pub(crate) fn node(&self, page: PageId) -> &Node {
+        self.get(page).expect("the page is cached")
+    }
+
+    /// What eviction looks at, to change.
+    pub(crate) fn facts_mut(&mut self, page: PageId) -> &mut Facts {
+        &mut self.node_mut(page).facts
+    }
+
+    /// Whether nothing follows a cached page.
+    pub(crate) fn is_leaf(&self, page: PageId) -> bool {
+        self.node(page).children.is_empty()
+    }
+
+    /// The pages that follow, sorted by their tokens.
+    pub(crate) fn children(&self, parent: Parent) -> &[PageId] {
+        match parent {
+            Parent::Root(salt) => self.roots.get(&salt).map_or(&[], Vec::as_slice),
+            Parent::Page(page) => &self.node(page).children,
+        }
+    }
+
+    /// The hash that a page with these tokens has after `parent`.
+    pub(crate) fn hash(&self, parent: Parent, tokens: &[TokenId]) -> PageHash {
+        let before = match parent {
+            Parent::Root(salt) => self.chain.root(salt),
+            Parent::Page(page) => self.node(page).hash,
+        };
+        self.chain.page(before, tokens)
+    }
+
+    /// The page with exactly these tokens after `parent`, whose hash the caller has made.
+    pub(crate) fn find(
+        &self,
+        hash: PageHash,
+        parent: Parent,
+        tokens: &[TokenId],
+    ) -> Option<PageId> {
+        let page = *self.index.get(&hash)?;
+        let node = self.node(page);
+        (node.parent == parent && *node.tokens == *tokens).then_some(page)
+    }
+
+    /// The child that begins with most of the wanted tokens, and how many.
+    pub(crate) fn closest(&self, parent: Parent, wanted: &[TokenId]) -> Option<(PageId, u32)> {
+        let children = self.children(parent);
+        let place = children.partition_point(|&child| *self.node(child).tokens < *wanted);
+        let neighbours = &children[place.saturating_sub(1)..children.len().min(place + 1)];
+        let common = |&child: &PageId| {
+            let pairs = self.node(child).tokens.iter().zip(wanted);
+            (child, pairs.take_while(|(a, b)| a == b).count() as u32)
+        };
+        neighbours.iter().map(common).max_by_key(|&(_, n)| n).filter(|&(_, n)| n > 0)
+    }
+
+    /// Whether a first page with these tokens is cached under any salt.
+    pub(crate) fn has_first_page(&self, tokens: &[TokenId]) -> bool {
+        self.first_pages.contains_key(&self.unsalted(tokens))
+    }
+
+    /// Adds a page that [`Tree::find`] does not find. False when another page has its hash: it then
+    /// cannot be cached.
+    pub(crate) fn insert(
+        &mut self,
+        hash: PageHash,
+        parent: Parent,
+        tokens: &[TokenId],
+        page: PageId,
+    ) -> bool {
+        if self.index.contains_key(&hash) {
+            return false;
+        }
+        let place =
+            self.children(parent).partition_point(|&child| *self.node(child).tokens < *tokens);
+        self.children_mut(parent).insert(place, page);
+        let depth = match parent {
+            Parent::Root(_) => {
+                *self.first_pages.entry(self.unsalted(tokens)).or_default() += 1;
+                0
+            }
+            Parent::Page(before) => self.node(before).facts.depth + 1,
+        };
+        let facts = Facts { depth, ..Facts::default() };
+        let node = Node { hash, parent, tokens: tokens.into(), children: Vec::new(), facts };
+        let before = self.nodes[page.0 as usize].replace(node);
+        assert!(before.is_none(), "{page:?} is cached once");
+        self.index.insert(hash, page);
+        self.n_nodes += 1;
+        true
+    }
+
+    /// Takes out a leaf.
+    pub(crate) fn remove(&mut self, page: PageId) -> Node {
+        let node = self.nodes[page.0 as usize].take().expect("the page is cached");
+        assert!(node.children.is_empty(), "{page:?} goes after the pages that follow it");
+        let children = self.children(node.parent);
+        let place = children.partition_point(|&child| {
+            // The page itself is no longer there, and stands where its tokens do.
+            self.get(child).is_some_and(|child| child.tokens < node.tokens)
+        });
+        assert_eq!(children.get(place), Some(&page), "{page:?} is among its parent's children");
+        self.children_mut(node.parent).remove(place);
+        if let Parent::Root(salt) = node.parent {
+            self.forget_first(salt, &node.tokens);
+        }
+        self.index.remove(&node.hash);
+        self.n_nodes -= 1;
+        node
+    }
+
+    /// The cached pages, in order of their ids.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
+        let cached = |(i, node): (usize, &Option<Node>)| node.as_ref().map(|_| PageId(i as u32));
+        self.nodes.iter().enumerate().filter_map(cached)
+    }
+
+    /// Salts under which something is cached, for `verify`.
+    pub(crate) fn n_roots(&self) -> usize {
+        self.roots.len()
+    }
+
+    fn forget_first(&mut self, salt: Salt, tokens: &[TokenId]) {
+        let unsalted = self.unsalted(tokens);
+        let count = self.first_pages.get_mut(&unsalted).expect("counted when it was added");
+        *count -= 1;
+        if *count == 0 {
+            self.first_pages.remove(&unsalted);
+        }
+        if self.roots.get(&salt).is_some_and(Vec::is_empty) {
+            self.roots.remove(&salt);
+        }
+    }
+
+    fn unsalted(&self, tokens: &[TokenId]) -> PageHash {
+        self.chain.page(self.chain.root(Salt::default()), tokens)
+    }
+
+    fn node_mut(&mut self, page: PageId) -> &mut Node {
+        self.nodes[page.0 as usize].as_mut().expect("the page is cached")
+    }
+
+    fn children_mut(&mut self, parent: Parent) -> &mut Vec<PageId> {
+        match parent {
+            Parent::Root(salt) => self.roots.entry(salt).or_default(),
+            Parent::Page(page) => &mut self.node_mut(page).children,
+        }
+    }
+}
