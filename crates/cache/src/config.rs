@@ -37,6 +37,11 @@ impl Config {
         }
         Ok(())
     }
+
+    /// Tokens that the device tier holds when every page is full.
+    pub fn capacity(&self) -> u32 {
+        self.page_len * self.n_pages
+    }
 }
 
 /// How the cache behaves. The default shares prefixes and evicts the least recently used.
