@@ -16,14 +16,37 @@ use nuthatch_model::{BatchLimits, Model, ModelFiles, PAGE_LEN, kv_shape};
 use nuthatch_store::KvStore;
 use nuthatch_types::{KvDtype, Slot};
 
-/// Largest difference of a logit, as a share of the logits' standard deviation: for weights that are
-/// floats, what f32 sums in another order make of it.
-const FLOAT_TOLERANCE: f32 = 2e-3;
-/// The same for quantised weights, whose products round the activations to eight bits.
-const QUANT_TOLERANCE: f32 = 0.15;
+/// How far logits may be from the reference, as a share of their standard deviation.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+struct Error {
+    /// The largest difference of any logit.
+    max: f32,
+    /// The root of the mean square.
+    rms: f32,
+}
 
-/// Runs the golden's sequence in steps of `cut` tokens and returns the logits of every position.
-fn logits_of(golden: &Golden, isa: Isa, cut: usize) -> Vec<Vec<f32>> {
+/// Weights that are floats: f32 sums in another order. Measured: max below 1.5e-5.
+const FLOAT: Error = Error { max: 1e-4, rms: 1e-5 };
+/// Quantised weights: their products round the activations to eight bits, and these models are too
+/// narrow to average it out. Measured: max 0.14, rms 0.023.
+const QUANTISED: Error = Error { max: 0.2, rms: 0.04 };
+/// Keys and values rounded to 11 bits. Measured: max 5.4e-3.
+const KV_F16: Error = Error { max: 0.02, rms: 2e-3 };
+/// Keys and values rounded to 8 bits. Measured: max 4.2e-2.
+const KV_BF16: Error = Error { max: 0.12, rms: 0.02 };
+
+/// How a golden is run.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    isa: Isa,
+    kv_dtype: KvDtype,
+    /// Tokens of one step.
+    cut: usize,
+}
+
+/// Runs the golden's sequence and returns the logits of every position.
+fn logits_of(golden: &Golden, way: Way) -> Vec<Vec<f32>> {
+    let Way { isa, kv_dtype, cut } = way;
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 2, isa: Some(isa) }).unwrap());
     let files = ModelFiles::open(&golden.model).unwrap();
     let tokens = golden.tokens();
@@ -32,10 +55,10 @@ fn logits_of(golden: &Golden, isa: Isa, cut: usize) -> Vec<Vec<f32>> {
         max_seqs: 1,
         max_context: golden.max_context,
         max_outputs: cut,
-        kv_dtype: KvDtype::F32,
+        kv_dtype,
     };
     let mut model = Model::load(Arc::clone(&backend), &files, &limits).unwrap();
-    let shape = kv_shape(files.config(), limits.kv_dtype);
+    let shape = kv_shape(files.config(), kv_dtype);
     let n_pages = tokens.len().div_ceil(PAGE_LEN as usize) as u32;
     let mut store = KvStore::new(&*backend, shape, n_pages + 3).unwrap();
     let mut tables = backend.alloc_tables(1, n_pages).unwrap();
@@ -74,28 +97,36 @@ fn deviation(values: &[Vec<f32>]) -> f32 {
     (all.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / all.len() as f32).sqrt()
 }
 
-/// Holds one run against the golden and returns its error.
-fn check(golden: &Golden, logits: &[Vec<f32>], what: &str) -> f32 {
-    let is_quantised = golden.name.contains("q4_0") || golden.name.contains("q8_0");
-    let tolerance = if is_quantised { QUANT_TOLERANCE } else { FLOAT_TOLERANCE };
-    let unit = deviation(&golden.logits);
-    let mut worst = 0f32;
+fn error_of(golden: &Golden, logits: &[Vec<f32>]) -> Error {
+    let (mut max, mut squares, mut n) = (0f32, 0f32, 0f32);
     for (&row, expected) in golden.rows.iter().zip(&golden.logits) {
         let found = &logits[row as usize];
         assert_eq!(found.len(), expected.len());
-        for (token, (x, y)) in found.iter().zip(expected).enumerate() {
-            let error = (x - y).abs() / unit;
-            assert!(error <= tolerance, "{what}: position {row}, token {token}: {x}, not {y}");
-            worst = worst.max(error);
+        for (x, y) in found.iter().zip(expected) {
+            assert!(x.is_finite(), "{}: position {row}", golden.name);
+            max = max.max((x - y).abs());
+            squares += (x - y).powi(2);
+            n += 1.0;
         }
     }
-    if !is_quantised {
-        let last = golden.prompt.len() - 1;
-        let greedy: Vec<u32> =
-            (0..golden.greedy.len()).map(|i| argmax(&logits[last + i])).collect();
-        assert_eq!(greedy, golden.greedy, "{what}");
-    }
-    worst
+    let unit = deviation(&golden.logits);
+    Error { max: max / unit, rms: (squares / n).sqrt() / unit }
+}
+
+fn assert_within(error: Error, tolerance: Error, what: &str) {
+    println!("{what}: max {:.1e}, rms {:.1e}", error.max, error.rms);
+    assert!(error.max <= tolerance.max, "{what}: {error:?}, allowed {tolerance:?}");
+    assert!(error.rms <= tolerance.rms, "{what}: {error:?}, allowed {tolerance:?}");
+}
+
+/// The greedy tokens that these logits give.
+fn greedy_of(golden: &Golden, logits: &[Vec<f32>]) -> Vec<u32> {
+    let last = golden.prompt.len() - 1;
+    (0..golden.greedy.len()).map(|i| argmax(&logits[last + i])).collect()
+}
+
+fn is_quantised(golden: &Golden) -> bool {
+    golden.name.contains("q4_0") || golden.name.contains("q8_0")
 }
 
 /// Every instruction set that this machine has.
@@ -104,35 +135,41 @@ fn instruction_sets() -> Vec<Isa> {
 }
 
 #[test]
-fn logits_are_those_of_transformers_however_the_sequence_is_cut() {
+fn logits_are_those_of_transformers() {
     for golden in Golden::all() {
-        let whole = golden.tokens().len();
-        let mut worst = 0f32;
+        let tolerance = if is_quantised(&golden) { QUANTISED } else { FLOAT };
         for isa in instruction_sets() {
-            let at_once = logits_of(&golden, isa, whole);
-            worst = worst.max(check(&golden, &at_once, &format!("{} on {isa}", golden.name)));
-            for cut in [1, 7, PAGE_LEN as usize] {
-                let cut_up = logits_of(&golden, isa, cut);
-                assert!(cut_up == at_once, "{} on {isa}: steps of {cut} differ", golden.name);
+            let way = Way { isa, kv_dtype: KvDtype::F32, cut: golden.tokens().len() };
+            let logits = logits_of(&golden, way);
+            let what = format!("{} on {isa}", golden.name);
+            assert_within(error_of(&golden, &logits), tolerance, &what);
+            if !is_quantised(&golden) {
+                assert_eq!(greedy_of(&golden, &logits), golden.greedy, "{what}");
             }
         }
-        println!("{}: largest difference {worst:.1e} of a standard deviation", golden.name);
     }
 }
 
 #[test]
-fn half_precision_keys_and_values_stay_close() {
-    let golden = Golden::read("llama3");
-    let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
-    let files = ModelFiles::open(&golden.model).unwrap();
-    for kv_dtype in [KvDtype::F16, KvDtype::Bf16] {
-        let limits = BatchLimits {
-            max_rows: 64,
-            max_seqs: 1,
-            max_context: golden.max_context,
-            max_outputs: 1,
-            kv_dtype,
-        };
-        assert!(Model::load(Arc::clone(&backend), &files, &limits).is_ok(), "{kv_dtype}");
+fn every_cut_of_a_sequence_gives_the_same_logits() {
+    for golden in Golden::all() {
+        let way = Way { isa: Isa::detect(), kv_dtype: KvDtype::F16, cut: golden.tokens().len() };
+        let whole = logits_of(&golden, way);
+        for cut in [1, 7, PAGE_LEN as usize] {
+            let cut_up = logits_of(&golden, Way { cut, ..way });
+            assert!(cut_up == whole, "{}: steps of {cut} differ", golden.name);
+        }
+    }
+}
+
+#[test]
+fn narrow_keys_and_values_stay_close() {
+    for name in ["llama3", "mistral-window", "qwen3"] {
+        let golden = Golden::read(name);
+        for (kv_dtype, tolerance) in [(KvDtype::F16, KV_F16), (KvDtype::Bf16, KV_BF16)] {
+            let way = Way { isa: Isa::detect(), kv_dtype, cut: golden.tokens().len() };
+            let error = error_of(&golden, &logits_of(&golden, way));
+            assert_within(error, tolerance, &format!("{name} with {kv_dtype} keys and values"));
+        }
     }
 }
