@@ -71,9 +71,9 @@ impl fmt::Display for Shortfall {
 }
 
 impl Cache {
-    /// An empty cache of the given sizes, with the default options.
+    /// An empty cache of the given sizes in which nothing is found by its tokens.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
-        Cache::with_options(config, Options::default())
+        Cache::with_options(config, Options { prefix: false, ..Options::default() })
     }
 
     /// An empty cache of the given sizes.

@@ -21,10 +21,11 @@
 //! The crate holds no bytes and knows no device, no clock, no thread and no file.
 //!
 //! ```
-//! use nuthatch_cache::{Cache, Config, Prompt, Retention, Salt};
+//! use nuthatch_cache::{Cache, Config, Options, Prompt, Retention, Salt};
 //! use nuthatch_types::{SeqId, TokenId};
 //!
-//! let mut cache = Cache::new(Config { page_len: 4, n_pages: 8 })?;
+//! let sizes = Config { page_len: 4, n_pages: 8 };
+//! let mut cache = Cache::with_options(sizes, Options::default())?;
 //! let tokens: Vec<TokenId> = (0..10).map(TokenId).collect();
 //! let prompt = Prompt { tokens: &tokens, salt: Salt::default(), retention: Retention::default() };
 //!

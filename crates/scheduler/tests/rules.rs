@@ -1,6 +1,6 @@
 //! The scheduler's rules, one at a time, on plans small enough to read.
 
-use nuthatch_cache::Cache;
+use nuthatch_cache::{Cache, Options};
 use nuthatch_scheduler::{
     Config, ConfigError, Hints, Output, Scheduler, Submission, SubmitError, Usage,
 };
@@ -12,7 +12,8 @@ use nuthatch_types::{
 const EOS: TokenId = TokenId(0);
 
 fn scheduler(page_len: u32, n_pages: u32, config: Config) -> Scheduler {
-    let cache = Cache::new(nuthatch_cache::Config { page_len, n_pages }).expect("valid sizes");
+    let sizes = nuthatch_cache::Config { page_len, n_pages };
+    let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
     Scheduler::new(config, cache).expect("valid limits")
 }
 
