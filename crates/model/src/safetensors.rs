@@ -19,6 +19,10 @@ use crate::source::{RawTensor, read_small};
 /// Most bytes of a header; a model of 1,000 layers stays below 10 MB.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
+/// The types that are read.
+const TYPES: [(Dtype, WeightType); 3] =
+    [(Dtype::F32, WeightType::F32), (Dtype::F16, WeightType::F16), (Dtype::BF16, WeightType::BF16)];
+
 /// The parsed header of one safetensors file.
 #[derive(Clone, Debug)]
 pub struct SafetensorsHeader {
@@ -63,14 +67,9 @@ impl SafetensorsHeader {
         name: &str,
     ) -> Result<Option<RawTensor<'a>>, SafetensorsError> {
         let Some(info) = self.metadata.info(name) else { return Ok(None) };
-        let dtype = match info.dtype {
-            Dtype::F32 => WeightType::F32,
-            Dtype::F16 => WeightType::F16,
-            Dtype::BF16 => WeightType::BF16,
-            other => {
-                let type_name = format!("{other:?}");
-                return Err(SafetensorsError::TensorType { tensor: name.to_owned(), type_name });
-            }
+        let Some(&(_, dtype)) = TYPES.iter().find(|(known, _)| *known == info.dtype) else {
+            let type_name = format!("{:?}", info.dtype);
+            return Err(SafetensorsError::TensorType { tensor: name.to_owned(), type_name });
         };
         // Offsets were checked against the length of the data when the header was parsed.
         let (start, end) = info.data_offsets;

@@ -1,5 +1,7 @@
 //! Opening models: what is read from them, and what is said of wrong ones.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic and print")]
+
 mod common;
 
 use std::path::Path;
@@ -316,13 +318,10 @@ fn truncated_and_foreign_gguf_files_are_told_apart() {
     let whole = GgufWriter::tiny_llama().finish();
     let parse = nuthatch_model::Gguf::parse;
     assert!(parse(&whole).is_ok());
-    match parse(&whole[..whole.len() - 40]).unwrap_err() {
-        GgufError::Truncated { expected, actual } => {
-            assert!(expected <= whole.len() as u64);
-            assert_eq!(actual, whole.len() as u64 - 40);
-        }
-        error => panic!("{error}"),
-    }
+    let error = parse(&whole[..whole.len() - 40]).unwrap_err();
+    let GgufError::Truncated { expected, actual } = error else { panic!("{error}") };
+    assert!(expected <= whole.len() as u64);
+    assert_eq!(actual, whole.len() as u64 - 40);
     for end in 0..whole.len() - 40 {
         assert!(parse(&whole[..end]).is_err(), "{end}");
     }

@@ -5,6 +5,12 @@
 //! reference, the argmaxes against its greedy tokens, and the cuts against each other: those agree bit
 //! for bit, because a row's result does not depend on the rows beside it.
 
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "helpers of tests may panic and print"
+)]
+
 mod common;
 
 use std::sync::Arc;
@@ -171,5 +177,36 @@ fn narrow_keys_and_values_stay_close() {
             let error = error_of(&golden, &logits_of(&golden, way));
             assert_within(error, tolerance, &format!("{name} with {kv_dtype} keys and values"));
         }
+    }
+}
+
+/// The goldens are worth their bytes only if they notice a small mistake.
+#[test]
+fn a_changed_detail_is_noticed() {
+    for (name, from, to) in [
+        ("mistral-window", r#""sliding_window": 21"#, r#""sliding_window": 22"#),
+        ("qwen2-window", r#""sliding_attention","#, r#""full_attention","#),
+        ("llama-tied", r#""rms_norm_eps": 1e-05"#, r#""rms_norm_eps": 2e-03"#),
+        ("llama3", r#""high_freq_factor": 4.0"#, r#""high_freq_factor": 4.5"#),
+        ("linear", r#""factor": 4.0"#, r#""factor": 4.01"#),
+        ("yarn", r#""beta_fast": 4.0"#, r#""beta_fast": 1.1"#),
+        ("yarn-mscale", r#""mscale": 0.7"#, r#""mscale": 0.8"#),
+        ("dynamic", r#""factor": 2.0"#, r#""factor": 2.01"#),
+        ("longrope", r#""factor": 4.0"#, r#""factor": 5.0"#),
+    ] {
+        let mut golden = Golden::read(name);
+        let dir = tempfile::TempDir::new().unwrap();
+        for entry in std::fs::read_dir(&golden.model).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        let path = dir.path().join("config.json");
+        let config = std::fs::read_to_string(&path).unwrap();
+        assert!(config.contains(from), "{name}: {from} is not in {config}");
+        std::fs::write(&path, config.replacen(from, to, 1)).unwrap();
+        golden.model = dir.path().to_owned();
+        let way = Way { isa: Isa::detect(), kv_dtype: KvDtype::F32, cut: golden.tokens().len() };
+        let error = error_of(&golden, &logits_of(&golden, way));
+        assert!(error.max > 2.0 * FLOAT.max, "{name} with {to}: {error:?} goes unnoticed");
     }
 }

@@ -1,5 +1,7 @@
 //! Dequantisation against the `gguf` Python package, on random blocks of every type.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic and print")]
+
 mod common;
 
 use common::golden_dir;

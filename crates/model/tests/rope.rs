@@ -1,5 +1,7 @@
 //! Frequencies against those of the transformers library, and what a user's flags make of them.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic")]
+
 mod common;
 
 use common::{Golden, golden_dir};

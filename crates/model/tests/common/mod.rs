@@ -1,6 +1,7 @@
 //! Goldens and small files for the tests of this crate.
 
 #![expect(dead_code, reason = "each test file uses its part")]
+#![expect(clippy::unwrap_used, reason = "these are tests, which may panic")]
 
 use std::path::PathBuf;
 
