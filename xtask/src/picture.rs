@@ -27,7 +27,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     args.finish()?;
     let nuthatch = shell::release_binary()?;
     let mut command = shell::command(&nuthatch);
-    command.args(["run", QUESTION, "--greedy", "-n", "120"]);
+    command.args(["run", QUESTION, "--greedy", "-n", "120", "--stats"]);
     let output = shell::output(&mut command)?;
     anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut rows = vec![Row {

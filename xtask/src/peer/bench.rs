@@ -65,21 +65,32 @@ fn llama_cpp(bed: &Bed) -> Result<Value> {
     parse(&shell::capture(command.stderr(Stdio::inherit()))?)
 }
 
-/// One call for the prefills, one for each depth, because the number of steps differs.
+/// Prefills this short are measured as often as llama_cpp.py measures them.
+const SHORT_TOKENS: u32 = 512;
+const SHORT_REPEATS: u32 = 3;
+
+/// One call for each test: they differ in their numbers of tokens and repeats.
 fn nuthatch(bed: &Bed) -> Result<Vec<Value>> {
-    let bench = |prompt: &str, gen_tokens: &str, depth: &str| {
+    let bench = |prompt: u32, steps: u32, depth: u32, repeat: u32| {
         let mut command = shell::command(&bed.nuthatch);
         command.arg("bench").arg(&bed.model);
         command.args(["--threads", &bed.threads.to_string()]);
-        command.args(["--prompt", prompt, "--gen", gen_tokens, "--depth", depth]);
-        command.args(["--repeat", "1", "--json", "-"]);
-        parse(&shell::capture(&mut command)?)
-    };
-    let mut results = vec![bench(&list(prefill_tokens), "0", "0")?];
-    for (test, steps, _) in TARGETS {
-        if let Test::Decode { depth } = test {
-            results.push(bench("0", &steps.to_string(), &depth.to_string())?);
+        for (name, number) in
+            [("--prompt", prompt), ("--gen", steps), ("--depth", depth), ("--repeat", repeat)]
+        {
+            command.args([name, &number.to_string()]);
         }
+        parse(&shell::capture(command.args(["--json", "-"]))?)
+    };
+    let mut results = Vec::new();
+    for (test, steps, _) in TARGETS {
+        results.push(match test {
+            Test::Prefill { tokens } => {
+                let repeat = if tokens <= SHORT_TOKENS { SHORT_REPEATS } else { 1 };
+                bench(tokens, 0, 0, repeat)?
+            }
+            Test::Decode { depth } => bench(0, steps, depth, 1)?,
+        });
     }
     Ok(results)
 }

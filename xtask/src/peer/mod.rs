@@ -21,6 +21,7 @@ cargo xtask peer llama-cpp [--rounds 3] [--json FILE] [--check]
 cargo xtask peer greedy    [--tokens 48] [--tolerance 0.25]
   --model PATH    a GGUF file; the default model otherwise
   --python PATH   an interpreter that has llama-cpp-python; otherwise one is built
+  --nuthatch PATH a binary; the release build otherwise
   --threads N     all cores otherwise
 ";
 
@@ -50,10 +51,13 @@ impl Bed {
     fn prepare(args: &mut Args) -> Result<Self> {
         let model: Option<PathBuf> = args.value("--model")?;
         let python: Option<PathBuf> = args.value("--python")?;
+        let nuthatch: Option<PathBuf> = args.value("--nuthatch")?;
         let threads: Option<usize> = args.value("--threads")?;
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        println!("building nuthatch");
-        let nuthatch = shell::release_binary()?;
+        let nuthatch = match nuthatch {
+            Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
+            None => shell::release_binary()?,
+        };
         let python = match python {
             Some(path) => path,
             None => venv::llama_cpp()?,
