@@ -29,7 +29,7 @@ impl CpuKv {
             return Err(DeviceError::Fault(fault));
         }
         let n_slots = n_slots as usize;
-        let bytes = shape.page_bytes().checked_mul(n_slots).unwrap_or(usize::MAX);
+        let bytes = shape.page_bytes().saturating_mul(n_slots);
         Ok(CpuKv { shape, n_slots, bytes: Region::zeroed(bytes, "the KV cache")? })
     }
 
@@ -61,7 +61,6 @@ impl CpuKv {
 }
 
 /// Writes one token's key and value into a page of one head.
-#[expect(clippy::too_many_arguments, reason = "one token's coordinates and data")]
 pub(crate) fn write_token(
     bytes: SharedMut<'_, u8>,
     page_start: usize,

@@ -163,6 +163,43 @@ macro_rules! with_format {
 }
 pub(crate) use with_format;
 
+/// A weight type that is not quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Float {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Float {
+    /// The float type of a weight, or `None` if it is quantised.
+    pub(crate) fn of(dtype: WeightType) -> Option<Float> {
+        match dtype {
+            WeightType::F32 => Some(Float::F32),
+            WeightType::F16 => Some(Float::F16),
+            WeightType::BF16 => Some(Float::Bf16),
+            WeightType::Q4_0
+            | WeightType::Q4_1
+            | WeightType::Q5_0
+            | WeightType::Q5_1
+            | WeightType::Q8_0
+            | WeightType::Q2_K
+            | WeightType::Q3_K
+            | WeightType::Q4_K
+            | WeightType::Q5_K
+            | WeightType::Q6_K => None,
+        }
+    }
+
+    /// Bytes of one weight.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Float::F32 => 4,
+            Float::F16 | Float::Bf16 => 2,
+        }
+    }
+}
+
 /// One matrix, packed. Rows past the last are zero.
 pub(crate) struct Packed {
     pub(crate) dtype: WeightType,

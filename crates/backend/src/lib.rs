@@ -146,6 +146,7 @@ pub trait Backend: Send + Sync + 'static {
         Self: Sized;
     /// `out[t, h] = softmax(scale q[t, h] K) V` over the pages of the row's sequence, causal, and
     /// not further back than the window; `out` is `[T, H D]`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
     fn attend(
         &self,
         plan: &Self::Plan,

@@ -4,7 +4,7 @@ use std::fmt;
 
 /// How a weight is stored in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[expect(missing_docs, clippy::upper_case_acronyms, reason = "the formats' own names")]
+#[expect(missing_docs, reason = "the formats' own names")]
 #[expect(non_camel_case_types, reason = "the formats' own names")]
 pub enum WeightType {
     F32,

@@ -20,6 +20,8 @@ mod avx512;
 mod portable;
 mod softmax;
 
+use std::ops::Range;
+
 use nuthatch_types::KvDtype;
 
 use crate::isa::Isa;
@@ -92,7 +94,8 @@ impl Attention<'_> {
             let (task, head) = (plan.tasks[i / n_heads], i % n_heads);
             SCRATCH.with_borrow_mut(|scratch| match task {
                 Task::Tile { seq, start, n } => {
-                    self.tile(head, &plan.seqs[seq], start, n, scratch, shared_out);
+                    let rows = start..start + n;
+                    self.tile(head, &plan.seqs[seq], rows, scratch, shared_out);
                 }
                 Task::Split { seq, chunk, partial } => {
                     let at = (head * plan.n_partials + partial) * stride;
@@ -216,17 +219,17 @@ impl Attention<'_> {
         }
     }
 
-    /// Rows `start..start + n` of a sequence over all the keys they see.
+    /// Some rows of a sequence over all the keys they see.
     fn tile(
         &self,
         head: usize,
         seq: &PlanSeq,
-        start: usize,
-        n: usize,
+        rows: Range<usize>,
         scratch: &mut Scratch,
         out: SharedMut<'_, f32>,
     ) {
         let (d, group) = (self.d(), self.plan.group());
+        let (start, n) = (rows.start, rows.len());
         let rows = n * group;
         let Scratch { q, scores, chunk_out, state, .. } = scratch;
         q.resize(rows * d, 0.0);
@@ -366,7 +369,7 @@ impl Attention<'_> {
     fn mix(
         &self,
         pages: &Pages<'_>,
-        visible: std::ops::Range<usize>,
+        visible: Range<usize>,
         rows: usize,
         p: &[f32],
         out: &mut [f32],

@@ -9,7 +9,7 @@ use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
 use crate::acts::{Acts, sum_index};
-use crate::pack::{BLOCK, Format, LANES, QUAD_BYTES, QUADS, Scales, with_format};
+use crate::pack::{BLOCK, Float, Format, LANES, QUAD_BYTES, QUADS, Scales, with_format};
 
 type Sums = [[f32; LANES]; MAX_TILE];
 
@@ -237,20 +237,20 @@ unsafe fn bytes(source: *const u8) -> __m512 {
 }
 
 /// Sums of `n` rows (a power of two) with one group of float weights.
-pub(super) fn floats(dtype: WeightType, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
+pub(super) fn floats(float: Float, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
     let cols = x.len() / n;
-    assert_eq!(bytes.len(), cols * LANES * dtype.block_bytes());
+    assert_eq!(bytes.len(), cols * LANES * float.bytes());
     // SAFETY: the machine has the features (`Cpu::new` checked); the size is asserted above, and
     // `x` holds `n` rows of `cols`.
     unsafe {
         match n {
-            1 => group_floats::<1>(dtype, bytes, x, cols, &mut sums[..1]),
-            2 => group_floats::<2>(dtype, bytes, x, cols, &mut sums[..2]),
-            4 => group_floats::<4>(dtype, bytes, x, cols, &mut sums[..4]),
+            1 => group_floats::<1>(float, bytes, x, cols, &mut sums[..1]),
+            2 => group_floats::<2>(float, bytes, x, cols, &mut sums[..2]),
+            4 => group_floats::<4>(float, bytes, x, cols, &mut sums[..4]),
             _ => {
                 let (low, high) = x.split_at(4 * cols);
-                group_floats::<4>(dtype, bytes, low, cols, &mut sums[..4]);
-                group_floats::<4>(dtype, bytes, high, cols, &mut sums[4..8]);
+                group_floats::<4>(float, bytes, low, cols, &mut sums[..4]);
+                group_floats::<4>(float, bytes, high, cols, &mut sums[4..8]);
             }
         }
     }
@@ -258,7 +258,7 @@ pub(super) fn floats(dtype: WeightType, bytes: &[u8], x: &[f32], n: usize, sums:
 
 #[inline(always)]
 unsafe fn group_floats<const M: usize>(
-    dtype: WeightType,
+    float: Float,
     bytes: &[u8],
     x: &[f32],
     cols: usize,
@@ -266,10 +266,10 @@ unsafe fn group_floats<const M: usize>(
 ) {
     // SAFETY: promised by the caller.
     unsafe {
-        match dtype {
-            WeightType::F32 => float_group::<M, 0>(bytes, x, cols, sums),
-            WeightType::F16 => float_group::<M, 1>(bytes, x, cols, sums),
-            _ => float_group::<M, 2>(bytes, x, cols, sums),
+        match float {
+            Float::F32 => float_group::<M, 0>(bytes, x, cols, sums),
+            Float::F16 => float_group::<M, 1>(bytes, x, cols, sums),
+            Float::Bf16 => float_group::<M, 2>(bytes, x, cols, sums),
         }
     }
 }

@@ -11,12 +11,12 @@ mod amx;
 mod avx512;
 mod portable;
 
-use nuthatch_backend::{DeviceError, WeightType};
+use nuthatch_backend::DeviceError;
 
 use crate::acts::Acts;
 use crate::isa::Isa;
 use crate::mem::SharedMut;
-use crate::pack::{LANES, Packed};
+use crate::pack::{Float, LANES, Packed};
 use crate::pool::Pool;
 
 /// Rows of activations that a vector kernel multiplies at once.
@@ -59,7 +59,7 @@ impl Product<'_> {
         let weight = self.weight;
         assert!(self.x.len() >= self.rows * weight.cols);
         assert!(out.len() >= self.rows * weight.rows);
-        if weight.parts.iter().any(|part| !is_float(part.dtype)) {
+        if weight.parts.iter().any(|part| Float::of(part.dtype).is_none()) {
             acts.quantize(pool, self.x, self.rows, weight.cols)?;
         }
         let acts = &*acts;
@@ -95,10 +95,6 @@ impl Product<'_> {
     }
 }
 
-pub(crate) fn is_float(dtype: WeightType) -> bool {
-    matches!(dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16)
-}
-
 /// One group of 16 outputs.
 pub(crate) struct Tile<'a> {
     product: &'a Product<'a>,
@@ -114,7 +110,10 @@ impl Tile<'_> {
     fn compute(&self, acts: &Acts) {
         let rows = self.product.rows;
         #[cfg(target_arch = "x86_64")]
-        if self.product.isa == Isa::Amx && rows >= AMX_MIN_ROWS && !is_float(self.part.dtype) {
+        if self.product.isa == Isa::Amx
+            && rows >= AMX_MIN_ROWS
+            && Float::of(self.part.dtype).is_none()
+        {
             return amx::group(self, acts);
         }
         let mut start = 0;
@@ -133,15 +132,15 @@ impl Tile<'_> {
     fn vectors(&self, acts: &Acts, start: usize, n: usize, sums: &mut [[f32; LANES]; MAX_TILE]) {
         let bytes = self.part.group(self.group);
         let dtype = self.part.dtype;
-        if is_float(dtype) {
+        if let Some(float) = Float::of(dtype) {
             let cols = self.part.cols;
             let x = &self.product.x[start * cols..(start + n) * cols];
             match self.product.isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 | Isa::Amx => avx512::floats(dtype, bytes, x, n, sums),
+                Isa::Avx512 | Isa::Amx => avx512::floats(float, bytes, x, n, sums),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => portable::avx2_floats(dtype, bytes, x, n, sums),
-                _ => portable::floats::<false>(dtype, bytes, x, n, sums),
+                Isa::Avx2 => portable::avx2_floats(float, bytes, x, n, sums),
+                _ => portable::floats::<false>(float, bytes, x, n, sums),
             }
         } else {
             match self.product.isa {

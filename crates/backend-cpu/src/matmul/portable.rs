@@ -5,7 +5,7 @@ use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
 use crate::acts::{Acts, sum_index};
-use crate::pack::{self, BLOCK, Format, LANES, QUADS, f16_to_f32, with_format};
+use crate::pack::{self, BLOCK, Float, Format, LANES, QUADS, f16_to_f32, with_format};
 use crate::versions::fma;
 
 type Sums = [[f32; LANES]; MAX_TILE];
@@ -32,15 +32,15 @@ pub(super) fn avx2_codes(
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) fn avx2_floats(dtype: WeightType, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
+pub(super) fn avx2_floats(float: Float, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn inner(dtype: WeightType, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
-        floats::<true>(dtype, bytes, x, n, sums);
+    fn inner(float: Float, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
+        floats::<true>(float, bytes, x, n, sums);
     }
     #[expect(unsafe_code, reason = "target features")]
     // SAFETY: as in `avx2_codes`.
     unsafe {
-        inner(dtype, bytes, x, n, sums);
+        inner(float, bytes, x, n, sums);
     }
 }
 
@@ -110,7 +110,7 @@ fn group_codes<F: Format, const FUSED: bool>(
 /// Sums of `n` rows with one group of float weights.
 #[inline(always)]
 pub(super) fn floats<const FUSED: bool>(
-    dtype: WeightType,
+    float: Float,
     bytes: &[u8],
     x: &[f32],
     n: usize,
@@ -122,7 +122,7 @@ pub(super) fn floats<const FUSED: bool>(
         for (col, &x) in x[i * cols..(i + 1) * cols].iter().enumerate() {
             let part = &mut parts[col % 4];
             for (lane, sum) in part.iter_mut().enumerate() {
-                let w = float_at(dtype, bytes, col * LANES + lane);
+                let w = float_at(float, bytes, col * LANES + lane);
                 *sum = fma::<FUSED>(w, x, *sum);
             }
         }
@@ -133,15 +133,15 @@ pub(super) fn floats<const FUSED: bool>(
 }
 
 #[inline(always)]
-fn float_at(dtype: WeightType, bytes: &[u8], i: usize) -> f32 {
-    match dtype {
-        WeightType::F32 => {
+fn float_at(float: Float, bytes: &[u8], i: usize) -> f32 {
+    match float {
+        Float::F32 => {
             let b = &bytes[i * 4..][..4];
             f32::from_le_bytes([b[0], b[1], b[2], b[3]])
         }
-        WeightType::BF16 => {
+        Float::Bf16 => {
             f32::from_bits(u32::from(u16::from_le_bytes([bytes[i * 2], bytes[i * 2 + 1]])) << 16)
         }
-        _ => f16_to_f32(u16::from_le_bytes([bytes[i * 2], bytes[i * 2 + 1]])),
+        Float::F16 => f16_to_f32(u16::from_le_bytes([bytes[i * 2], bytes[i * 2 + 1]])),
     }
 }
