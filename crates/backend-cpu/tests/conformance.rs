@@ -55,6 +55,7 @@ judged! {
     attend_cuts_agree,
     attend_neighbours_agree,
     attend_places_agree,
+    attend_past_agrees,
 }
 
 #[test]

@@ -162,3 +162,29 @@ pub fn attend_places_agree<B: Backend>(b: &B) {
         }
     }
 }
+
+/// Rows do not see later rows of their own sequence, not even if those have gone wrong.
+///
+/// Otherwise a full page would depend on the tokens that happened to follow it, and could not be
+/// shared with a sequence that goes on differently.
+pub fn attend_past_agrees<B: Backend>(b: &B) {
+    const ROWS: usize = 70;
+    let mut random = Random::new(24);
+    for case in &cases() {
+        let seq = Sequence::new(&mut random, case, ROWS);
+        let (mut rig, slots) = rig_and_slots(b, case, &mut random, (4, ROWS));
+        for (table, own) in slots.chunks_exact(seq.n_pages()).enumerate() {
+            rig.write_table(table as u32, 0, own);
+        }
+        let expected = in_steps(&mut rig, &seq, 0, []);
+        for (table, right) in [(1, 69), (2, 40), (3, 16)] {
+            let mut wrong = seq.clone();
+            wrong.qkv[right * case.qkv_width()..].fill(f32::NAN);
+            let got = in_steps(&mut rig, &wrong, table, []);
+            let n = right * case.out_width();
+            same_bits(&got[..n], &expected[..n], &|| {
+                format!("attention of {right} rows before rows of NaN, {}", case.name())
+            });
+        }
+    }
+}

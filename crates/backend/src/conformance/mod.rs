@@ -34,7 +34,9 @@ use crate::Backend;
 pub use attend::{
     attend_decode_matches, attend_far_matches, attend_prefill_matches, attend_reads_queries_only,
 };
-pub use attend_bits::{attend_cuts_agree, attend_neighbours_agree, attend_places_agree};
+pub use attend_bits::{
+    attend_cuts_agree, attend_neighbours_agree, attend_past_agrees, attend_places_agree,
+};
 pub use copy::{buffers_match, copy_pages_matches, layers_match};
 pub use embed::embed_matches;
 pub use matmul::{load_refuses_wrong_sizes, matmul_matches, matmul_stacks_match};
@@ -72,6 +74,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_cuts_agree", attend_cuts_agree::<B>),
         ("attend_neighbours_agree", attend_neighbours_agree::<B>),
         ("attend_places_agree", attend_places_agree::<B>),
+        ("attend_past_agrees", attend_past_agrees::<B>),
     ]
 }
 

@@ -23,6 +23,7 @@ const CAUGHT_BY: &[(Mistake, &[&str])] = &[
     (Mistake::NoEps, &["norm_matches"]),
     (Mistake::SwappedGate, &["swiglu_matches"]),
     (Mistake::NoBias, &["matmul_stacks_match"]),
+    (Mistake::WrongCode, &["matmul_matches", "embed_matches", "matmul_stacks_match"]),
     (Mistake::AnySize, &["load_refuses_wrong_sizes"]),
     (Mistake::AddReplaces, &["matmul_matches", "matmul_stacks_match"]),
     (Mistake::BatchSums, &["matmul_rows_agree", "norm_rows_agree", "swiglu_rows_agree"]),
