@@ -1,21 +1,22 @@
 //! Rule: documents name what exists.
 //!
-//! ARCHITECTURE.md names every crate of the workspace, as `crates/NAME` anywhere in the text, and no
-//! other. A path that any document names in backticks from the root exists.
+//! The table under `## Crates` in ARCHITECTURE.md has one row for each package of the workspace, and
+//! no other: the row starts with the package's folder in backticks. A path that any document names
+//! in backticks from the root exists.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::{Complaint, Source};
 
-/// Compares the document with the folders of the workspace's crates.
+/// Compares the document with the folders of the workspace's packages.
 pub(crate) fn check(document: &Source, folders: &BTreeSet<String>, found: &mut Vec<Complaint>) {
     let named = named(&document.text);
     for missing in folders.difference(&named) {
-        found.push(document.complain(0, format!("does not name crates/{missing}")));
+        found.push(document.complain(0, format!("has no row for {missing} under `## Crates`")));
     }
     for stale in named.difference(folders) {
-        found.push(document.complain(0, format!("names crates/{stale}, which does not exist")));
+        found.push(document.complain(0, format!("has a row for {stale}, which does not exist")));
     }
 }
 
@@ -38,13 +39,12 @@ pub(crate) fn check_paths(document: &Source, root: &Path, found: &mut Vec<Compla
 }
 
 fn named(text: &str) -> BTreeSet<String> {
-    text.match_indices("crates/")
-        .map(|(at, mark)| {
-            let rest = &text[at + mark.len()..];
-            let end = rest.find(|symbol: char| !symbol.is_ascii_alphanumeric() && symbol != '-');
-            rest[..end.unwrap_or(rest.len())].to_owned()
-        })
-        .filter(|name| !name.is_empty())
+    text.lines()
+        .skip_while(|line| *line != "## Crates")
+        .skip(1)
+        .take_while(|line| !line.starts_with("## "))
+        .filter_map(|line| line.strip_prefix("| `")?.split_once('`'))
+        .map(|(name, _)| name.to_owned())
         .collect()
 }
 
@@ -60,12 +60,10 @@ mod tests {
             check(&Source::new("ARCHITECTURE.md", text.to_owned()), &folders, &mut found);
             found.len()
         };
-        assert_eq!(
-            count("`crates/types/`: ids. See crates/backend-cpu/src/lib.rs. In crates/:"),
-            0
-        );
-        assert_eq!(count("crates/types"), 1);
-        assert_eq!(count("crates/types crates/backend-cpu crates/gone"), 1);
+        let good = "## Crates\n| `types` | a |\n| `backend-cpu` | b |\n## Rest\n| `x` |\n";
+        assert_eq!(count(good), 0);
+        assert_eq!(count("## Crates\n| `types` | a |\n"), 1);
+        assert_eq!(count("## Crates\n| `types` |\n| `backend-cpu` |\n| `gone` |\n"), 1);
     }
 
     #[test]

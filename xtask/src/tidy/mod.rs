@@ -162,12 +162,11 @@ fn home(path: &str) -> &str {
     ends.nth(depth).map_or(path, |end| &path[..end])
 }
 
-/// Folders of the packages under `crates/`.
+/// Names of the packages' folders.
 fn folders(metadata: &Value) -> BTreeSet<String> {
     let packages = metadata["packages"].as_array().into_iter().flatten();
     packages
         .filter_map(|package| Path::new(package["manifest_path"].as_str()?).parent())
-        .filter(|folder| folder.parent().is_some_and(|parent| parent.ends_with("crates")))
         .filter_map(|folder| Some(folder.file_name()?.to_str()?.to_owned()))
         .collect()
 }
