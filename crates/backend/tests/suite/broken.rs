@@ -166,7 +166,7 @@ impl Backend for Broken {
         for (part, spoiled) in parts.iter_mut().zip(&mut spoiled) {
             if self.is(Mistake::WrongCode) && is_quantised {
                 // The last byte of these formats is a code.
-                *spoiled.last_mut().unwrap() ^= 0x10;
+                *spoiled.last_mut().expect("a matrix has bytes") ^= 0x10;
                 part.bytes = spoiled;
             }
             if self.is(Mistake::NoBias) {
