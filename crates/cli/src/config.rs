@@ -201,10 +201,7 @@ impl SamplingConfig {
             top_k: args.top_k.or(model.top_k).unwrap_or(40),
             top_p: args.top_p.or(model.top_p).unwrap_or(0.95),
             min_p: args.min_p.or(model.min_p).unwrap_or(0.05),
-            repetition_penalty: args
-                .repetition_penalty
-                .or(model.repetition_penalty)
-                .unwrap_or(1.0),
+            repetition_penalty: args.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
             frequency_penalty: args.frequency_penalty.unwrap_or(0.0),
             presence_penalty: args.presence_penalty.unwrap_or(0.0),
             logit_bias: Vec::new(),

@@ -75,8 +75,7 @@ impl Env {
             get(name).map(|v| v.into_string().map_err(|_| EnvError::NotText(name))).transpose()
         };
         let home = HOME.iter().find_map(|name| path(name));
-        let caches =
-            path(XDG_CACHE_HOME).or_else(|| home.as_ref().map(|home| home.join(".cache")));
+        let caches = path(XDG_CACHE_HOME).or_else(|| home.as_ref().map(|home| home.join(".cache")));
         let data = path(XDG_DATA_HOME)
             .or_else(|| home.as_ref().map(|home| home.join(".local").join("share")));
         let hub_home = path(HF_HOME).or_else(|| caches.as_ref().map(|c| c.join("huggingface")));
@@ -137,9 +136,7 @@ fn truth(name: &'static str, value: &str) -> Result<bool, EnvError> {
     match value.trim().to_ascii_lowercase().as_str() {
         "1" | "on" | "yes" | "true" => Ok(true),
         "0" | "off" | "no" | "false" => Ok(false),
-        _ => {
-            Err(EnvError::Value { name, value: value.to_owned(), allowed: "1, 0, true or false" })
-        }
+        _ => Err(EnvError::Value { name, value: value.to_owned(), allowed: "1, 0, true or false" }),
     }
 }
 

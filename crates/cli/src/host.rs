@@ -1,4 +1,4 @@
-//! What this machine has: memory and cores.
+//! What this machine has: how much memory there is, and how much is free.
 //!
 //! A container's limit counts as the machine's memory, because it is what the process may use.
 
@@ -14,11 +14,6 @@ pub(crate) fn total_memory() -> Option<u64> {
 pub(crate) fn available_memory() -> Option<u64> {
     let available = meminfo("MemAvailable:")?;
     Some(cgroup_free().map_or(available, |free| free.min(available)))
-}
-
-/// Threads that run at the same time.
-pub(crate) fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
 fn meminfo(key: &str) -> Option<u64> {

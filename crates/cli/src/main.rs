@@ -9,17 +9,21 @@
 //! device once and prints.
 
 mod args;
+mod bench;
 mod config;
 mod env;
 mod fetch;
 mod host;
 mod interrupt;
 mod known;
+mod load;
 mod plan;
 mod pull;
 mod resolve;
+mod run;
 mod size;
 mod table;
+mod text;
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
@@ -27,7 +31,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 use crate::args::{Args, Command};
-use crate::config::ConfigError;
+use crate::config::{BenchConfig, ConfigError, RunConfig};
 use crate::env::Env;
 use crate::fetch::{Fetch, FetchError};
 use crate::interrupt::{EXIT_INTERRUPTED, Interrupt};
@@ -45,22 +49,25 @@ fn main() -> ExitCode {
         }
     };
     start_log(args.verbose);
-    match run(&args) {
+    match dispatch(&args) {
         Ok(code) => code,
         Err(error) => report(&error),
     }
 }
 
-fn run(args: &Args) -> anyhow::Result<ExitCode> {
+fn dispatch(args: &Args) -> anyhow::Result<ExitCode> {
     let env = Env::read()?;
     let interrupt = Interrupt::install()?;
     let refresh = matches!(args.command, Command::Pull(_));
     let fetch = Fetch { env: &env, interrupt: &interrupt, refresh };
     match &args.command {
-        Command::Run(_) => {}
+        Command::Run(args) => {
+            let config = RunConfig::new(args, io::stdin().is_terminal())?;
+            return run::run(&config, &fetch);
+        }
         Command::Pull(args) => pull::run(args, &fetch)?,
         Command::Plan(args) => plan::run(args, &fetch)?,
-        Command::Bench(_) => {}
+        Command::Bench(args) => bench::run(&BenchConfig::new(args)?, &fetch)?,
     }
     Ok(ExitCode::SUCCESS)
 }

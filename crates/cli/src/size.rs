@@ -70,14 +70,11 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, SizeError> {
 /// Splits `12.5GiB` into the number and its unit.
 fn split(text: &str) -> Result<(f64, &str), SizeError> {
     let text = text.trim();
-    let end = text
-        .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_'))
-        .unwrap_or(text.len());
+    let end =
+        text.find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_')).unwrap_or(text.len());
     let (digits, unit) = text.split_at(end);
-    let number = digits
-        .replace('_', "")
-        .parse::<f64>()
-        .map_err(|_| SizeError::NoNumber(text.to_owned()))?;
+    let number =
+        digits.replace('_', "").parse::<f64>().map_err(|_| SizeError::NoNumber(text.to_owned()))?;
     Ok((number, unit.trim()))
 }
 

@@ -123,7 +123,8 @@ mod tests {
 
     #[test]
     fn markdown_is_markdown() {
-        let expect = "| name  |    t/s |\n| ----- | -----: |\n| pp512 | 870.25 |\n| \u{b5}     |        |\n";
+        let expect =
+            "| name  |    t/s |\n| ----- | -----: |\n| pp512 | 870.25 |\n| \u{b5}     |        |\n";
         assert_eq!(sample().markdown(), expect);
     }
 }

@@ -83,8 +83,7 @@ const GGUF_ORDER: [&str; 10] =
 
 /// The path of the model's GGUF file or snapshot directory.
 pub(super) fn fetch(model: &HubModel, env: &HubEnv, refresh: bool) -> Result<PathBuf, HubError> {
-    let repo =
-        Repo::with_revision(model.repo.clone(), RepoType::Model, model.revision.clone());
+    let repo = Repo::with_revision(model.repo.clone(), RepoType::Model, model.revision.clone());
     let cache = Cache::new(env.cache.clone());
     if (!refresh || env.offline)
         && let Some(path) = cached(model, &cache.repo(repo.clone()))?
@@ -101,8 +100,7 @@ pub(super) fn fetch(model: &HubModel, env: &HubEnv, refresh: bool) -> Result<Pat
 /// The path of the repository's `config.json`, without its weights.
 pub(super) fn fetch_config(model: &HubModel, env: &HubEnv) -> Result<PathBuf, HubError> {
     const CONFIG: &str = "config.json";
-    let repo =
-        Repo::with_revision(model.repo.clone(), RepoType::Model, model.revision.clone());
+    let repo = Repo::with_revision(model.repo.clone(), RepoType::Model, model.revision.clone());
     let cache = Cache::new(env.cache.clone());
     if let Some(path) = cache.repo(repo.clone()).get(CONFIG) {
         return Ok(path);
@@ -156,11 +154,8 @@ fn cached(model: &HubModel, cache: &CacheRepo) -> Result<Option<PathBuf>, HubErr
             Ok(whole.then(|| folder.join(&parts[0])))
         }
         Choice::Directory { weights, .. } => {
-            let shards = if weights == [INDEX] {
-                read_index(&folder.join(INDEX))?
-            } else {
-                weights
-            };
+            let shards =
+                if weights == [INDEX] { read_index(&folder.join(INDEX))? } else { weights };
             let whole = shards.iter().all(|shard| files.contains(shard));
             Ok(whole.then_some(folder))
         }
@@ -199,7 +194,10 @@ fn choose(files: &BTreeSet<String>, pick: Option<&str>) -> Result<Choice, HubErr
         };
         if !weights.is_empty() {
             let small = SMALL_FILES.iter().filter(|file| files.contains(**file));
-            return Ok(Choice::Directory { small: small.map(|f| (*f).to_owned()).collect(), weights });
+            return Ok(Choice::Directory {
+                small: small.map(|f| (*f).to_owned()).collect(),
+                weights,
+            });
         }
     }
     let ggufs: Vec<String> = files
@@ -266,8 +264,7 @@ fn read_index(path: &Path) -> Result<Vec<String>, HubError> {
         weight_map: std::collections::BTreeMap<String, String>,
     }
     let text = std::fs::read_to_string(path).map_err(HubError::Cache)?;
-    let index: Index =
-        serde_json::from_str(&text).map_err(|e| HubError::Index(e.to_string()))?;
+    let index: Index = serde_json::from_str(&text).map_err(|e| HubError::Index(e.to_string()))?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
     let is_plain = |name: &String| !name.contains(['/', '\\']) && name.ends_with(".safetensors");
     if shards.is_empty() || !shards.iter().all(is_plain) {
@@ -381,9 +378,11 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             read_index(&path).map_err(|e| e.to_string())
         };
-        let good = r#"{"weight_map":{"a":"1.safetensors","b":"2.safetensors","c":"1.safetensors"}}"#;
+        let good =
+            r#"{"weight_map":{"a":"1.safetensors","b":"2.safetensors","c":"1.safetensors"}}"#;
         assert_eq!(read(good).unwrap(), ["1.safetensors", "2.safetensors"]);
-        for bad in ["", "{}", r#"{"weight_map":{}}"#, r#"{"weight_map":{"a":"../x.safetensors"}}"#] {
+        for bad in ["", "{}", r#"{"weight_map":{}}"#, r#"{"weight_map":{"a":"../x.safetensors"}}"#]
+        {
             assert!(read(bad).is_err(), "{bad}");
         }
     }

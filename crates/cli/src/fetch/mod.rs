@@ -99,11 +99,11 @@ pub(crate) enum FetchError {
 impl FetchError {
     /// An I/O error, with a full disk told apart.
     fn io(what: &'static str, path: &Path, bytes: u64, source: io::Error) -> Self {
-        match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                FetchError::DiskFull { path: path.to_owned(), bytes }
-            }
-            _ => FetchError::Io { what, path: path.to_owned(), source },
+        let kind = source.kind();
+        if matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+            FetchError::DiskFull { path: path.to_owned(), bytes }
+        } else {
+            FetchError::Io { what, path: path.to_owned(), source }
         }
     }
 }

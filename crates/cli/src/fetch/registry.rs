@@ -23,10 +23,7 @@ pub(crate) fn is_present(model: &KnownModel, fetch: &Fetch<'_>) -> Result<bool, 
 }
 
 /// The path of the model's weights, fetched if they are not here yet.
-pub(super) fn fetch(
-    model: &'static KnownModel,
-    fetch: &Fetch<'_>,
-) -> Result<PathBuf, FetchError> {
+pub(super) fn fetch(model: &'static KnownModel, fetch: &Fetch<'_>) -> Result<PathBuf, FetchError> {
     let cache = fetch.env.cache_dir()?;
     fetch_with(model, &cache, fetch, &|dir| pip::download(model, dir, fetch))
 }

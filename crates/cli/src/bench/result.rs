@@ -1,0 +1,147 @@
+//! What was measured: a table for people, JSON for scripts.
+
+use serde::Serialize;
+
+use super::measure::{Kind, Test};
+use crate::size::Bytes;
+use crate::table::{Align, Table};
+
+/// Everything that one call measured.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct BenchResult {
+    pub(super) version: &'static str,
+    /// Of the source, if the build was told.
+    pub(super) commit: Option<&'static str>,
+    pub(super) model: String,
+    pub(super) architecture: &'static str,
+    pub(super) weights_bytes: u64,
+    pub(super) n_params: u64,
+    pub(super) device: String,
+    pub(super) threads: usize,
+    pub(super) kv_dtype: String,
+    pub(super) max_batched_tokens: u32,
+    /// Share of the steps' time outside the executor.
+    pub(super) overhead: f64,
+    pub(super) tests: Vec<TestResult>,
+}
+
+/// One test's samples and what they say.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct TestResult {
+    pub(super) name: Kind,
+    pub(super) tokens: u32,
+    pub(super) depth: u32,
+    pub(super) label: String,
+    /// All samples.
+    pub(super) tokens_per_s: Vec<f64>,
+    pub(super) median: f64,
+    pub(super) stddev: f64,
+}
+
+impl TestResult {
+    /// Of samples, at least one.
+    pub(super) fn new(test: Test, tokens_per_s: Vec<f64>) -> Self {
+        TestResult {
+            name: test.kind,
+            tokens: test.tokens,
+            depth: test.depth,
+            label: test.to_string(),
+            median: median(&tokens_per_s),
+            stddev: stddev(&tokens_per_s),
+            tokens_per_s,
+        }
+    }
+}
+
+impl BenchResult {
+    /// A Markdown table in the manner of llama-bench.
+    pub(super) fn table(&self) -> String {
+        let mut table = Table::new([
+            ("model", Align::Left),
+            ("size", Align::Right),
+            ("params", Align::Right),
+            ("device", Align::Left),
+            ("kv", Align::Left),
+            ("test", Align::Right),
+            ("t/s", Align::Right),
+        ]);
+        for test in &self.tests {
+            table.push([
+                format!("{} {}", self.architecture, self.model),
+                Bytes(self.weights_bytes).to_string(),
+                format!("{:.2} M", self.n_params as f64 / 1e6),
+                self.device.clone(),
+                self.kv_dtype.clone(),
+                test.label.clone(),
+                format!("{:.2} \u{b1} {:.2}", test.median, test.stddev),
+            ]);
+        }
+        let commit = self.commit.map(|commit| format!(" ({commit})")).unwrap_or_default();
+        format!(
+            "{}\nnuthatch {}{commit}, medians; {:.2} % of the time outside the model's operations\n",
+            table.markdown(),
+            self.version,
+            self.overhead * 100.0,
+        )
+    }
+}
+
+fn median(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => 0.0,
+        n if n.is_multiple_of(2) => f64::midpoint(sorted[middle - 1], sorted[middle]),
+        _ => sorted[middle],
+    }
+}
+
+/// Of a sample, so divided by one less than there are.
+fn stddev(samples: &[f64]) -> f64 {
+    if samples.len() < 2 {
+        return 0.0;
+    }
+    let mean = samples.iter().sum::<f64>() / samples.len() as f64;
+    let squares: f64 = samples.iter().map(|x| (x - mean).powi(2)).sum();
+    (squares / (samples.len() - 1) as f64).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_and_deviations() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(stddev(&[5.0]), 0.0);
+        assert_eq!(stddev(&[1.0, 3.0]), 2f64.sqrt());
+    }
+
+    #[test]
+    fn the_table_and_the_json_say_the_same() {
+        let test = Test { kind: Kind::Decode, tokens: 128, depth: 2048 };
+        let result = BenchResult {
+            version: "1.2.3",
+            commit: Some("abc"),
+            model: "m.gguf".to_owned(),
+            architecture: "llama",
+            weights_bytes: 98_000_000,
+            n_params: 134_515_008,
+            device: "cpu".to_owned(),
+            threads: 2,
+            kv_dtype: "f16".to_owned(),
+            max_batched_tokens: 512,
+            overhead: 0.0123,
+            tests: vec![TestResult::new(test, vec![100.0, 110.0, 90.0])],
+        };
+        let table = result.table();
+        assert!(table.contains("| tg128 @ d2048 | 100.00 \u{b1} 10.00 |"), "{table}");
+        assert!(table.contains("nuthatch 1.2.3 (abc), medians; 1.23 %"), "{table}");
+        let json = serde_json::to_value(&result).unwrap();
+        assert_eq!(json["tests"][0]["name"], "tg");
+        assert_eq!(json["tests"][0]["depth"], 2048);
+        assert_eq!(json["tests"][0]["tokens_per_s"][1], 110.0);
+    }
+}

@@ -1,0 +1,129 @@
+//! From a configuration to an engine: open the files, compute the sizes, choose the device.
+
+use std::io::{IsTerminal as _, Write as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use nuthatch_backend::Backend as _;
+use nuthatch_backend_cpu::{Cpu, CpuConfig};
+use nuthatch_engine::{Budget, Engine, Executor, LoadedModel, SharedClock, SizeRequest, Sizes};
+use nuthatch_model::{ModelConfig, ModelFiles};
+use nuthatch_types::SystemClock;
+
+use crate::config::EngineConfig;
+use crate::host;
+use crate::size::{Bytes, Tokens};
+
+/// An engine on the CPU.
+pub(crate) type CpuEngine = Engine<Executor<LoadedModel<Cpu>>>;
+
+/// Share of the available memory that is used unless the user says otherwise. The rest is for the
+/// file cache that loading fills, and for everybody else.
+const MEMORY_SHARE: f64 = 0.85;
+
+/// A model that is open, with everything decided and nothing loaded.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) files: ModelFiles,
+    pub(crate) sizes: Sizes,
+    threads: u32,
+}
+
+/// An engine that is ready to run.
+pub(crate) struct Loaded {
+    pub(crate) engine: CpuEngine,
+    pub(crate) clock: SharedClock,
+    /// The device, for people.
+    pub(crate) device: String,
+    pub(crate) threads: usize,
+}
+
+/// A context that the model was not made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "--max-model-len is {asked}, but the model was made for {context} tokens; stretch it with \
+     --rope-scaling yarn --rope-scale {}", asked.div_ceil((*context).max(1))
+)]
+pub(crate) struct ContextError {
+    asked: u32,
+    context: u32,
+}
+
+impl Prepared {
+    /// Opens the files and computes the sizes. Too little memory is an error before anything is
+    /// loaded.
+    pub(crate) fn open(path: &Path, config: &EngineConfig) -> anyhow::Result<Self> {
+        let mut files = ModelFiles::open(path)?;
+        files.override_rope(&config.rope)?;
+        let context = files.config().max_context;
+        if let Some(asked) = config.max_context.filter(|&asked| asked > context) {
+            return Err(ContextError { asked, context }.into());
+        }
+        Self::with_files(files, config)
+    }
+
+    /// The same for files that are open, and any context.
+    pub(crate) fn with_files(files: ModelFiles, config: &EngineConfig) -> anyhow::Result<Self> {
+        // Where the system does not tell, allocation itself has to fail.
+        let available = host::available_memory().unwrap_or(u64::MAX / 2);
+        let request = SizeRequest {
+            max_context: config.max_context,
+            max_seqs: config.max_seqs,
+            max_rows: config.max_rows,
+            budget: config.kv_bytes.map_or(Budget::Share(MEMORY_SHARE), Budget::KvBytes),
+            ..SizeRequest::for_model(&files, config.kv_dtype, available)
+        };
+        let sizes = Sizes::compute(&request)
+            .with_context(|| format!("not enough memory for {}", files.path().display()))?;
+        Ok(Prepared { files, sizes, threads: config.threads })
+    }
+
+    /// Loads the weights and says so, one line for the model and one for the memory.
+    pub(crate) fn load(&self) -> anyhow::Result<Loaded> {
+        let threads = self.threads as usize;
+        let backend = Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?);
+        let (device, threads) = (backend.name(), backend.threads());
+        let model = describe_model(self.files.path(), self.files.config());
+        let memory = describe_memory(&self.sizes);
+        tracing::info!("model: {model}");
+        tracing::info!("memory: {memory}; {device}");
+        if std::io::stderr().is_terminal() && !tracing::enabled!(tracing::Level::INFO) {
+            // A closed stderr is no reason to stop.
+            let _ = writeln!(std::io::stderr(), "{model}\n{memory}; {device}");
+        }
+        let clock: SharedClock = Arc::new(SystemClock::start());
+        let engine = Engine::load(backend, &self.files, &self.sizes, Arc::clone(&clock))
+            .with_context(|| format!("cannot load {}", self.files.path().display()))?;
+        Ok(Loaded { engine, clock, device, threads })
+    }
+}
+
+/// The last part of the path, or what comes nearest.
+pub(crate) fn model_name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+fn describe_model(path: &Path, config: &ModelConfig) -> String {
+    format!(
+        "{}: {}, {} layers, {} heads over {} KV heads, context {}",
+        model_name(path),
+        config.architecture.name(),
+        config.n_layers,
+        config.n_heads,
+        config.n_kv_heads,
+        Tokens(config.max_context),
+    )
+}
+
+fn describe_memory(sizes: &Sizes) -> String {
+    format!(
+        "weights {}, KV {} ({} pages of {} tokens, {}), working memory {}",
+        Bytes(sizes.weights),
+        Bytes(sizes.kv),
+        sizes.n_pages,
+        sizes.page_len,
+        sizes.kv_dtype,
+        Bytes(sizes.working),
+    )
+}
