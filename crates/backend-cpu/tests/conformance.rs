@@ -8,6 +8,7 @@ use nuthatch_backend_cpu::{Cpu, CpuConfig, Isa};
 /// More threads than one, and not a power of two, so that work is split unevenly.
 const THREADS: usize = 3;
 
+#[expect(clippy::print_stdout, reason = "a skip must be seen")]
 fn on_every_isa(name: &str, check: Check<Cpu>) {
     for isa in Isa::ALL {
         match Cpu::new(CpuConfig { threads: THREADS, isa: Some(isa) }) {
