@@ -150,29 +150,35 @@ pub(super) fn sort_best(candidates: &mut [Candidate]) {
 }
 
 /// Keeps the tokens before which, best first, there is less weight than `mass`.
+///
+/// ```text
+///   candidates   [0, start)     [start, end)     [end, ..)
+///                kept           not yet known    dropped
+/// ```
+///
+/// Halves the middle by selection until it is short enough to sort: linear in the candidates,
+/// whatever the distribution.
 fn keep_nucleus(candidates: &mut Vec<Candidate>, mass: f64) {
-    // A nucleus is usually small: sort the best 64, then eight times as many if they do not do.
-    let mut n_sorted = 0;
-    let mut n_next = 64;
+    let weight = |part: &[Candidate]| part.iter().map(|c| f64::from(c.value)).sum::<f64>();
+    let (mut start, mut end) = (0, candidates.len());
     let mut before = 0.0;
-    while n_sorted < candidates.len() {
-        let rest = &mut candidates[n_sorted..];
-        if n_next < rest.len() {
-            rest.select_nth_unstable_by(n_next, best_first);
+    while end - start > 64 {
+        let half = (end - start) / 2;
+        candidates[start..end].select_nth_unstable_by(half, best_first);
+        let better = weight(&candidates[start..start + half]);
+        if before + better >= mass {
+            end = start + half;
+        } else {
+            before += better;
+            start += half;
         }
-        let n_part = n_next.min(rest.len());
-        let part = &mut rest[..n_part];
-        sort_best(part);
-        for (i, candidate) in part.iter().enumerate() {
-            if before >= mass && n_sorted + i > 0 {
-                candidates.truncate(n_sorted + i);
-                return;
-            }
-            before += f64::from(candidate.value);
-        }
-        n_sorted += n_part;
-        n_next *= 8;
     }
+    sort_best(&mut candidates[start..end]);
+    while start < end && (before < mass || start == 0) {
+        before += f64::from(candidates[start].value);
+        start += 1;
+    }
+    candidates.truncate(start);
 }
 
 fn draw_candidate(candidates: &[Candidate], uniform: f64) -> TokenId {
