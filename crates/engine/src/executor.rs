@@ -19,8 +19,8 @@ pub trait Execute {
     /// Carries out one plan.
     ///
     /// A result is per sequence: one whose logits were no numbers has a token with a NaN `logprob`,
-    /// which [`is_failed`] recognises, and the others are as if it were not there. An error is the
-    /// device's: everything the device held is lost, and the executor does no more work.
+    /// and the others are as if it were not there. An error is the device's: everything the device
+    /// held is lost, and the executor does no more work.
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError>;
 }
 
