@@ -320,12 +320,31 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Op {
-    Admit { seq: u64, salted: bool, tokens: Vec<TokenId> },
-    Fork { source: u64, seq: u64, n_shared: usize, more: Vec<TokenId> },
+    Admit {
+        seq: u64,
+        salted: bool,
+        tokens: Vec<TokenId>,
+    },
+    /// A whole request that leaves its pages behind.
+    Run {
+        seq: u64,
+        salted: bool,
+        tokens: Vec<TokenId>,
+    },
+    Fork {
+        source: u64,
+        seq: u64,
+        n_shared: usize,
+        more: Vec<TokenId>,
+    },
     Extend(u64, Vec<TokenId>),
     Seal(u64, usize),
     Release(u64),
-    Pin { pin: u64, salted: bool, tokens: Vec<TokenId> },
+    Pin {
+        pin: u64,
+        salted: bool,
+        tokens: Vec<TokenId>,
+    },
     Unpin(u64),
 }
 
@@ -340,6 +359,8 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => (seq.clone(), salted, tokens(1..24))
             .prop_map(|(seq, salted, tokens)| Op::Admit { seq, salted, tokens }),
+        6 => (seq.clone(), salted, tokens(1..24))
+            .prop_map(|(seq, salted, tokens)| Op::Run { seq, salted, tokens }),
         1 => (seq.clone(), seq.clone(), 0..30_usize, tokens(1..4))
             .prop_map(|(source, seq, n_shared, more)| Op::Fork { source, seq, n_shared, more }),
         6 => (seq.clone(), tokens(0..4)).prop_map(|(seq, more)| Op::Extend(seq, more)),
@@ -360,6 +381,14 @@ fn step(model: &mut Model, op: Op) {
         Op::Admit { seq, salted, tokens } if !has(model, seq) => {
             model.admit(SeqId(seq), salt(model, salted), tokens);
         }
+        Op::Run { seq, salted, tokens } if !has(model, seq) => {
+            let n_tokens = tokens.len();
+            model.admit(SeqId(seq), salt(model, salted), tokens);
+            model.extend(SeqId(seq), &[]);
+            model.seal(SeqId(seq), n_tokens);
+            model.check();
+            model.release(SeqId(seq));
+        }
         Op::Fork { source, seq, n_shared, more } if has(model, source) && !has(model, seq) => {
             model.fork(SeqId(source), SeqId(seq), n_shared, &more);
         }
@@ -368,7 +397,8 @@ fn step(model: &mut Model, op: Op) {
         Op::Release(seq) if has(model, seq) => model.release(SeqId(seq)),
         Op::Pin { pin, salted, tokens } => model.pin(PinId(pin), salt(model, salted), &tokens),
         Op::Unpin(pin) => model.unpin(PinId(pin)),
-        Op::Admit { .. } | Op::Fork { .. } | Op::Extend(..) | Op::Seal(..) | Op::Release(_) => {}
+        Op::Admit { .. } | Op::Run { .. } | Op::Fork { .. } => {}
+        Op::Extend(..) | Op::Seal(..) | Op::Release(_) => {}
     }
 }
 
@@ -376,7 +406,7 @@ proptest! {
     #[test]
     fn cache_behaves_like_the_model(
         page_len in 1..5_u32,
-        n_pages in 1..24_u32,
+        n_pages in 1..16_u32,
         max_pinned in 0..4_u32,
         ops in prop::collection::vec(op(), 1..60),
     ) {
