@@ -80,19 +80,23 @@ pub(crate) fn write_token(
     match dtype {
         KvDtype::F32 => {
             for (i, (&k, &v)) in k.iter().zip(v).enumerate() {
+                let v = finite(v, f32::MAX);
                 keys[(i * PAGE + offset) * 4..][..4].copy_from_slice(&k.to_le_bytes());
                 value[i * 4..][..4].copy_from_slice(&v.to_le_bytes());
             }
         }
         KvDtype::F16 => {
+            const MAX: f32 = 65504.0;
             for (i, (&k, &v)) in k.iter().zip(v).enumerate() {
-                keys[(i * PAGE + offset) * 2..][..2].copy_from_slice(&saturate(k).to_le_bytes());
-                value[i * 2..][..2].copy_from_slice(&saturate(v).to_le_bytes());
+                let (k, v) = (f16::from_f32(k.clamp(-MAX, MAX)), f16::from_f32(finite(v, MAX)));
+                keys[(i * PAGE + offset) * 2..][..2].copy_from_slice(&k.to_le_bytes());
+                value[i * 2..][..2].copy_from_slice(&v.to_le_bytes());
             }
         }
         KvDtype::Bf16 => {
+            let max = bf16::MAX.to_f32();
             for (i, (&k, &v)) in k.iter().zip(v).enumerate() {
-                let (k, v) = (bf16::from_f32(k), bf16::from_f32(v));
+                let (k, v) = (bf16::from_f32(k), bf16::from_f32(finite(v, max)));
                 keys[(i * PAGE + offset) * 2..][..2].copy_from_slice(&k.to_le_bytes());
                 value[i * 2..][..2].copy_from_slice(&v.to_le_bytes());
             }
@@ -100,7 +104,11 @@ pub(crate) fn write_token(
     }
 }
 
-/// The nearest finite half: an infinity would spoil every later row (0 * inf is NaN).
-fn saturate(x: f32) -> f16 {
-    f16::from_f32(x.clamp(-65504.0, 65504.0))
+/// The nearest number of at most `max`; 0 for NaN.
+///
+/// A value that is not finite would spoil rows that must not see it, because a masked key has
+/// probability 0, and 0 times infinity is NaN. The sequence it belongs to is lost either way: its
+/// own residual stream carries the NaN to its logits.
+fn finite(x: f32, max: f32) -> f32 {
+    if x.is_nan() { 0.0 } else { x.clamp(-max, max) }
 }

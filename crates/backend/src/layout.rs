@@ -46,7 +46,7 @@ impl BatchLayout {
 /// Which elements of a head are rotated together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
-    /// Element `i` with element `i + D/2`: Hugging Face's files, GGUF's Qwen.
+    /// Element `i` with the one half the rotated width on: Hugging Face's files, GGUF's Qwen.
     Halves,
     /// Element `2 i` with element `2 i + 1`: GGUF's Llama.
     Pairs,
