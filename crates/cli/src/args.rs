@@ -128,37 +128,29 @@ pub(crate) struct SamplingArgs {
 /// Where the model runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceArg {
-    /// The best there is
     #[default]
     Auto,
-    /// The processor
     Cpu,
 }
 
-/// How keys and values are stored.
+/// How keys and values are stored; `Auto` is f16.
+///
+/// The variants have no documentation of their own, because clap would print it as a long list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvDtypeArg {
-    /// f16
     #[default]
     Auto,
-    /// 16-bit floats
     F16,
-    /// 16-bit floats with the range of 32-bit ones
     Bf16,
-    /// 32-bit floats
     F32,
 }
 
 /// How positions beyond the trained context are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RopeScalingArg {
-    /// As trained
     None,
-    /// Positions divided by the factor
     Linear,
-    /// NTK-aware, by the length
     Dynamic,
-    /// YaRN
     Yarn,
 }
 

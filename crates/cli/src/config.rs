@@ -5,7 +5,9 @@
 use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeKind, RopeOverride};
 use nuthatch_types::{KvDtype, Sampling, SamplingError};
 
-use crate::args::{BenchArgs, EngineArgs, KvDtypeArg, RopeScalingArg, RunArgs, SamplingArgs};
+use crate::args::{
+    BenchArgs, DeviceArg, EngineArgs, KvDtypeArg, RopeScalingArg, RunArgs, SamplingArgs,
+};
 use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
 
 /// Something typed that makes no sense. The program ends with the exit code of a wrong usage.
@@ -87,6 +89,7 @@ pub(crate) struct SamplingConfig {
 /// How the engine runs.
 #[derive(Clone, Debug)]
 pub(crate) struct EngineConfig {
+    pub(crate) device: DeviceArg,
     /// 0 means all cores.
     pub(crate) threads: u32,
     /// Asked context; the model's if not given.
@@ -100,6 +103,9 @@ pub(crate) struct EngineConfig {
     pub(crate) max_seqs: u32,
     pub(crate) rope: RopeOverride,
 }
+
+/// Tokens of the sequence that warms an engine up before it is measured.
+pub(crate) const WARM_UP_TOKENS: u32 = 80;
 
 /// `nuthatch bench`, checked.
 #[derive(Clone, Debug)]
@@ -251,6 +257,7 @@ impl EngineConfig {
             return Err(ConfigError::Batch { rows, seqs });
         }
         Ok(EngineConfig {
+            device: args.device,
             threads: args.threads.unwrap_or(0),
             max_context: args.max_model_len,
             kv_dtype: match args.kv_cache_dtype {
@@ -309,7 +316,7 @@ impl BenchConfig {
     pub(crate) fn longest(&self) -> u32 {
         let test = self.prompts.iter().chain(&self.generates).copied().max().unwrap_or(0);
         let depth = self.depths.iter().copied().max().unwrap_or(0);
-        test.saturating_add(depth).saturating_add(2)
+        test.saturating_add(depth).saturating_add(2).max(WARM_UP_TOKENS)
     }
 }
 

@@ -11,6 +11,7 @@ use nuthatch_engine::{Budget, Engine, Executor, LoadedModel, SharedClock, SizeRe
 use nuthatch_model::{ModelConfig, ModelFiles};
 use nuthatch_types::SystemClock;
 
+use crate::args::DeviceArg;
 use crate::config::EngineConfig;
 use crate::host;
 use crate::size::{Bytes, Tokens};
@@ -27,6 +28,7 @@ const MEMORY_SHARE: f64 = 0.85;
 pub(crate) struct Prepared {
     pub(crate) files: ModelFiles,
     pub(crate) sizes: Sizes,
+    device: DeviceArg,
     threads: u32,
 }
 
@@ -76,13 +78,17 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
-        Ok(Prepared { files, sizes, threads: config.threads })
+        Ok(Prepared { files, sizes, device: config.device, threads: config.threads })
     }
 
     /// Loads the weights and says so, one line for the model and one for the memory.
     pub(crate) fn load(&self) -> anyhow::Result<Loaded> {
         let threads = self.threads as usize;
-        let backend = Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?);
+        let backend = match self.device {
+            DeviceArg::Auto | DeviceArg::Cpu => {
+                Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?)
+            }
+        };
         let (device, threads) = (backend.name(), backend.threads());
         let model = describe_model(self.files.path(), self.files.config());
         let memory = describe_memory(&self.sizes);

@@ -79,7 +79,7 @@ fn report(error: &anyhow::Error) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     // Nothing is left to tell a closed stderr.
-    let _ = writeln!(io::stderr(), "error: {error:#}");
+    let _ = writeln!(io::stderr(), "error: {}", chain(error));
     if error.downcast_ref::<ConfigError>().is_some() {
         ExitCode::from(EXIT_USAGE)
     } else if matches!(error.downcast_ref::<FetchError>(), Some(FetchError::Interrupted)) {
@@ -87,6 +87,19 @@ fn report(error: &anyhow::Error) -> ExitCode {
     } else {
         ExitCode::from(EXIT_FAILURE)
     }
+}
+
+/// The error and its causes. A cause that an error has already told is not told again.
+pub(crate) fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 fn is_broken_pipe(cause: &(dyn std::error::Error + 'static)) -> bool {

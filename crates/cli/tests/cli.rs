@@ -3,6 +3,7 @@
 //! The plan's table is held against a snapshot; `NUTHATCH_BLESS=1` writes it anew.
 
 mod hub;
+mod tiny;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -52,7 +53,7 @@ fn help_and_version_are_for_people() {
     for (command, expect) in [
         (&["--help"][..], "Examples:"),
         (&["run", "--help"], "Sampling (defaults come from the model):"),
-        (&["run", "--help"], "[aliases: --ctx-size"),
+        (&["run", "--help"], "[alias: --ctx-size]"),
         (&["plan", "--help"], "llama3-8b"),
         (&["bench", "--help"], "tg128 the decode"),
         (&["pull", "--help"], "Hub id or short name"),
@@ -111,7 +112,7 @@ fn errors_say_what_is_wrong_with_a_model() {
         (bert.as_str(), "architecture bert is not supported; supported are llama"),
         (empty.as_str(), "neither a .gguf file nor a Hugging Face directory"),
     ] {
-        for words in [&["run", "--model", model, "Hi"][..], &["bench", model]] {
+        for words in [&["run", "--model", model, "-p", "Hi"][..], &["bench", model]] {
             let error = fails(words, 1);
             assert!(error.contains(expect), "{words:?}: {error}");
             assert!(error.starts_with("error: ") && !error.contains("panicked"), "{error}");

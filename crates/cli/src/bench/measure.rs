@@ -7,6 +7,7 @@ use anyhow::{Context as _, ensure};
 use nuthatch_engine::{SharedClock, Submission};
 use nuthatch_types::{Limits, Sampling, TokenId};
 
+use crate::config::WARM_UP_TOKENS;
 use crate::load::CpuEngine;
 
 /// What a test measures.
@@ -76,7 +77,7 @@ impl Bench {
 
     /// Touches everything once: weights, threads, buffers.
     pub(super) fn warm_up(&mut self) -> anyhow::Result<()> {
-        self.run_sequence(64, 8).map(drop)
+        self.run_sequence(WARM_UP_TOKENS - 16, 8).map(drop)
     }
 
     /// Measures a test `repeat` times and gives the speeds, in tokens a second.

@@ -78,7 +78,7 @@ impl BenchResult {
         }
         let commit = self.commit.map(|commit| format!(" ({commit})")).unwrap_or_default();
         format!(
-            "{}\nnuthatch {}{commit}, medians; {:.2} % of the time outside the model's operations\n",
+            "{}\nnuthatch {}{commit}, medians; planning and bookkeeping took {:.2} % of the time\n",
             table.markdown(),
             self.version,
             self.overhead * 100.0,
@@ -138,7 +138,10 @@ mod tests {
         };
         let table = result.table();
         assert!(table.contains("| tg128 @ d2048 | 100.00 \u{b1} 10.00 |"), "{table}");
-        assert!(table.contains("nuthatch 1.2.3 (abc), medians; 1.23 %"), "{table}");
+        assert!(
+            table.contains("nuthatch 1.2.3 (abc), medians; planning and bookkeeping took 1.23 %"),
+            "{table}"
+        );
         let json = serde_json::to_value(&result).unwrap();
         assert_eq!(json["tests"][0]["name"], "tg");
         assert_eq!(json["tests"][0]["depth"], 2048);

@@ -22,7 +22,7 @@ impl Progress {
             return Progress { bar: ProgressBar::hidden() };
         }
         let bar = ProgressBar::new(bytes.unwrap_or(0));
-        let template = "{msg} [{bar:32}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+        let template = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec}";
         let style = ProgressStyle::with_template(template).expect("the template is constant");
         bar.set_style(style.progress_chars("=> "));
         bar.set_message(label.to_owned());

@@ -106,7 +106,7 @@ fn render(report: &Report) -> String {
     let model = &report.model;
     let mut text = format!(
         "{}: {} layers, {} query heads over {} KV heads ({}), head width {}\n\
-         weights {} ({}), {:.2} B parameters, context {}, page {} tokens\n",
+         weights {} ({}), {} parameters, context {}, page {} tokens\n",
         model.name,
         model.n_layers,
         model.n_heads,
@@ -115,7 +115,7 @@ fn render(report: &Report) -> String {
         model.head_dim,
         Bytes(model.weights.bytes),
         model.weights.what,
-        model.n_params as f64 / 1e9,
+        people(model.n_params),
         Tokens(model.context),
         report.page_len,
     );
@@ -141,6 +141,15 @@ fn render(report: &Report) -> String {
         text += &render_fit(fit);
     }
     text
+}
+
+/// A count with a decimal unit.
+fn people(n: u64) -> String {
+    if n < 1_000_000_000 {
+        format!("{:.1} M", n as f64 / 1e6)
+    } else {
+        format!("{:.2} B", n as f64 / 1e9)
+    }
 }
 
 fn per_token(report: &Report) -> Table {

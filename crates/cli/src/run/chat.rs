@@ -71,7 +71,7 @@ impl Chat<'_> {
             Err(error) if error.is::<io::Error>() => return Err(error),
             Err(error) => {
                 self.messages.pop();
-                say(&format!("error: {error:#}"))?;
+                say(&format!("error: {}", crate::chain(&error)))?;
                 if error.is::<ContextFull>() {
                     say(
                         "the conversation is too long: /reset begins a new one, --ctx-size makes \
@@ -127,7 +127,7 @@ impl Chat<'_> {
             let outside = stats.step_time.saturating_sub(stats.execute_time).as_secs_f64();
             let share = 100.0 * outside / stats.step_time.as_secs_f64().max(f64::MIN_POSITIVE);
             say(&format!(
-                "{} steps, {} tokens computed, {} sampled, {share:.2} % of the time outside the model",
+                "{} steps, {} tokens computed, {} sampled, {share:.2} % of the time planning and bookkeeping",
                 counters.steps, counters.computed_tokens, counters.sampled_tokens,
             ))?;
         }
