@@ -2,6 +2,7 @@
 
 use nuthatch_types::{FinishReason, Sampled, SeqId, StepResult};
 
+use crate::policy::Service;
 use crate::step::Flight;
 use crate::{Output, Scheduler};
 
@@ -44,10 +45,27 @@ impl Scheduler {
         if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
             sequence.table_known = sequence.table_known.min(first_changed);
         }
+        self.serve(flight);
         if let Some(sample) = sample
             && let Some(reason) = self.take_sample(sample, outputs)
         {
             self.finish(flight.seq, reason, outputs);
+        }
+    }
+
+    /// Tells the policy what a sequence got.
+    fn serve(&mut self, flight: Flight) {
+        let sequence = self.seqs.get_mut(&flight.seq).expect("the caller looked");
+        sequence.n_since_rank += u64::from(flight.n_tokens);
+        let service = Service {
+            n_computed: flight.n_tokens,
+            n_sampled: u32::from(flight.sample),
+            n_since_rank: sequence.n_since_rank,
+        };
+        if let Some(rank) = self.queue.serve(&sequence.waiter(), service) {
+            sequence.rank = rank;
+            sequence.n_since_rank = 0;
+            self.is_unsorted = true;
         }
     }
 

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! Code map: [`Scheduler`] is the facade; `sequence` holds what is known of one request, `step`
-//! fills one plan, `preempt` chooses who gives way, `commit` takes a result in.
+//! fills one plan, `admit` lets those who wait in, `policy` says who is next, `preempt` chooses who
+//! gives way, `commit` takes a result in.
 //!
 //! The crate owns the sequences and the cache. It knows no device, no clock, no thread and no file,
 //! and it sees no strings: stop strings are the caller's, who cancels.
@@ -39,9 +40,11 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod admit;
 mod commit;
 mod config;
 mod output;
+mod policy;
 mod preempt;
 mod scheduler;
 mod sequence;
@@ -51,6 +54,7 @@ mod verify;
 
 pub use config::{Config, ConfigError};
 pub use output::{Output, Usage};
+pub use policy::{Policy, Tenant};
 pub use scheduler::{Hints, Scheduler, Submission, SubmitError};
 pub use stats::{Counters, Stats};
 pub use verify::Fault;

@@ -1,6 +1,5 @@
 //! The facade: submit, plan, commit, cancel.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use nuthatch_cache::{Cache, PinId, Retention, Salt};
@@ -9,7 +8,8 @@ use nuthatch_types::{
 };
 use thiserror::Error;
 
-use crate::sequence::{Arrival, Sequence};
+use crate::policy::{Arrival, Policy, Queue, Tenant};
+use crate::sequence::{Place, Sequence};
 use crate::step::InFlight;
 use crate::verify::{self, Fault};
 use crate::{Config, ConfigError, Counters, Output, Stats};
@@ -20,10 +20,16 @@ pub struct Scheduler {
     pub(crate) config: Config,
     pub(crate) cache: Cache,
     pub(crate) seqs: FastMap<SeqId, Sequence>,
-    /// Sequences without pages, first come first served.
-    pub(crate) waiting: BTreeMap<Arrival, SeqId>,
-    /// Sequences with pages, in order of arrival.
+    /// Sequences that wait for their turn.
+    pub(crate) queue: Box<dyn Queue>,
+    /// Sequences that wait for the one that they fork, in order of arrival.
+    pub(crate) held: Vec<SeqId>,
+    /// Sequences with pages, in order of rank.
     pub(crate) running: Vec<SeqId>,
+    /// Whether a rank in `running` changed.
+    pub(crate) is_unsorted: bool,
+    /// Sequences that the executor knows.
+    pub(crate) n_started: u32,
     /// Sequences of which the executor knows and that it has not been told to forget.
     pub(crate) ended: Vec<SeqId>,
     /// The step that is being executed.
@@ -55,6 +61,10 @@ pub struct Hints {
     /// A sequence that begins with the same tokens. The request waits until that one has computed
     /// them, or is gone, and then shares all of them, even those that fill no page.
     pub fork_of: Option<SeqId>,
+    /// How urgent it is under [`Policy::Priority`]; higher is more.
+    pub priority: u8,
+    /// Who pays for it under [`Policy::Fair`].
+    pub tenant: Tenant,
 }
 
 /// Why a request is refused.
@@ -109,16 +119,25 @@ pub enum SubmitError {
 }
 
 impl Scheduler {
-    /// A scheduler without requests that owns `cache`, which must be empty.
+    /// A scheduler without requests that owns `cache`, which must be empty. First come, first
+    /// served.
     pub fn new(config: Config, cache: Cache) -> Result<Self, ConfigError> {
+        Scheduler::with_policy(config, cache, Policy::default())
+    }
+
+    /// A scheduler without requests that owns `cache`, which must be empty.
+    pub fn with_policy(config: Config, cache: Cache, policy: Policy) -> Result<Self, ConfigError> {
         config.validate()?;
         assert!(cache.is_empty(), "the scheduler knows every sequence in its cache");
         Ok(Scheduler {
             config,
             cache,
             seqs: FastMap::default(),
-            waiting: BTreeMap::new(),
+            queue: policy.queue(),
+            held: Vec::new(),
             running: Vec::new(),
+            is_unsorted: false,
+            n_started: 0,
             ended: Vec::new(),
             in_flight: None,
             counters: Counters::default(),
@@ -149,11 +168,15 @@ impl Scheduler {
         let n_common = source.map_or(0, |source| common(&prompt, &source.tokens));
         let hints = Hints { fork_of: source.map(|source| source.id), ..hints };
         self.n_arrivals += 1;
-        let arrival = Arrival(self.n_arrivals);
+        let n_prompt = prompt.len() as u32;
+        let place = if n_common > 0 { Place::Held } else { Place::Waiting };
         let sequence = Sequence {
             id: seq,
-            arrival,
-            n_prompt: prompt.len() as u32,
+            rank: self.queue.rank(Arrival(self.n_arrivals), &hints, n_prompt),
+            n_since_rank: 0,
+            place,
+            since: self.counters.steps,
+            n_prompt,
             tokens: prompt,
             computed: 0,
             cached: 0,
@@ -167,8 +190,11 @@ impl Scheduler {
             protected: false,
             last_step: 0,
         };
+        match place {
+            Place::Held => self.held.push(seq),
+            Place::Waiting | Place::Running => self.queue.push(sequence.waiter()),
+        }
         self.seqs.insert(seq, sequence);
-        self.waiting.insert(arrival, seq);
         Ok(())
     }
 
@@ -198,9 +224,9 @@ impl Scheduler {
         if let Some(in_flight) = self.in_flight.take() {
             self.ended.extend(in_flight.ended);
         }
-        let waiting = std::mem::take(&mut self.waiting).into_values();
-        let all: Vec<SeqId> =
-            std::mem::take(&mut self.running).into_iter().chain(waiting).collect();
+        let mut all: Vec<SeqId> = self.seqs.keys().copied().collect();
+        all.sort_unstable_by_key(|&seq| self.seq(seq).rank.arrival);
+        self.running.clear();
         self.counters.failed += all.len() as u64;
         let outputs =
             all.into_iter().filter_map(|seq| self.end(seq, FinishReason::Failed)).collect();
@@ -223,6 +249,11 @@ impl Scheduler {
         self.cache.set_now(now);
     }
 
+    /// Sets what a tenant's share is worth under [`Policy::Fair`]; 1 is ordinary.
+    pub fn set_weight(&mut self, tenant: Tenant, weight: u32) {
+        self.queue.set_weight(tenant, weight);
+    }
+
     /// Pins what is cached of the beginning of `tokens`. See [`Cache::pin`].
     pub fn pin(&mut self, pin: PinId, salt: Salt, tokens: &[TokenId]) -> u32 {
         self.cache.pin(pin, salt, tokens)
@@ -241,7 +272,7 @@ impl Scheduler {
     /// What the scheduler holds now, and what it did so far; constant time.
     pub fn stats(&self) -> Stats {
         Stats {
-            waiting: self.waiting.len() as u32,
+            waiting: self.n_waiting(),
             running: self.running.len() as u32,
             cache: self.cache.stats(),
             counters: self.counters,
@@ -280,7 +311,7 @@ impl Scheduler {
         if self.seqs.contains_key(&submission.seq) {
             return Err(SubmitError::DuplicateSeq { seq: submission.seq });
         }
-        let waiting = self.waiting.len() as u32;
+        let waiting = self.n_waiting();
         if waiting >= self.config.max_waiting {
             return Err(SubmitError::QueueFull { waiting });
         }
@@ -292,14 +323,20 @@ impl Scheduler {
     /// along it.
     pub(crate) fn end(&mut self, seq: SeqId, reason: FinishReason) -> Option<Output> {
         let sequence = self.seqs.remove(&seq)?;
-        self.waiting.remove(&sequence.arrival);
-        if self.cache.contains(seq) {
-            self.cache.release(seq);
+        match sequence.place {
+            Place::Held => self.held.retain(|&held| held != seq),
+            Place::Waiting => self.queue.remove(&sequence.waiter()),
+            Place::Running => self.cache.release(seq),
         }
-        if sequence.sampling.is_none() {
+        if sequence.is_started() {
+            self.n_started -= 1;
             self.ended.push(seq);
         }
         Some(Output::Finished { seq, reason, usage: sequence.usage() })
+    }
+
+    fn n_waiting(&self) -> u32 {
+        (self.queue.len() + self.held.len()) as u32
     }
 
     /// A sequence that has not ended.

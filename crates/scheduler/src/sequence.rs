@@ -9,17 +9,19 @@
 
 use nuthatch_types::{Limits, Sampling, SeqId, TokenId};
 
+use crate::policy::{Rank, Waiter};
 use crate::{Hints, Usage};
-
-/// The rank of a request in the order of arrival.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Arrival(pub(crate) u64);
 
 /// What is known of one request.
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: SeqId,
-    pub(crate) arrival: Arrival,
+    pub(crate) rank: Rank,
+    /// Tokens computed since its rank changed last.
+    pub(crate) n_since_rank: u64,
+    pub(crate) place: Place,
+    /// The step since which it waits, if it does.
+    pub(crate) since: u64,
     /// The prompt, then what was sampled.
     pub(crate) tokens: Vec<TokenId>,
     pub(crate) n_prompt: u32,
@@ -45,7 +47,34 @@ pub(crate) struct Sequence {
     pub(crate) last_step: u64,
 }
 
+/// Where a sequence is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// It waits for the sequence that it forks.
+    Held,
+    /// It waits for its turn.
+    Waiting,
+    /// It has pages.
+    Running,
+}
+
 impl Sequence {
+    /// What a queue knows of it.
+    pub(crate) fn waiter(&self) -> Waiter {
+        Waiter {
+            seq: self.id,
+            rank: self.rank,
+            tenant: self.hints.tenant,
+            is_started: self.is_started(),
+            since: self.since,
+        }
+    }
+
+    /// Whether the executor knows it.
+    pub(crate) fn is_started(&self) -> bool {
+        self.sampling.is_none()
+    }
+
     /// Tokens that are not computed.
     pub(crate) fn pending(&self) -> u32 {
         self.tokens.len() as u32 - self.computed

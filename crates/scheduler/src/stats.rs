@@ -34,10 +34,12 @@ pub struct Counters {
     pub recomputed_tokens: u64,
     /// Tokens sampled.
     pub sampled_tokens: u64,
-    /// Sequences whose pages were taken for an older one.
+    /// Sequences whose pages were taken for another one.
     pub preemptions: u64,
     /// Preemptions of a sequence that had made no progress, because nothing else could run.
     pub forced_preemptions: u64,
+    /// Preemptions for a sequence that waited, as the policy wants it.
+    pub displacements: u64,
     /// Turns in which a running sequence found no pages and nobody to preempt.
     pub stalls: u64,
 }

@@ -1,12 +1,8 @@
 //! Filling one plan: decoding sequences first, then prompts that were begun, then new ones.
 
-use std::ops::Bound;
-
-use nuthatch_cache::{Admission, Admitted, Prompt};
 use nuthatch_types::{SeqId, SeqStart, SeqStep, StepPlan, TableChange};
 
-use crate::sequence::Sequence;
-use crate::{Hints, Scheduler};
+use crate::Scheduler;
 
 /// The step that is being executed.
 #[derive(Clone, Debug)]
@@ -28,12 +24,12 @@ pub(crate) struct Flight {
 /// A plan that is being filled.
 #[derive(Debug)]
 pub(crate) struct Step {
-    plan: StepPlan,
+    pub(crate) plan: StepPlan,
     flights: Vec<Flight>,
     /// Tokens that may still be added.
-    budget: u32,
+    pub(crate) budget: u32,
     /// Pages that running sequences still need for the tokens they have now.
-    promised: u32,
+    pub(crate) promised: u32,
     /// Sequences that lost their pages in this step.
     pub(crate) n_preempted: u32,
 }
@@ -55,6 +51,9 @@ impl Scheduler {
             promised: 0,
             n_preempted: 0,
         };
+        self.sort_running();
+        self.release_held();
+        self.displace(&mut step);
         loop {
             self.plan_running(Turn::Decode, &mut step);
             self.plan_running(Turn::Prompt, &mut step);
@@ -66,8 +65,9 @@ impl Scheduler {
             self.admit_waiting(&mut step);
         }
         if step.flights.is_empty() {
-            assert!(self.running.is_empty(), "the oldest sequence alone always fits");
-            assert!(self.waiting.is_empty(), "an empty cache holds every accepted request");
+            assert!(self.running.is_empty(), "the first sequence alone always fits");
+            assert_eq!(self.queue.len(), 0, "an empty cache holds every accepted request");
+            assert!(self.held.is_empty(), "who waits for another is released when that one ends");
             self.counters.steps -= 1;
             return None;
         }
@@ -76,7 +76,14 @@ impl Scheduler {
         Some(step.plan)
     }
 
-    /// Gives each running sequence whose turn it is its tokens, oldest first.
+    fn sort_running(&mut self) {
+        if std::mem::take(&mut self.is_unsorted) {
+            let Scheduler { running, seqs, .. } = self;
+            running.sort_by_key(|seq| seqs[seq].rank);
+        }
+    }
+
+    /// Gives each running sequence whose turn it is its tokens, in order of rank.
     fn plan_running(&mut self, turn: Turn, step: &mut Step) {
         // Only sequences after the current one are preempted, so the index stays good.
         let mut i = 0;
@@ -96,7 +103,7 @@ impl Scheduler {
         }
     }
 
-    /// Adds a running sequence to the step. Younger ones give way when pages are short; when none
+    /// Adds a running sequence to the step. Those after it give way when pages are short; when none
     /// is left that may, the sequence keeps what it has and waits for the next step.
     fn plan_or_preempt(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) {
         while !self.plan_seq(seq, n_tokens, step) {
@@ -107,82 +114,9 @@ impl Scheduler {
         }
     }
 
-    /// Admits waiting sequences, oldest first, while seats, tokens and pages last. A request is
-    /// admitted when all its tokens fit beside what the running ones still need, so that it is not
-    /// thrown out halfway through its prompt; the first that does not fit ends the search, so that
-    /// no long request waits for ever.
-    fn admit_waiting(&mut self, step: &mut Step) {
-        let mut after = Bound::Unbounded;
-        while let Some((&arrival, &seq)) = self.waiting.range((after, Bound::Unbounded)).next() {
-            after = Bound::Excluded(arrival);
-            let has_seat = (self.running.len() as u32) < self.config.max_seqs;
-            if !has_seat || step.budget == 0 {
-                return;
-            }
-            if self.waits_for_source(seq) {
-                continue;
-            }
-            let room = self.cache.n_available().saturating_sub(step.promised);
-            let mut admission = self.plan_admission(seq);
-            if admission.n_pages() > room {
-                admission = admission.without_copy();
-            }
-            if admission.n_pages() > room {
-                return;
-            }
-            self.admit(seq, admission, step);
-        }
-    }
-
-    /// Gives a waiting sequence what was found for it, and its first tokens to compute.
-    fn admit(&mut self, seq: SeqId, admission: Admission, step: &mut Step) {
-        let arrival = self.seq(seq).arrival;
-        self.waiting.remove(&arrival);
-        let position = self.running.partition_point(|&other| self.seq(other).arrival < arrival);
-        self.running.insert(position, seq);
-        let Admitted { n_found, copy } = self.cache.admit(admission);
-        step.plan.copies.extend(copy);
-        let budget = step.budget;
-        let sequence = self.seq_mut(seq);
-        sequence.computed = n_found;
-        if sequence.sampling.is_some() {
-            sequence.cached = n_found.min(sequence.n_prompt);
-        }
-        let n_tokens = sequence.pending().min(budget);
-        let planned = self.plan_seq(seq, n_tokens, step);
-        assert!(planned, "pages for all tokens were counted");
-        step.promised += self.pages_outstanding(seq);
-    }
-
-    /// Decides what a waiting sequence starts with: what is cached of its tokens, or what the
-    /// sequence that it forks has, whichever is more.
-    fn plan_admission(&self, seq: SeqId) -> Admission {
-        let sequence = self.seq(seq);
-        let Hints { salt, retention, .. } = sequence.hints;
-        let prompt = Prompt { tokens: &sequence.tokens, salt, retention };
-        let found = self.cache.plan_admit(seq, prompt);
-        let n_found = found.miss().map_or(0, |miss| miss.at);
-        let Some(source) = self.fork_source(seq) else { return found };
-        let n_shared = sequence.n_common.min(source.computed);
-        if n_shared <= n_found {
-            return found;
-        }
-        self.cache.plan_fork(source.id, seq, n_shared, sequence.tokens.len() as u32)
-    }
-
-    /// Whether the sequence that a waiting one forks has not computed all that they share.
-    fn waits_for_source(&self, seq: SeqId) -> bool {
-        self.fork_source(seq).is_some_and(|source| source.computed < self.seq(seq).n_common)
-    }
-
-    /// The sequence that another one forks, if it is still there.
-    fn fork_source(&self, seq: SeqId) -> Option<&Sequence> {
-        self.seqs.get(&self.seq(seq).hints.fork_of?)
-    }
-
     /// Adds the next `n_tokens` of a sequence to the step, or changes nothing when their pages are
     /// not there.
-    fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
+    pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
         let Ok(extend) = self.cache.plan_extend(seq, n_tokens) else { return false };
         self.cache.apply(extend);
         let n_pages = self.cache.n_pages(seq);
@@ -191,6 +125,7 @@ impl Scheduler {
         if let Some(sampling) = sequence.sampling.take() {
             let history = sequence.tokens.clone();
             step.plan.started.push(SeqStart { seq, sampling, history });
+            self.n_started += 1;
         }
         let start = sequence.computed;
         let end = start + n_tokens;
@@ -210,7 +145,7 @@ impl Scheduler {
     }
 
     /// Pages that a running sequence still needs for the tokens it has.
-    fn pages_outstanding(&self, seq: SeqId) -> u32 {
+    pub(crate) fn pages_outstanding(&self, seq: SeqId) -> u32 {
         let n_tokens = self.seq(seq).tokens.len() as u32;
         n_tokens.div_ceil(self.cache.config().page_len).saturating_sub(self.cache.n_pages(seq))
     }

@@ -4,6 +4,7 @@ use nuthatch_types::SeqId;
 use thiserror::Error;
 
 use crate::Scheduler;
+use crate::sequence::Place;
 
 /// A broken invariant: a bug in this crate or in the cache, never the fault of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -11,8 +12,8 @@ pub enum Fault {
     /// The cache is broken.
     #[error(transparent)]
     Cache(#[from] nuthatch_cache::Fault),
-    /// A sequence is in no queue, in two, or in one out of order.
-    #[error("{seq:?} is not in exactly one queue, in its place")]
+    /// A sequence is not where it is said to be, or out of order there.
+    #[error("{seq:?} is not in its place")]
     Queue {
         /// The sequence.
         seq: SeqId,
@@ -35,13 +36,23 @@ pub enum Fault {
         /// Running sequences.
         running: u32,
     },
-    /// More sequences run than may.
-    #[error("{running} sequences are running, but only {max_seqs} may")]
+    /// More sequences run, or are known to the executor, than may.
+    #[error("{known} sequences are running or were, but only {max_seqs} may")]
     Seats {
-        /// Running sequences.
-        running: u32,
-        /// Most that may run.
+        /// Sequences that run or that the executor knows.
+        known: u32,
+        /// Most that may.
         max_seqs: u32,
+    },
+    /// A counter differs from what it counts.
+    #[error("the counter of {name} says {counted}, but {found} were found")]
+    Counter {
+        /// What is counted.
+        name: &'static str,
+        /// What the counter says.
+        counted: usize,
+        /// What was found.
+        found: usize,
     },
 }
 
@@ -54,35 +65,31 @@ pub(crate) fn verify(scheduler: &Scheduler) -> Result<(), Fault> {
 }
 
 fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
-    let Scheduler { seqs, waiting, running, .. } = scheduler;
-    for (&arrival, &seq) in waiting {
-        let known = seqs.get(&seq).is_some_and(|sequence| sequence.arrival == arrival);
-        if !known || running.contains(&seq) {
-            return Err(Fault::Queue { seq });
-        }
-    }
+    let Scheduler { seqs, queue, held, running, is_unsorted, .. } = scheduler;
     let mut last = None;
     for &seq in running {
-        let arrival = seqs.get(&seq).map(|sequence| sequence.arrival);
-        if arrival.is_none() || arrival <= last {
+        let rank = seqs.get(&seq).filter(|s| s.place == Place::Running).map(|s| s.rank);
+        if rank.is_none() || (rank <= last && !is_unsorted) {
             return Err(Fault::Queue { seq });
         }
-        last = arrival;
+        last = rank;
+    }
+    for &seq in held {
+        if seqs.get(&seq).is_none_or(|sequence| sequence.place != Place::Held) {
+            return Err(Fault::Queue { seq });
+        }
     }
     for (&seq, sequence) in seqs {
         if sequence.id != seq {
             return Err(Fault::Queue { seq });
         }
     }
-    // Distinct members of `seqs`, as many as there are: none is in no queue.
-    if waiting.len() + running.len() == seqs.len() {
-        Ok(())
-    } else {
-        let lost = seqs.iter().find(|(seq, sequence)| {
-            !running.contains(seq) && !waiting.contains_key(&sequence.arrival)
-        });
-        Err(Fault::Queue { seq: lost.map_or(SeqId(0), |(&seq, _)| seq) })
-    }
+    let at = |place: Place| seqs.values().filter(|s| s.place == place).count();
+    count("running sequences", running.len(), at(Place::Running))?;
+    count("held sequences", held.len(), at(Place::Held))?;
+    count("waiting sequences", queue.len(), at(Place::Waiting))?;
+    let n_started = seqs.values().filter(|s| s.is_started()).count();
+    count("started sequences", scheduler.n_started as usize, n_started)
 }
 
 fn lengths_agree(scheduler: &Scheduler) -> Result<(), Fault> {
@@ -104,8 +111,13 @@ fn lengths_agree(scheduler: &Scheduler) -> Result<(), Fault> {
     Ok(())
 }
 
+/// Neither the tables of the cache nor those of the executor are more than they may be.
 fn seats_are_kept(scheduler: &Scheduler) -> Result<(), Fault> {
-    let running = scheduler.running.len() as u32;
     let max_seqs = scheduler.config.max_seqs;
-    if running <= max_seqs { Ok(()) } else { Err(Fault::Seats { running, max_seqs }) }
+    let known = scheduler.n_started.max(scheduler.running.len() as u32);
+    if known <= max_seqs { Ok(()) } else { Err(Fault::Seats { known, max_seqs }) }
+}
+
+fn count(name: &'static str, counted: usize, found: usize) -> Result<(), Fault> {
+    if counted == found { Ok(()) } else { Err(Fault::Counter { name, counted, found }) }
 }

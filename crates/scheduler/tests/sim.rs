@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use nuthatch_cache::Eviction::{Lfu, Lineage, Lru, Priority};
 use nuthatch_cache::{Cache, Options, PinId, Retention, Salt};
-use nuthatch_scheduler::{Config, Hints, Output, Scheduler, Submission, SubmitError, Usage};
+use nuthatch_scheduler::{
+    Config, Hints, Output, Policy, Scheduler, Submission, SubmitError, Tenant, Usage,
+};
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone};
 use nuthatch_types::{FinishReason, Limits, Sampling, SeqId, TokenId};
 
@@ -68,13 +70,25 @@ impl World {
         };
         let sizes = nuthatch_cache::Config { page_len, n_pages };
         let cache = Cache::with_options(sizes, options).expect("valid sizes");
+        let policy = match rng.range(0..5) {
+            0 => Policy::Fcfs,
+            1 => Policy::Priority { boost: rng.range(0..20) },
+            2 => Policy::Prefix { ageing: rng.range(1..50), window: rng.range(1..20) },
+            3 => Policy::Fair,
+            _ => Policy::Mlfq {
+                levels: rng.range(1..5) as u8,
+                quantum: rng.range(1..40),
+                max_wait: rng.range(1..200),
+                max_running: rng.range(1..12),
+            },
+        };
         let opening = |rng: &mut Rng| {
             let n_tokens = rng.range(0..max_prompt);
             (0..n_tokens).map(|_| TokenId(rng.range(0..N_VOCAB))).collect()
         };
         World {
             config,
-            scheduler: Scheduler::new(config, cache).expect("valid limits"),
+            scheduler: Scheduler::with_policy(config, cache, policy).expect("valid limits"),
             executor: FakeExecutor::new(page_len, n_pages, N_VOCAB),
             requests: BTreeMap::new(),
             n_to_submit: rng.range(10..60),
@@ -136,7 +150,9 @@ impl World {
         } else {
             Salt::default()
         };
-        let mut hints = Hints { salt, retention, fork_of: None };
+        let priority = self.rng.range(0..4) as u8;
+        let tenant = Tenant(u64::from(self.rng.range(0..4)));
+        let mut hints = Hints { salt, retention, fork_of: None, priority, tenant };
         let mut prompt = match self.rng.range(0..4) {
             0 => Vec::new(),
             1 | 2 => self.openings[self.rng.range(0..3) as usize].clone(),
@@ -200,6 +216,10 @@ impl World {
             return true;
         }
         let result = self.executor.run(&plan);
+        assert!(
+            self.executor.n_seqs() <= self.config.max_seqs as usize,
+            "more than it has room for"
+        );
         if self.rng.one_in(20) {
             self.cancel_one();
         }
@@ -295,7 +315,7 @@ impl Drop for Seed {
 
 #[test]
 fn every_request_gets_the_answer_it_gets_alone() {
-    let mut preemptions = 0;
+    let (mut preemptions, mut displacements) = (0, 0);
     let mut cache = nuthatch_cache::Counters::default();
     for seed in seeds() {
         let guard = Seed(seed);
@@ -304,6 +324,7 @@ fn every_request_gets_the_answer_it_gets_alone() {
         world.check();
         let stats = world.scheduler.stats();
         preemptions += stats.counters.preemptions;
+        displacements += stats.counters.displacements;
         cache.tokens_shared += stats.cache.counters.tokens_shared;
         cache.tokens_copied += stats.cache.counters.tokens_copied;
         cache.pages_merged += stats.cache.counters.pages_merged;
@@ -313,6 +334,7 @@ fn every_request_gets_the_answer_it_gets_alone() {
     // The worlds must be tight enough to mean something.
     if seeds().count() >= 200 {
         assert!(preemptions > 200, "only {preemptions} preemptions");
+        assert!(displacements > 50, "only {displacements} displacements");
         assert!(cache.tokens_shared > 10_000, "{cache:?}");
         assert!(cache.tokens_copied > 2_000, "{cache:?}");
         assert!(cache.pages_merged > 100, "{cache:?}");

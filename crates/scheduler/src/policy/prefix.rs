@@ -1,0 +1,77 @@
+//! The longest cached prefix first, with ageing.
+//!
+//! Of the oldest requests, the one with the most cached tokens is next, so that requests that begin
+//! alike run one after the other while their beginning is cached. Whoever is passed over gains
+//! `ageing` tokens; as no more tokens can be found than a context has, everyone is passed over a
+//! bounded number of times.
+
+use std::cmp::Reverse;
+
+use nuthatch_types::{FastMap, SeqId};
+
+use super::sorted::Sorted;
+use super::{Arrival, Ask, Queue, Rank, Waiter};
+use crate::Hints;
+
+/// The longest cached prefix first.
+#[derive(Debug)]
+pub(super) struct Prefix {
+    sorted: Sorted,
+    /// How often each of those who wait was passed over.
+    n_passed: FastMap<SeqId, u32>,
+    ageing: u64,
+    window: usize,
+}
+
+impl Prefix {
+    pub(super) fn new(ageing: u32, window: u32) -> Self {
+        Prefix {
+            sorted: Sorted::default(),
+            n_passed: FastMap::default(),
+            ageing: u64::from(ageing),
+            window: window.max(1) as usize,
+        }
+    }
+}
+
+impl Queue for Prefix {
+    fn rank(&self, arrival: Arrival, _hints: &Hints, _n_prompt: u32) -> Rank {
+        Rank { class: 0, arrival }
+    }
+
+    fn push(&mut self, waiter: Waiter) {
+        self.sorted.push(waiter);
+    }
+
+    fn remove(&mut self, waiter: &Waiter) {
+        self.sorted.remove(waiter);
+        self.n_passed.remove(&waiter.seq);
+    }
+
+    /// One who was preempted is next: much of what it had may still be cached.
+    fn next(&mut self, ask: &Ask<'_>) -> Option<SeqId> {
+        let started = self.sorted.first_started();
+        if started.is_some() || !ask.may_start {
+            return started;
+        }
+        let score = |seq: SeqId| {
+            let n_passed = self.n_passed.get(&seq).copied().unwrap_or(0);
+            u64::from((ask.n_found)(seq)) + self.ageing * u64::from(n_passed)
+        };
+        let window = self.sorted.fresh().take(self.window);
+        // Of equals, the oldest.
+        window.min_by_key(|&(rank, seq)| (Reverse(score(seq)), rank)).map(|(_, seq)| seq)
+    }
+
+    fn admitted(&mut self, waiter: &Waiter) {
+        for (rank, seq) in self.sorted.fresh().take(self.window) {
+            if rank < waiter.rank {
+                *self.n_passed.entry(seq).or_default() += 1;
+            }
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.sorted.len()
+    }
+}
