@@ -51,6 +51,7 @@
 mod byte_level;
 mod config;
 mod detokenizer;
+mod guard;
 mod pieces;
 mod stop;
 mod template;

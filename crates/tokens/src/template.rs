@@ -18,6 +18,7 @@ use regex::Regex;
 use serde_json::{Map, Value as Json};
 
 use self::functions::Raised;
+use crate::guard::catch;
 
 /// Instructions that one rendering may run; the largest real templates use some thousands for each
 /// message.
@@ -142,9 +143,14 @@ impl ChatTemplate {
         env.set_fuel(Some(FUEL));
         env.add_filter("tojson", json::tojson);
         env.add_function("raise_exception", functions::raise_exception);
-        env.add_template_owned(NAME, without_generation_tags(source)).map_err(|error| {
-            TemplateError::Syntax { line: error.line().unwrap_or(0), detail: detail(&error) }
-        })?;
+        env.add_test("iterable", functions::is_iterable);
+        let source = without_generation_tags(source);
+        catch(|| env.add_template_owned(NAME, source))
+            .map_err(|detail| TemplateError::Syntax { line: 0, detail })?
+            .map_err(|error| TemplateError::Syntax {
+                line: error.line().unwrap_or(0),
+                detail: detail(&error),
+            })?;
         Ok(ChatTemplate { env })
     }
 
@@ -195,7 +201,10 @@ impl ChatTemplate {
         }
         let template = self.env.get_template(NAME).expect("added when compiled");
         let mut output = Output::default();
-        let rendered = template.render_captured_to(Value::from_pairs(vars), &mut output);
+        // The library panics on some templates, such as one that reverses an empty list by a slice.
+        let rendered =
+            catch(|| template.render_captured_to(Value::from_pairs(vars), &mut output).map(drop))
+                .map_err(|detail| TemplateError::Render { line: 0, detail })?;
         if output.overflowed {
             return Err(TemplateError::OutputTooLong { max: OUTPUT_LEN_MAX });
         }

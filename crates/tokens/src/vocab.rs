@@ -112,9 +112,20 @@ impl Vocab {
         Ok(())
     }
 
-    /// The kind of a token; normal for all if the file gives no kinds.
+    /// The kind of a token; normal for all if the file gives no kinds. Some files call the begin
+    /// and end tokens normal: these are structure, if they look like it.
     pub(crate) fn kind(&self, idx: usize) -> TokenKind {
-        self.kinds.get(idx).copied().unwrap_or_default()
+        let kind = self.kinds.get(idx).copied().unwrap_or_default();
+        let named = [self.bos, self.eos].iter().flatten().any(|id| id.0 as usize == idx);
+        let looks_special = || {
+            let token = self.tokens.get(idx).map_or("", String::as_str);
+            token.starts_with('<') && token.ends_with('>')
+        };
+        if kind == TokenKind::Normal && named && looks_special() {
+            TokenKind::Control
+        } else {
+            kind
+        }
     }
 
     /// The raw bytes of every token. `decode` turns the spelling of a normal token into its bytes.

@@ -16,6 +16,11 @@ pub(super) fn python_method(
     pycompat::unknown_method_callback(state, value, method, args)
 }
 
+/// The test `iterable`, which Python's none and numbers do not pass.
+pub(super) fn is_iterable(value: Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
+}
+
 /// Ends the rendering with the template's own words.
 pub(super) fn raise_exception(message: String) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, "raised").with_source(Raised(message)))

@@ -4,8 +4,6 @@
 //! tokens in the text are found only when asked for, and so that truncation, padding and templates
 //! of the file do not apply. Decoding uses our own table of pieces.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use nuthatch_types::TokenId;
 use serde_json::Value as Json;
 use tokenizers::{
@@ -15,6 +13,7 @@ use tokenizers::{
 use super::TokenizerError;
 use super::spm::SPACE_MARK;
 use crate::byte_level::CharBytes;
+use crate::guard::catch;
 use crate::pieces::{Pieces, PiecesError};
 use crate::vocab::{VOCAB_LEN_MAX, parse_byte_token};
 
@@ -89,16 +88,9 @@ impl std::fmt::Debug for Hf {
     }
 }
 
-/// Runs the library, which panics on some malformed files, and makes a panic an error.
+/// Runs the library, which panics on some malformed files.
 fn guarded<T>(run: impl FnOnce() -> Result<T, TokenizerError>) -> Result<T, TokenizerError> {
-    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|payload| {
-        let detail = payload
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| payload.downcast_ref::<&str>().copied())
-            .unwrap_or("no message");
-        Err(TokenizerError::Library { detail: format!("panic: {detail}") })
-    })
+    catch(run).unwrap_or_else(|detail| Err(TokenizerError::Library { detail }))
 }
 
 fn library_error(error: tokenizers::Error) -> TokenizerError {
@@ -198,7 +190,11 @@ impl Style {
             }
             let added = added.get(&id);
             match (added, spelling) {
-                (Some(token), _) => bytes.extend_from_slice(token.content.as_bytes()),
+                // Added tokens are not byte-encoded, but their space marks are marks.
+                (Some(token), _) if self.byte_level => {
+                    bytes.extend_from_slice(token.content.as_bytes());
+                }
+                (Some(token), _) => self.decode(&token.content, &chars, &mut bytes),
                 (None, Some(token)) => self.decode(&token, &chars, &mut bytes),
                 (None, None) => {}
             }
