@@ -144,6 +144,22 @@ impl Cache {
         self.open_tokens += extend.n_tokens;
     }
 
+    /// [`Cache::plan_extend`] and [`Cache::apply`] in one: all of the tokens find places, or nothing
+    /// changes. Returns the number of pages in the table.
+    pub fn extend(&mut self, seq: SeqId, n_tokens: u32) -> Result<u32, Shortfall> {
+        let table = self.tables.get_mut(&seq).expect("the sequence is admitted");
+        if table.room() >= n_tokens {
+            // The way of nearly every decoded token.
+            self.version += 1;
+            self.open_tokens += n_tokens;
+            table.extend(n_tokens, std::iter::empty());
+            return Ok(table.n_pages());
+        }
+        let extend = self.plan_extend(seq, n_tokens)?;
+        self.apply(extend);
+        Ok(self.n_pages(seq))
+    }
+
     /// Records that `computed`, the first tokens of a sequence, are computed: the pages that they
     /// fill are never written again and can be found.
     ///

@@ -1,8 +1,9 @@
 //! Taking in what a step computed.
 
-use nuthatch_types::{FinishReason, Sampled, SeqId, StepResult};
+use nuthatch_types::{FinishReason, Sampled, StepResult};
 
-use crate::policy::Service;
+use crate::policy::{Queue, Service};
+use crate::sequence::Sequence;
 use crate::step::Flight;
 use crate::{Output, Scheduler};
 
@@ -20,10 +21,7 @@ impl Scheduler {
                 assert_eq!(sample.seq, flight.seq, "samples come in the order of the plan");
                 sample
             });
-            // A sequence that was cancelled during the step has gone.
-            if self.seqs.contains_key(&flight.seq) {
-                self.advance(flight, sample, &mut outputs);
-            }
+            self.advance(flight, sample, &mut outputs);
         }
         assert!(sampled.next().is_none(), "no sample that was not asked for");
         if self.seqs.len() < n_before {
@@ -34,58 +32,59 @@ impl Scheduler {
     }
 
     fn advance(&mut self, flight: Flight, sample: Option<Sampled>, outputs: &mut Vec<Output>) {
-        let sequence = self.seqs.get_mut(&flight.seq).expect("the caller looked");
+        // A sequence that was cancelled during the step has gone.
+        let Some(sequence) = self.seqs.get_mut(&flight.seq) else { return };
         let start = sequence.computed;
-        sequence.computed += flight.n_tokens;
-        let n_again = sequence.computed_max.min(sequence.computed).saturating_sub(start);
-        sequence.computed_max = sequence.computed_max.max(sequence.computed);
+        let end = start + flight.n_tokens;
+        sequence.computed = end;
+        let n_again = sequence.computed_max.min(end).saturating_sub(start);
+        sequence.computed_max = sequence.computed_max.max(end);
         self.counters.computed_tokens += u64::from(flight.n_tokens);
         self.counters.recomputed_tokens += u64::from(n_again);
-        let computed = &sequence.tokens[..sequence.computed as usize];
-        if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
-            sequence.table_known = sequence.table_known.min(first_changed);
+        let page_len = self.cache.config().page_len;
+        if start / page_len != end / page_len {
+            let computed = &sequence.tokens[..end as usize];
+            if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
+                sequence.table_known = sequence.table_known.min(first_changed);
+            }
         }
-        self.serve(flight);
-        if let Some(sample) = sample
-            && let Some(reason) = self.take_sample(sample, outputs)
-        {
-            self.finish(flight.seq, reason, outputs);
-        }
-    }
-
-    /// Tells the policy what a sequence got.
-    fn serve(&mut self, flight: Flight) {
-        let sequence = self.seqs.get_mut(&flight.seq).expect("the caller looked");
-        sequence.n_since_rank += u64::from(flight.n_tokens);
-        let service = Service {
-            n_computed: flight.n_tokens,
-            n_sampled: u32::from(flight.sample),
-            n_since_rank: sequence.n_since_rank,
-        };
-        if let Some(rank) = self.queue.serve(&sequence.waiter(), service) {
-            sequence.rank = rank;
-            sequence.n_since_rank = 0;
-            self.is_unsorted = true;
-        }
-    }
-
-    /// Adds a sampled token to its sequence, and says why the sequence ends if it does.
-    fn take_sample(&mut self, sample: Sampled, outputs: &mut Vec<Output>) -> Option<FinishReason> {
+        self.is_unsorted |= serve(self.queue.as_mut(), sequence, flight);
+        let Some(sample) = sample else { return };
         self.counters.sampled_tokens += 1;
-        let Sampled { seq, token, logprob, top } = sample;
-        let sequence = self.seq_mut(seq);
-        if sequence.is_stop(token) {
-            return Some(FinishReason::Stop);
+        if let Some(reason) = take_sample(sequence, sample, outputs) {
+            self.counters.finished += 1;
+            outputs.extend(self.end(flight.seq, reason));
         }
-        sequence.tokens.push(token);
-        sequence.protected = false;
-        outputs.push(Output::Token { seq, token, logprob, top });
-        let is_last = sequence.tokens.len() as u32 >= sequence.max_len;
-        is_last.then_some(FinishReason::Length)
     }
+}
 
-    fn finish(&mut self, seq: SeqId, reason: FinishReason, outputs: &mut Vec<Output>) {
-        self.counters.finished += 1;
-        outputs.extend(self.end(seq, reason));
+/// Tells the policy what a sequence got, and says whether that changed the sequence's rank.
+fn serve(queue: &mut dyn Queue, sequence: &mut Sequence, flight: Flight) -> bool {
+    sequence.n_since_rank += u64::from(flight.n_tokens);
+    let service = Service {
+        n_computed: flight.n_tokens,
+        n_sampled: u32::from(flight.sample),
+        n_since_rank: sequence.n_since_rank,
+    };
+    let Some(rank) = queue.serve(&sequence.waiter(), service) else { return false };
+    sequence.rank = rank;
+    sequence.n_since_rank = 0;
+    true
+}
+
+/// Adds a sampled token to its sequence, and says why the sequence ends if it does.
+fn take_sample(
+    sequence: &mut Sequence,
+    sample: Sampled,
+    outputs: &mut Vec<Output>,
+) -> Option<FinishReason> {
+    let Sampled { seq, token, logprob, top } = sample;
+    if sequence.is_stop(token) {
+        return Some(FinishReason::Stop);
     }
+    sequence.tokens.push(token);
+    sequence.protected = false;
+    outputs.push(Output::Token { seq, token, logprob, top });
+    let is_last = sequence.tokens.len() as u32 >= sequence.max_len;
+    is_last.then_some(FinishReason::Length)
 }

@@ -3,6 +3,7 @@
 use nuthatch_types::{SeqId, SeqStart, SeqStep, StepPlan, TableChange};
 
 use crate::Scheduler;
+use crate::sequence::Place;
 
 /// The step that is being executed.
 #[derive(Clone, Debug)]
@@ -34,13 +35,6 @@ pub(crate) struct Step {
     pub(crate) n_preempted: u32,
 }
 
-/// Which running sequences have their turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    Decode,
-    Prompt,
-}
-
 impl Scheduler {
     pub(crate) fn plan_step(&mut self) -> Option<StepPlan> {
         self.counters.steps += 1;
@@ -55,8 +49,8 @@ impl Scheduler {
         self.release_held();
         self.displace(&mut step);
         loop {
-            self.plan_running(Turn::Decode, &mut step);
-            self.plan_running(Turn::Prompt, &mut step);
+            let prompts = self.plan_decoding(&mut step);
+            self.plan_prompts(prompts, &mut step);
             if !step.flights.is_empty() || !self.preempt_by_force(&mut step) {
                 break;
             }
@@ -83,16 +77,32 @@ impl Scheduler {
         }
     }
 
-    /// Gives each running sequence whose turn it is its tokens, in order of rank.
-    fn plan_running(&mut self, turn: Turn, step: &mut Step) {
+    /// Gives each running sequence that decodes its token, in order of rank, and returns the others.
+    fn plan_decoding(&mut self, step: &mut Step) -> Vec<SeqId> {
+        let mut prompts = Vec::new();
         // Only sequences after the current one are preempted, so the index stays good.
         let mut i = 0;
         while i < self.running.len() {
             let seq = self.running[i];
             i += 1;
             let sequence = self.seq(seq);
-            let now = if sequence.is_decoding() { Turn::Decode } else { Turn::Prompt };
-            if now != turn || sequence.last_step == self.counters.steps {
+            if sequence.last_step == self.counters.steps {
+                continue;
+            }
+            if sequence.is_decoding() {
+                self.plan_or_preempt(seq, 1, step);
+            } else {
+                prompts.push(seq);
+            }
+        }
+        prompts
+    }
+
+    /// Gives each of the other running sequences what is left of the budget, in order of rank.
+    fn plan_prompts(&mut self, prompts: Vec<SeqId>, step: &mut Step) {
+        for seq in prompts {
+            let sequence = self.seq(seq);
+            if sequence.place != Place::Running {
                 continue;
             }
             let n_tokens = sequence.pending().min(step.budget);
@@ -117,9 +127,7 @@ impl Scheduler {
     /// Adds the next `n_tokens` of a sequence to the step, or changes nothing when their pages are
     /// not there.
     pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
-        let Ok(extend) = self.cache.plan_extend(seq, n_tokens) else { return false };
-        self.cache.apply(extend);
-        let n_pages = self.cache.n_pages(seq);
+        let Ok(n_pages) = self.cache.extend(seq, n_tokens) else { return false };
         let n_step = self.counters.steps;
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
         if let Some(sampling) = sequence.sampling.take() {
@@ -130,6 +138,8 @@ impl Scheduler {
         let start = sequence.computed;
         let end = start + n_tokens;
         let keep = std::mem::replace(&mut sequence.table_known, n_pages);
+        let is_same = keep == n_pages;
+        let push = if is_same { vec![] } else { self.cache.slots(seq, keep).collect() };
         let sample = end as usize == sequence.tokens.len();
         sequence.last_step = n_step;
         step.budget -= n_tokens;
@@ -138,7 +148,7 @@ impl Scheduler {
             seq,
             start,
             tokens: sequence.tokens[start as usize..end as usize].to_vec(),
-            table: TableChange { keep, push: self.cache.slots(seq, keep).collect() },
+            table: TableChange { keep, push },
             sample,
         });
         true
