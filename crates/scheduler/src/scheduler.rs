@@ -186,7 +186,7 @@ impl Scheduler {
             limits,
             hints,
             n_common,
-            sampling: Some(sampling),
+            sampling: Some(Box::new(sampling)),
             protected: false,
             last_step: 0,
         };

@@ -39,8 +39,9 @@ pub(crate) struct Sequence {
     pub(crate) hints: Hints,
     /// Tokens that it has in common with the sequence that it forks.
     pub(crate) n_common: u32,
-    /// How tokens are chosen, until the executor was told.
-    pub(crate) sampling: Option<Sampling>,
+    /// How tokens are chosen, until the executor was told. Boxed because it is large and needed
+    /// once, where the rest is needed in every step.
+    pub(crate) sampling: Option<Box<Sampling>>,
     /// Whether the sequence was preempted and has sampled nothing since.
     pub(crate) protected: bool,
     /// The last step that gave it tokens to compute.

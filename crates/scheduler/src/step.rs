@@ -38,9 +38,10 @@ pub(crate) struct Step {
 impl Scheduler {
     pub(crate) fn plan_step(&mut self) -> Option<StepPlan> {
         self.counters.steps += 1;
+        let n_running = self.running.len();
         let mut step = Step {
-            plan: StepPlan::default(),
-            flights: Vec::new(),
+            plan: StepPlan { seqs: Vec::with_capacity(n_running), ..StepPlan::default() },
+            flights: Vec::with_capacity(n_running),
             budget: self.config.max_batched_tokens,
             promised: 0,
             n_preempted: 0,
@@ -132,7 +133,7 @@ impl Scheduler {
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
         if let Some(sampling) = sequence.sampling.take() {
             let history = sequence.tokens.clone();
-            step.plan.started.push(SeqStart { seq, sampling, history });
+            step.plan.started.push(SeqStart { seq, sampling: *sampling, history });
             self.n_started += 1;
         }
         let start = sequence.computed;
