@@ -52,10 +52,10 @@ pub(crate) enum HubError {
 fn hint(error: &ApiError) -> &'static str {
     // The client's own error type is not exported, so its words have to do.
     let text = error.to_string();
-    if text.contains("401") || text.contains("403") {
+    if text.contains("status: 401") || text.contains("status: 403") {
         " (the repository is private, gated or not there: check the name, accept its licence on \
          the hub, set HF_TOKEN)"
-    } else if text.contains("404") {
+    } else if text.contains("status: 404") {
         " (there is no such repository, revision or file)"
     } else {
         " (check the network, or HF_ENDPOINT if the hub is elsewhere)"

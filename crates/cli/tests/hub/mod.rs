@@ -161,3 +161,19 @@ fn a_gguf_is_picked_and_private_ones_need_a_token() {
     assert!(missing.contains("error: cannot get org/other from the hub"), "{missing}");
     assert!(missing.contains("there is no such repository"), "{missing}");
 }
+
+#[test]
+fn a_plan_needs_only_the_hubs_config() {
+    let home = tempfile::tempdir().unwrap();
+    let config = br#"{"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+        "vocab_size": 49152, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "tie_word_embeddings": true}"#;
+    let (hub, address) = Hub::start([("config.json", &config[..]), DIRECTORY[4]], None);
+    let plan = nuthatch(home.path(), &["plan", "org/tiny"]).env("HF_ENDPOINT", &address).output();
+    let plan = plan.unwrap();
+    assert!(plan.status.success(), "{}", text(&plan.stderr));
+    assert!(text(&plan.stdout).starts_with("org/tiny: 30 layers, 9 query heads"), "{plan:?}");
+    let log = hub.log.lock().unwrap();
+    assert!(log.iter().all(|request| request.contains("config.json")), "{log:?}");
+}
