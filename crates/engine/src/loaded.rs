@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use nuthatch_backend::{Backend, BatchLayout, DeviceError};
-use nuthatch_cache::Cache;
+use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{BatchLimits, LoadError, Model, ModelFiles, kv_shape};
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
@@ -77,15 +77,20 @@ impl<B: Backend> fmt::Debug for LoadedModel<B> {
 }
 
 impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
-    /// Loads a model and puts an engine around it, of the given sizes.
+    /// Loads a model and puts an engine around it, of the given sizes. Sequences share the pages
+    /// of equal beginnings, and pages stay until others need the room.
     pub fn load(
         backend: Arc<B>,
         files: &ModelFiles,
         sizes: &Sizes,
         clock: SharedClock,
     ) -> Result<Self, LoadError> {
+        // The key says what decides a page's bytes; the tokens themselves are compared on a hit.
+        let fingerprint = files.fingerprint()?;
+        let (key, _) = fingerprint.split_first_chunk().expect("a fingerprint has 32 bytes");
+        let options = Options { hash_key: u128::from_le_bytes(*key), ..Options::default() };
         let loaded = LoadedModel::load(backend, files, sizes)?;
-        let cache = Cache::new(sizes.cache()).expect("the sizes were checked");
+        let cache = Cache::with_options(sizes.cache(), options).expect("the sizes were checked");
         let scheduler = Scheduler::new(sizes.scheduler(), cache).expect("the sizes were checked");
         Ok(Engine::new(scheduler, Executor::new(loaded, sizes.capacity()), clock))
     }

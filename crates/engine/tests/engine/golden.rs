@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_engine::{Budget, Engine, EngineHandle, SizeRequest, Sizes, Submission};
+use nuthatch_engine::{Budget, Engine, EngineHandle, Output, SizeRequest, Sizes, Submission};
 use nuthatch_model::ModelFiles;
 use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
 use safetensors::SafeTensors;
@@ -90,5 +90,30 @@ fn company_and_preemption_change_nothing() {
         assert_eq!(together.tokens, alone.tokens);
         assert_eq!(together.logprobs, alone.logprobs, "rows do not see each other");
     }
+    handle.shutdown().unwrap();
+}
+
+/// A chat sends its whole history each time; what was computed is found again, and the answer does
+/// not change by a bit.
+#[test]
+fn a_second_request_finds_the_pages_of_the_first() {
+    let (prompt, greedy) = golden("llama3");
+    let handle = spawn(&folder("llama3"), 16);
+    let ask = || {
+        let ticket = handle.submit(request(&prompt, Sampling::greedy())).unwrap();
+        let mut answer = Vec::new();
+        loop {
+            match ticket.recv().unwrap() {
+                Output::Token { token, logprob, .. } => answer.push((token, logprob.to_bits())),
+                Output::Finished { usage, .. } => return (answer, usage.cached_tokens as usize),
+            }
+        }
+    };
+    let (cold, cached) = ask();
+    assert_eq!(cached, 0);
+    assert_eq!(cold.iter().map(|&(token, _)| token).collect::<Vec<_>>(), greedy);
+    let (warm, cached) = ask();
+    assert!(cached > prompt.len() - 16, "{cached} of {}", prompt.len());
+    assert_eq!(warm, cold);
     handle.shutdown().unwrap();
 }
