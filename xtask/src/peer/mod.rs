@@ -5,6 +5,7 @@
 
 mod bench;
 mod greedy;
+mod quiet;
 mod table;
 mod venv;
 
@@ -17,7 +18,7 @@ use crate::args::Args;
 use crate::shell;
 
 const USAGE: &str = "\
-cargo xtask peer llama-cpp [--rounds 3] [--json FILE] [--check]
+cargo xtask peer llama-cpp [--rounds 3] [--json FILE] [--check] [--quick]
 cargo xtask peer greedy    [--tokens 48] [--tolerance 0.5] [--json FILE]
   --model PATH    a GGUF file; the default model otherwise
   --python PATH   an interpreter that has llama-cpp-python; otherwise one is built
