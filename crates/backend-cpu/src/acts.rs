@@ -3,9 +3,11 @@
 //! Each row is cut into blocks of 32; a block is scaled so that its largest magnitude is 127. The
 //! blocks of 16 rows lie together, which is an AMX tile: `[block][row][32]`.
 
+use crate::isa::Isa;
 use crate::mem::{Region, SharedMut};
 use crate::pack::BLOCK;
 use crate::pool::Pool;
+use crate::versions::versions;
 
 /// Rows are padded to whole tiles, so that a tile load never leaves the buffer.
 const ROW_STEP: usize = 16;
@@ -53,6 +55,7 @@ impl Acts {
     /// Quantises `rows` rows of `cols` floats.
     pub(crate) fn quantize(
         &mut self,
+        isa: Isa,
         pool: &Pool,
         x: &[f32],
         rows: usize,
@@ -80,7 +83,8 @@ impl Acts {
                 #[expect(unsafe_code, reason = "threads write disjoint rows")]
                 // SAFETY: each row is handled once, and `at` differs between rows and blocks.
                 let (codes, scale) = unsafe { (codes.part(at * BLOCK, BLOCK), scale.part(at, 1)) };
-                let (step, [low, high]) = quantize_block(x, codes);
+                let codes = codes.try_into().expect("a part is a block");
+                let (step, [low, high]) = quantize_block(isa, x, codes);
                 scale[0] = step;
                 for (i, sum) in [low, high, low + high].into_iter().enumerate() {
                     let at = (3 * b + i) * padded + r;
@@ -100,18 +104,27 @@ impl Acts {
     }
 }
 
-/// Writes the codes of one block, and returns its scale and the sums of its halves.
+versions! {
+    /// Writes the codes of one block, and returns its scale and the sums of its halves. A value
+    /// that is not finite makes the scale so, and with it every product: it is not lost.
+    fn quantize_block(x: &[f32; BLOCK], codes: &mut [i8; BLOCK]) -> (f32, [i32; 2]) = quantize_inner;
+}
+
 #[inline(always)]
-fn quantize_block(x: &[f32; BLOCK], codes: &mut [i8]) -> (f32, [i32; 2]) {
-    let largest = x.iter().fold(0.0f32, |m, v| if v.abs() > m { v.abs() } else { m });
-    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+fn quantize_inner<const FUSED: bool>(x: &[f32; BLOCK], codes: &mut [i8; BLOCK]) -> (f32, [i32; 2]) {
+    // 1.5 * 2^23: adding it rounds to the nearest integer, which is then in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    // Magnitudes compare like integers, and NaN is above them all.
+    let largest = x.iter().fold(0, |max: u32, v| max.max(v.to_bits() & 0x7fff_ffff));
+    let largest = f32::from_bits(largest);
+    let inverse = if largest == 0.0 { 0.0 } else { 127.0 / largest };
     let mut sums = [0; 2];
-    for (i, (code, &value)) in codes.iter_mut().zip(x).enumerate() {
-        // Adding and taking away 1.5 * 2^23 rounds to the nearest even without a library call.
-        const ROUND: f32 = 12_582_912.0;
-        let rounded = (value * inverse + ROUND) - ROUND;
-        *code = rounded as i8;
-        sums[i / 16] += i32::from(*code);
+    for (half, (x, codes)) in x.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate() {
+        for (code, &value) in codes.iter_mut().zip(x) {
+            let bits = (value * inverse + ROUND).to_bits();
+            *code = bits.wrapping_sub(ROUND.to_bits()).cast_signed() as i8;
+            sums[half] += i32::from(*code);
+        }
     }
     (largest / 127.0, sums)
 }
@@ -125,7 +138,7 @@ mod tests {
         let pool = Pool::new(2);
         let x: Vec<f32> = (0..3 * 64).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.3).collect();
         let mut acts = Acts::empty();
-        acts.quantize(&pool, &x, 3, 64).unwrap();
+        acts.quantize(Isa::detect(), &pool, &x, 3, 64).unwrap();
         for r in 0..3 {
             for c in 0..64 {
                 let at = c / 32 * acts.rows_padded + r;
@@ -138,9 +151,21 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_finite_is_not_lost() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in [0, 17, 31] {
+                let mut x = [1.0; 32];
+                x[at] = bad;
+                let (scale, _) = quantize_block(Isa::detect(), &x, &mut [0; 32]);
+                assert!(!scale.is_finite());
+            }
+        }
+    }
+
+    #[test]
     fn zeros_stay_zeros() {
         let mut acts = Acts::empty();
-        acts.quantize(&Pool::new(1), &[0.0; 32], 1, 32).unwrap();
+        acts.quantize(Isa::Scalar, &Pool::new(1), &[0.0; 32], 1, 32).unwrap();
         assert!(acts.codes.iter().all(|&c| c == 0));
         assert_eq!(acts.scale[0], 0.0);
     }

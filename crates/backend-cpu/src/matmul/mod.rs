@@ -60,7 +60,7 @@ impl Product<'_> {
         assert!(self.x.len() >= self.rows * weight.cols);
         assert!(out.len() >= self.rows * weight.rows);
         if weight.parts.iter().any(|part| Float::of(part.dtype).is_none()) {
-            acts.quantize(pool, self.x, self.rows, weight.cols)?;
+            acts.quantize(self.isa, pool, self.x, self.rows, weight.cols)?;
         }
         let acts = &*acts;
         let n_groups: usize = weight.parts.iter().map(|p| p.rows.div_ceil(LANES)).sum();
