@@ -1,3 +1,5 @@
+//! Each filter against its definition in f64, and against Hugging Face's own.
+
 use nuthatch_types::{Sampling, TokenId};
 use proptest::prelude::*;
 
