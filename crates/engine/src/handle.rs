@@ -4,12 +4,15 @@
 //! for: it holds at most the request's tokens and one last entry. The thread ends when it is told
 //! to, or when no handle and no ticket is left.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
+use crossbeam_channel::{
+    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select, unbounded,
+};
 use nuthatch_types::SeqId;
 
 use crate::engine::{EngineStats, SharedClock};
@@ -26,6 +29,8 @@ pub struct EngineHandle {
     clock: Clock,
     /// Set by the thread when it ends as it should.
     stopped: Arc<AtomicBool>,
+    /// Nothing is ever sent; the channel closes with the thread, however it ends.
+    alive: Receiver<Infallible>,
 }
 
 /// [`SharedClock`] with a name to print.
@@ -78,7 +83,7 @@ impl EngineHandle {
         let (reply, answer) = bounded(1);
         let command = Command::Submit { submission, outputs: sender, submitted, reply };
         self.commands.send(command).map_err(|_| SubmitError::Stopped)?;
-        let seq = answer.recv().map_err(|_| SubmitError::Stopped)??;
+        let seq = self.wait(&answer).ok_or(SubmitError::Stopped)??;
         Ok(Ticket { seq, outputs, commands: self.commands.clone() })
     }
 
@@ -87,7 +92,18 @@ impl EngineHandle {
     pub fn stats(&self) -> Option<EngineStats> {
         let (reply, answer) = bounded(1);
         self.commands.send(Command::Stats(reply)).ok()?;
-        answer.recv().ok()
+        self.wait(&answer)
+    }
+
+    /// Waits for the thread's answer to a command; `None` when the thread has gone.
+    ///
+    /// A command that was sent while the thread fell over stays in the channel with its reply, so
+    /// waiting for the reply alone could be for ever.
+    fn wait<T>(&self, answer: &Receiver<T>) -> Option<T> {
+        select! {
+            recv(answer) -> answer => answer.ok(),
+            recv(self.alive) -> _ => answer.try_recv().ok(),
+        }
     }
 
     /// Cancels every request, ends the thread and frees what it owned, and returns the error with
@@ -98,12 +114,12 @@ impl EngineHandle {
             let stopped = self.stopped.load(Ordering::Acquire);
             return if stopped { Ok(()) } else { Err(EngineError::Panicked) };
         }
-        match answer.recv() {
-            Ok(None) => Ok(()),
-            Ok(Some(error)) => Err(error),
+        match self.wait(&answer) {
+            Some(None) => Ok(()),
+            Some(Some(error)) => Err(error),
             // Another caller's shutdown came first, or the thread was lost on the way.
-            Err(_) if self.stopped.load(Ordering::Acquire) => Ok(()),
-            Err(_) => Err(EngineError::Panicked),
+            None if self.stopped.load(Ordering::Acquire) => Ok(()),
+            None => Err(EngineError::Panicked),
         }
     }
 }
@@ -165,8 +181,12 @@ impl<E: Execute + Send + 'static> Engine<E> {
         let (commands, receiver) = bounded(N_COMMANDS);
         let clock = Clock(self.clock().clone());
         let stopped = Arc::new(AtomicBool::new(false));
-        let handle = EngineHandle { commands, clock, stopped: Arc::clone(&stopped) };
+        let (life, alive) = bounded(0);
+        let handle = EngineHandle { commands, clock, stopped: Arc::clone(&stopped), alive };
         thread::Builder::new().name("nuthatch-engine".to_owned()).spawn(move || {
+            // Declared first, so it is dropped last, also when the engine panics.
+            let _life: Sender<Infallible> = life;
+            let receiver = receiver;
             let (asker, error) = run(self, &receiver);
             stopped.store(true, Ordering::Release);
             if let Some(asker) = asker {
