@@ -1,11 +1,11 @@
 //! The CPU backend: plain Rust as the reference, AVX-512 and AMX where the machine has them.
 //!
-//! - [`pack`]: weights, quantised as in their file, sixteen rows side by side
-//! - [`acts`]: activations as eight-bit integers
-//! - [`matmul`]: products, one kernel per instruction set, one order of summation
-//! - [`kv`], [`plan`], [`attend`]: the paged cache, a step's batch, attention over both
-//! - [`rows`]: norm, rotation, activation
-//! - [`pool`]: the threads
+//! - `pack`: weights, quantised as in their file, sixteen rows side by side
+//! - `acts`: activations as eight-bit integers
+//! - `matmul`: products, one kernel per instruction set, one order of summation
+//! - `kv`, `plan`, `attend`: the paged cache, a step's batch, attention over both
+//! - `rows`: norm, rotation, activation
+//! - `pool`: the threads
 
 mod acts;
 mod attend;
