@@ -1,7 +1,7 @@
 //! Times the CPU kernels on the shapes of a small model, with bytes and operations per second.
 //!
 //! ```text
-//! cargo run --release -p nuthatch-backend-cpu --example kernel_bench [threads]
+//! cargo run --release -p nuthatch-backend-cpu --example kernel_bench [threads] [Q4_1|...|attend]
 //! ```
 
 #![expect(clippy::print_stdout, reason = "a bench prints")]
@@ -17,10 +17,15 @@ use nuthatch_types::{Clock, KvDtype, KvShape, LayerIdx, Slot, SystemClock};
 fn main() -> Result<(), nuthatch_backend::DeviceError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
     let cpu = Cpu::new(CpuConfig { threads, isa: None })?;
+    let only = std::env::args().nth(2);
+    let wanted = |name: &str| only.as_ref().is_none_or(|only| only == name);
     println!("{}", cpu.name());
     for dtype in
         [WeightType::Q4_1, WeightType::Q8_0, WeightType::Q4_K, WeightType::Q6_K, WeightType::BF16]
     {
+        if !wanted(&format!("{dtype:?}")) {
+            continue;
+        }
         for (n, k) in [(3072, 1536), (49152, 768)] {
             for rows in [1, 2, 4, 8, 16, 64, 512] {
                 if n * rows <= 3072 * 512 {
@@ -28,6 +33,9 @@ fn main() -> Result<(), nuthatch_backend::DeviceError> {
                 }
             }
         }
+    }
+    if !wanted("attend") {
+        return Ok(());
     }
     for (depth, rows) in [(128, 1), (2048, 1), (8000, 1), (512, 512), (2048, 512), (8192, 512)] {
         attend(&cpu, depth, rows)?;

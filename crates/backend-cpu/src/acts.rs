@@ -1,7 +1,8 @@
 //! Activations as eight-bit integers, the left side of every product with quantised weights.
 //!
-//! Each row is cut into blocks of 32; a block is scaled so that its largest magnitude is 127. The
-//! blocks of 16 rows lie together, which is an AMX tile: `[block][row][32]`.
+//! Each row is cut into blocks of 32; a block is scaled so that its largest magnitude is 127. Rows
+//! are cut into tiles of 16, and a tile is `[block][row][32]`: a block of it is an AMX tile, and a
+//! kernel walks along a tile's blocks through memory in one direction.
 
 use crate::isa::Isa;
 use crate::mem::{Region, SharedMut};
@@ -9,29 +10,23 @@ use crate::pack::BLOCK;
 use crate::pool::Pool;
 use crate::versions::versions;
 
-/// Rows are padded to whole tiles, so that a tile load never leaves the buffer.
-const ROW_STEP: usize = 16;
+/// Rows of a tile. Rows are padded to whole tiles, so that a tile load never leaves the buffer.
+pub(crate) const TILE: usize = 16;
 /// Below this many values one thread quantises faster than two can be told to.
 const SERIAL_VALUES: usize = 8192;
 
-/// Where the sums of half `sub`, of `subs` that a format has, are kept.
-#[inline(always)]
-pub(crate) fn sum_index(subs: usize, sub: usize) -> usize {
-    if subs == 2 { sub } else { 2 }
-}
-
 /// A batch of quantised rows.
 pub(crate) struct Acts {
-    /// Rows, and rows padded to tiles.
     pub(crate) rows: usize,
-    pub(crate) rows_padded: usize,
+    /// Rows of a tile: [`TILE`], or 1 when there is one row.
+    pub(crate) tile: usize,
     /// Blocks of a row.
     pub(crate) n_blocks: usize,
-    /// `[n_blocks][rows_padded][32]`.
+    /// `[tiles][n_blocks][tile][32]`.
     pub(crate) codes: Region<i8>,
-    /// `[n_blocks][rows_padded]` value of code 1.
+    /// `[tiles][n_blocks][tile]` value of code 1.
     pub(crate) scale: Region<f32>,
-    /// `[n_blocks][3][rows_padded]` sums of the codes of the first half, the second, the whole
+    /// `[tiles][n_blocks][3][tile]` sums of the codes of the first half, the second, the whole
     /// block: what a weight's offset is multiplied with.
     pub(crate) sums: Region<i32>,
     /// The same sums times `scale`: what a weight's minimum is multiplied with.
@@ -43,13 +38,27 @@ impl Acts {
         let zero = "nothing is allocated for length zero";
         Acts {
             rows: 0,
-            rows_padded: 0,
+            tile: 1,
             n_blocks: 0,
             codes: Region::zeroed(0, "activations").expect(zero),
             scale: Region::zeroed(0, "activations").expect(zero),
             sums: Region::zeroed(0, "activations").expect(zero),
             scaled_sums: Region::zeroed(0, "activations").expect(zero),
         }
+    }
+
+    /// Where block `block` of `row` is, counted in blocks. The rows that follow in its tile follow
+    /// it.
+    #[inline(always)]
+    pub(crate) fn index(&self, row: usize, block: usize) -> usize {
+        (row / self.tile * self.n_blocks + block) * self.tile + row % self.tile
+    }
+
+    /// Where the sum of half `sub`, of `subs` that a format has, of that block is.
+    #[inline(always)]
+    pub(crate) fn sum_index(&self, row: usize, block: usize, (subs, sub): (usize, usize)) -> usize {
+        let kind = if subs == 2 { sub } else { 2 };
+        ((row / self.tile * self.n_blocks + block) * 3 + kind) * self.tile + row % self.tile
     }
 
     /// Quantises `rows` rows of `cols` floats.
@@ -63,23 +72,24 @@ impl Acts {
     ) -> Result<(), nuthatch_backend::DeviceError> {
         assert!(x.len() >= rows * cols && cols.is_multiple_of(BLOCK));
         self.rows = rows;
-        self.rows_padded = if rows == 1 { 1 } else { rows.next_multiple_of(ROW_STEP) };
+        self.tile = if rows == 1 { 1 } else { TILE };
         self.n_blocks = cols / BLOCK;
-        let n_scales = self.rows_padded * self.n_blocks;
+        let n_scales = rows.next_multiple_of(self.tile) * self.n_blocks;
         if self.codes.len() < n_scales * BLOCK {
             self.codes = Region::zeroed(n_scales * BLOCK, "activations")?;
             self.scale = Region::zeroed(n_scales, "activations")?;
             self.sums = Region::zeroed(n_scales * 3, "activations")?;
             self.scaled_sums = Region::zeroed(n_scales * 3, "activations")?;
         }
-        let padded = self.rows_padded;
+        let (n_blocks, tile) = (self.n_blocks, self.tile);
         let codes = SharedMut::new(&mut self.codes);
         let scale = SharedMut::new(&mut self.scale);
         let sums = SharedMut::new(&mut self.sums);
         let scaled_sums = SharedMut::new(&mut self.scaled_sums);
         let row = |r: usize| {
             for (b, x) in x[r * cols..(r + 1) * cols].as_chunks::<BLOCK>().0.iter().enumerate() {
-                let at = b * padded + r;
+                let (tile_block, lane) = (r / tile * n_blocks + b, r % tile);
+                let at = tile_block * tile + lane;
                 #[expect(unsafe_code, reason = "threads write disjoint rows")]
                 // SAFETY: each row is handled once, and `at` differs between rows and blocks.
                 let (codes, scale) = unsafe { (codes.part(at * BLOCK, BLOCK), scale.part(at, 1)) };
@@ -87,7 +97,7 @@ impl Acts {
                 let (step, [low, high]) = quantize_block(isa, x, codes);
                 scale[0] = step;
                 for (i, sum) in [low, high, low + high].into_iter().enumerate() {
-                    let at = (3 * b + i) * padded + r;
+                    let at = (3 * tile_block + i) * tile + lane;
                     #[expect(unsafe_code, reason = "threads write disjoint rows")]
                     // SAFETY: as above.
                     let (sums, scaled) = unsafe { (sums.part(at, 1), scaled_sums.part(at, 1)) };
@@ -141,7 +151,7 @@ mod tests {
         acts.quantize(Isa::detect(), &pool, &x, 3, 64).unwrap();
         for r in 0..3 {
             for c in 0..64 {
-                let at = c / 32 * acts.rows_padded + r;
+                let at = c / 32 * acts.tile + r;
                 let value = f32::from(acts.codes[at * 32 + c % 32]) * acts.scale[at];
                 assert!((value - x[r * 64 + c]).abs() <= acts.scale[at] * 0.5001);
             }

@@ -46,10 +46,12 @@ pub(crate) fn exp<const FUSED: bool>(x: f32) -> f32 {
     // ln 2 in two parts, so that n * ln 2 is exact to more than 24 bits.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
+    // 1.5 * 2^23: adding it rounds to the nearest integer.
     const ROUND: f32 = 12_582_912.0;
     let clamped = if x > 88.0 { 88.0 } else { x };
     let clamped = if clamped < -87.3 { -87.3 } else { clamped };
-    let n = fma::<FUSED>(clamped, LOG2_E, ROUND) - ROUND;
+    let rounded = fma::<FUSED>(clamped, LOG2_E, ROUND);
+    let n = rounded - ROUND;
     let r = fma::<FUSED>(n, -LN2_HIGH, clamped);
     let r = fma::<FUSED>(n, -LN2_LOW, r);
     let mut p = 1.987_569_1e-4;
@@ -59,8 +61,10 @@ pub(crate) fn exp<const FUSED: bool>(x: f32) -> f32 {
     p = fma::<FUSED>(p, r, 1.666_666_5e-1);
     p = fma::<FUSED>(p, r, 0.5);
     p = fma::<FUSED>(p, r * r, r) + 1.0;
-    // SAFETY-free conversion: n is within -126..=127, so the cast is exact.
-    let scale = f32::from_bits(((n as i32 + 127) as u32) << 23);
+    // The integer n is in the low bits of the rounded sum. A cast would saturate, and a loop with
+    // saturating casts is not vectorised.
+    let n_bits = rounded.to_bits().wrapping_sub(ROUND.to_bits());
+    let scale = f32::from_bits(n_bits.wrapping_add(127) << 23);
     if x < -87.3 { 0.0 } else { p * scale }
 }
 

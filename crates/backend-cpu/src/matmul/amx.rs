@@ -10,13 +10,11 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::{MAX_TILE, Tile};
-use crate::acts::{Acts, sum_index};
+use crate::acts::{Acts, TILE as TILE_ROWS};
 use crate::pack::{BLOCK, Format, LANES, QUAD_BYTES, QUADS, with_format};
 
 use nuthatch_backend::WeightType;
 
-/// Rows of a tile.
-const TILE_ROWS: usize = 16;
 /// Columns whose unfolded codes and scales are kept at once: they fit the first cache levels.
 const PANEL_BLOCKS: usize = 64;
 /// Product tiles in flight.
@@ -74,7 +72,7 @@ pub(super) fn group(tile: &Tile<'_>, acts: &Acts) {
     with_format!(tile.part.dtype,
         F => {
             assert_eq!(bytes.len(), acts.n_blocks / F::BLOCKS * F::UNIT_BYTES);
-            assert!(acts.rows_padded.is_multiple_of(TILE_ROWS));
+            assert_eq!(acts.tile, TILE_ROWS);
             // SAFETY: the machine has the features (`Cpu::new` checked); sizes are asserted.
             SCRATCH.with_borrow_mut(|scratch| unsafe {
                 group_tiles::<F>(tile, bytes, acts, scratch);
@@ -97,7 +95,7 @@ unsafe fn group_tiles<F: Format>(
     configure::<F>();
     let (panel, sums) = (&mut scratch.panel, &mut scratch.sums);
     sums.clear();
-    sums.resize(acts.rows_padded / TILE_ROWS, [[0.0; LANES]; TILE_ROWS]);
+    sums.resize(acts.rows.div_ceil(TILE_ROWS), [[0.0; LANES]; TILE_ROWS]);
     let mut start = 0;
     while start < acts.n_blocks {
         let n = PANEL_BLOCKS.min(acts.n_blocks - start);
@@ -220,11 +218,11 @@ unsafe fn multiply<F: Format>(
 ) {
     for (i, step) in steps.enumerate() {
         let (block, sub) = (step / F::SUBS, step % F::SUBS);
-        let row = (start + block) * acts.rows_padded + t * TILE_ROWS;
-        // SAFETY: the tile reads 16 rows of 32 bytes at `row`, which exist because rows are padded,
+        let at = acts.index(t * TILE_ROWS, start + block);
+        // SAFETY: the tile reads 16 rows of 32 bytes at `at`, which exist because rows are padded,
         // and the weights' quads in the panel; it writes 16 x 64 bytes of `products`.
         unsafe {
-            let x = acts.codes.as_ptr().add(row * BLOCK + sub * (BLOCK / F::SUBS));
+            let x = acts.codes.as_ptr().add(at * BLOCK + sub * (BLOCK / F::SUBS));
             let w = panel.codes[block].as_ptr().add(sub * (QUADS / F::SUBS) * QUAD_BYTES);
             let product = products.add(i * LANES * TILE_ROWS);
             macro_rules! tile_product {
@@ -266,15 +264,15 @@ unsafe fn scale_rows<F: Format>(
     acc: &mut [__m512; TILE_ROWS],
 ) {
     let (block, sub) = (step / F::SUBS, step % F::SUBS);
-    let row = (start + block) * acts.rows_padded + t * TILE_ROWS;
-    let sum_at = (3 * (start + block) + sum_index(F::SUBS, sub)) * acts.rows_padded;
-    // SAFETY: panel entries of this block were filled; rows `row..row + 16` exist.
+    let at = acts.index(t * TILE_ROWS, start + block);
+    let sum_at = acts.sum_index(t * TILE_ROWS, start + block, (F::SUBS, sub));
+    // SAFETY: panel entries of this block were filled; its 16 rows exist.
     unsafe {
         let scale = _mm512_load_ps(panel.scale[block * 2 + sub].as_ptr());
         let min = _mm512_load_ps(panel.min[block * 2 + sub].as_ptr());
-        let x_scale = acts.scale.as_ptr().add(row);
-        let x_sum = acts.sums.as_ptr().add(sum_at + t * TILE_ROWS);
-        let x_scaled_sum = acts.scaled_sums.as_ptr().add(sum_at + t * TILE_ROWS);
+        let x_scale = acts.scale.as_ptr().add(at);
+        let x_sum = acts.sums.as_ptr().add(sum_at);
+        let x_scaled_sum = acts.scaled_sums.as_ptr().add(sum_at);
         for (m, acc) in acc.iter_mut().enumerate() {
             let mut dot = _mm512_loadu_si512(product.add(m * LANES).cast());
             if F::OFFSET != 0 {

@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
-use crate::acts::{Acts, sum_index};
+use crate::acts::Acts;
 use crate::pack::{BLOCK, Float, Format, LANES, QUAD_BYTES, QUADS, Scales, with_format};
 
 type Sums = [[f32; LANES]; MAX_TILE];
@@ -22,7 +22,7 @@ pub(super) fn codes(
     n: usize,
     sums: &mut Sums,
 ) {
-    assert!(start + n <= acts.rows);
+    assert!(start + n <= acts.rows && start % acts.tile + n <= acts.tile, "rows of one tile");
     with_format!(dtype,
         F => {
             assert_eq!(bytes.len(), acts.n_blocks / F::BLOCKS * F::UNIT_BYTES);
@@ -55,26 +55,23 @@ unsafe fn group_codes<F: Format, const M: usize>(
     let mut block_index = 0;
     while block_index < acts.n_blocks {
         for b in 0..F::BLOCKS {
-            let at = (block_index + b) * acts.rows_padded + start;
+            let at = acts.index(start, block_index + b);
             // SAFETY: the caller promises the sizes; `unit` stays inside `bytes`, `at + M` inside
             // the activations.
             unsafe {
                 let quads = unfold::<F>(unit.add(F::HEADER_BYTES + b * F::BLOCK_BYTES));
                 for sub in 0..F::SUBS {
                     let (scale, min) = scales::<F>(unit, b, sub);
+                    let sum_at = acts.sum_index(start, block_index + b, (F::SUBS, sub));
                     for (m, sum) in sum.iter_mut().enumerate() {
                         let x = acts.codes.as_ptr().add((at + m) * BLOCK);
-                        let sum_at = (3 * (block_index + b) + sum_index(F::SUBS, sub))
-                            * acts.rows_padded
-                            + start
-                            + m;
-                        let x_sum = *acts.sums.get_unchecked(sum_at);
+                        let x_sum = *acts.sums.get_unchecked(sum_at + m);
                         let dot = dot::<F>(&quads, x, sub, x_sum);
                         let x_scale = *acts.scale.get_unchecked(at + m);
                         let both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scale));
                         *sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), both, *sum);
                         if F::MINS {
-                            let x = _mm512_set1_ps(*acts.scaled_sums.get_unchecked(sum_at));
+                            let x = _mm512_set1_ps(*acts.scaled_sums.get_unchecked(sum_at + m));
                             *sum = _mm512_fmadd_ps(min, x, *sum);
                         }
                     }

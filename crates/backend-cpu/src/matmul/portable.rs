@@ -4,7 +4,7 @@
 use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
-use crate::acts::{Acts, sum_index};
+use crate::acts::Acts;
 use crate::pack::{self, BLOCK, Float, Format, LANES, QUADS, f16_to_f32, with_format};
 use crate::versions::fma;
 
@@ -77,15 +77,15 @@ fn group_codes<F: Format, const FUSED: bool>(
                     *code = i32::from(pack::code::<F>(block, q, x)) - F::OFFSET;
                 }
             }
-            let at = (u * F::BLOCKS + b) * acts.rows_padded;
+            let block_idx = u * F::BLOCKS + b;
             for sub in 0..F::SUBS {
                 let scales: [(f32, f32); LANES] =
                     std::array::from_fn(|lane| pack::scale::<F>(header, b, sub, lane));
                 for (i, sums) in sums[..n].iter_mut().enumerate() {
-                    let row = at + start + i;
-                    let x = &acts.codes[row * BLOCK + sub * half..][..half];
-                    let sum_at = at * 3 + sum_index(F::SUBS, sub) * acts.rows_padded + start + i;
-                    let x_scale = acts.scale[row];
+                    let at = acts.index(start + i, block_idx);
+                    let x = &acts.codes[at * BLOCK + sub * half..][..half];
+                    let sum_at = acts.sum_index(start + i, block_idx, (F::SUBS, sub));
+                    let x_scale = acts.scale[at];
                     for lane in 0..LANES {
                         let mut dot = 0;
                         for (q, x) in x.chunks_exact(4).enumerate() {
