@@ -12,7 +12,7 @@ use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, HostMatrix, PlanShape, RopeSpec, RopeStyle, WeightType, quant,
 };
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_types::{Clock, KvDtype, KvShape, LayerIdx, Slot, SystemClock};
+use nuthatch_types::{Clock, KvDtype, KvShape, KvSlots, LayerIdx, Slot, SystemClock};
 
 fn main() -> Result<(), nuthatch_backend::DeviceError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
@@ -103,7 +103,7 @@ fn attend(cpu: &Cpu, depth: usize, rows: usize) -> Result<(), nuthatch_backend::
     let (n_heads, n_layers) = (9, 30);
     let kv = KvShape { n_layers, n_kv_heads: 3, head_dim: 64, page_len: 16, dtype: KvDtype::F16 };
     let n_pages = depth.div_ceil(16);
-    let mut store = cpu.alloc_kv(kv, n_pages as u32)?;
+    let mut store = cpu.alloc_kv(kv, KvSlots::on_device(n_pages as u32))?;
     let mut tables = cpu.alloc_tables(1, n_pages as u32)?;
     let slots: Vec<Slot> = (0..n_pages as u32).map(Slot).collect();
     cpu.write_table(&mut tables, 0, 0, &slots)?;

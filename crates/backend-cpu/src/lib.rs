@@ -22,7 +22,7 @@ mod versions;
 use std::sync::Mutex;
 
 use nuthatch_backend::{AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape};
-use nuthatch_types::{KvShape, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
 
 use acts::Acts;
 use attend::{Attention, MAX_GROUP};
@@ -142,8 +142,10 @@ impl Backend for Cpu {
         Ok(CpuWeight { rows: parts.iter().map(|part| part.rows).sum(), cols: parts[0].cols, parts })
     }
 
-    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<CpuKv, DeviceError> {
-        CpuKv::new(shape, n_slots)
+    /// Both tiers are one arena: here, a slot of the host differs from one of the device only by
+    /// whose budget it is.
+    fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CpuKv, DeviceError> {
+        CpuKv::new(shape, slots.total())
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<CpuTables, DeviceError> {

@@ -15,7 +15,7 @@ mod layout;
 pub mod quant;
 mod weight;
 
-use nuthatch_types::{KvShape, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
 
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, PlanShape, RopeSpec, RopeStyle};
@@ -36,7 +36,7 @@ pub trait Backend: Send + Sync + 'static {
     type Buf: Send;
     /// One or more weight matrices, stacked by rows, in the form that this device multiplies with.
     type Weight: Send;
-    /// The keys and values of all layers in one arena.
+    /// The keys and values of all layers, in both tiers.
     type Kv: Send;
     /// The tables of slots, one row for each running sequence.
     type Tables: Send;
@@ -60,8 +60,9 @@ pub trait Backend: Send + Sync + 'static {
     ///
     /// The bytes may be dropped afterwards. An error if a type is not supported on this device.
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Self::Weight, DeviceError>;
-    /// Allocates an arena of `n_slots` pages.
-    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<Self::Kv, DeviceError>;
+    /// Allocates the pages of both tiers. Tables name slots of the device; pages of the host are
+    /// only copied.
+    fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Self::Kv, DeviceError>;
     /// Allocates `n_rows` tables of `n_pages` entries.
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Self::Tables, DeviceError>;
     /// Writes `slots` to the table `row`, from entry `start` on.
@@ -72,7 +73,7 @@ pub trait Backend: Send + Sync + 'static {
         start: u32,
         slots: &[Slot],
     ) -> Result<(), DeviceError>;
-    /// Copies whole pages inside the arena, in order, all layers and heads.
+    /// Copies whole pages inside a tier and between tiers, in order, all layers and heads.
     fn copy_pages(&self, kv: &mut Self::Kv, copies: &[PageCopy]) -> Result<(), DeviceError>;
 
     // Once per step.

@@ -1,11 +1,13 @@
 //! Giving a sequence its first pages: those found by its tokens, or those of a sequence it forks.
 //!
 //! Both are decisions of the same kind: some full pages are shared, and at most one page is copied,
-//! because its first tokens are the sequence's next ones and the rest is not.
+//! because its first tokens are the sequence's next ones and the rest is not. Pages that are on the
+//! host come to the device; the one that is copied need not, as its copy goes there.
 
 use nuthatch_types::{PageCopy, PageId, SeqId, TokenId};
 
 use crate::cache::Cache;
+use crate::pages::Tier;
 use crate::prefix::{Found, Miss};
 use crate::table::Table;
 use crate::{Retention, Salt};
@@ -45,8 +47,8 @@ pub struct Admission {
 pub struct Admitted {
     /// Tokens that need not be computed.
     pub n_found: u32,
-    /// A page's bytes to copy before anything is computed.
-    pub copy: Option<PageCopy>,
+    /// Tokens of those that are copied from another page: see [`Cache::take_copies`].
+    pub n_copied: u32,
 }
 
 impl Admission {
@@ -126,9 +128,9 @@ impl Cache {
         })
     }
 
-    /// Carries out a decision: the sequence has a table with the pages that were found. Nothing may
-    /// have changed since the decision was made, and [`Admission::n_pages`] pages must be available
-    /// if it copies one.
+    /// Carries out a decision: the sequence has a table with the pages that were found, all of them
+    /// on the device. Nothing may have changed since the decision was made, and
+    /// [`Admission::n_pages`] pages must be available if it copies one or if there is a host tier.
     pub fn admit(&mut self, admission: Admission) -> Admitted {
         assert_eq!(admission.version, self.version, "the cache changed after the decision");
         let Admission { seq, salt, retention, n_tokens, pages, copy, miss, .. } = admission;
@@ -143,8 +145,22 @@ impl Cache {
                 prefix.hit(page);
             }
         }
+        // The page that is copied must not be given up to make room for the others.
+        let source = copy.map(|(source, _)| source).filter(|&page| !self.pages.is_open(page));
+        let guard = source.map(|source| self.share(source));
+        for &page in &pages {
+            if self.pages.tier(page) == Tier::Host {
+                self.counters.pages_promoted += 1;
+                self.promote(page);
+            }
+        }
         let n_copied = copy.map_or(0, |(_, n)| n);
-        let copy = copy.map(|(source, n)| self.copy_page(source, n, &mut table));
+        if let Some((source, n_tokens)) = copy {
+            self.copy_page(source, n_tokens, &mut table);
+        }
+        if let Some(guard) = guard {
+            self.release_page(guard);
+        }
         self.counters.tokens_shared += u64::from(table.len() - n_copied);
         self.counters.tokens_copied += u64::from(n_copied);
         self.counters.tokens_asked += u64::from(n_tokens);
@@ -154,32 +170,30 @@ impl Cache {
         let n_found = table.len();
         let before = self.tables.insert(seq, table);
         assert!(before.is_none(), "{seq:?} was admitted twice");
-        Admitted { n_found, copy }
+        Admitted { n_found, n_copied }
     }
 
-    /// Opens a page for the first `n_tokens` tokens of `source`.
-    fn copy_page(&mut self, source: PageId, n_tokens: u32, table: &mut Table) -> PageCopy {
-        // The source must not be given up to make room for its own copy.
-        let guard = (!self.pages.is_open(source)).then(|| self.share(source));
+    /// Opens a page for the first `n_tokens` tokens of `source`, which somebody holds.
+    fn copy_page(&mut self, source: PageId, n_tokens: u32, table: &mut Table) {
         let mut page = self.open_page();
         let left = page.advance(n_tokens);
         assert_eq!(left, 0, "a copied part is no longer than a page");
         self.open_tokens += n_tokens;
         let copy = PageCopy { source: self.pages.slot(source), target: self.pages.slot(page.id()) };
+        self.copies.push(copy);
         table.push_open(page);
-        if let Some(guard) = guard {
-            self.release_page(guard);
-        }
-        copy
     }
 
     /// Counts the pages that a decision takes from the available ones.
     fn admission(&self, mut admission: Admission) -> Admission {
         let all = admission.n_tokens.div_ceil(self.config.page_len);
-        let is_idle = |page: &PageId| self.pages.is_idle(*page);
-        let n_idle = admission.pages.iter().filter(|page| is_idle(page)).count() as u32;
-        admission.n_pages_copy = u32::from(admission.copy.is_some_and(|(page, _)| is_idle(&page)));
-        admission.n_pages = all - admission.pages.len() as u32 + n_idle + admission.n_pages_copy;
+        let is_on_device = |page: PageId| self.pages.tier(page) == Tier::Device;
+        let is_held = |page: PageId| is_on_device(page) && !self.pages.is_idle(page);
+        let n_held = admission.pages.iter().filter(|&&page| is_held(page)).count() as u32;
+        let takes_source = |page: PageId| is_on_device(page) && self.pages.is_idle(page);
+        admission.n_pages_copy =
+            u32::from(admission.copy.is_some_and(|(page, _)| takes_source(page)));
+        admission.n_pages = all - n_held + admission.n_pages_copy;
         admission
     }
 }

@@ -7,11 +7,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use nuthatch_types::{FastMap, PageId, SeqId, Slot, TokenId};
+use nuthatch_types::{FastMap, PageCopy, PageId, SeqId, Slot, TokenId};
 
 use crate::hash::Chain;
+use crate::load::{LoadId, Pending};
 use crate::page::{FullPage, OpenPage, SharedPage};
-use crate::pages::{Pages, Released, State};
+use crate::pages::{Pages, Released, State, Tier};
 use crate::pin::PinId;
 use crate::prefix::{Parent, Prefix, Published};
 use crate::table::Table;
@@ -33,6 +34,16 @@ pub struct Cache {
     /// Tokens that have a place in open pages.
     pub(crate) open_tokens: u32,
     pub(crate) counters: Counters,
+    /// Loads that have not ended.
+    pub(crate) loads: BTreeMap<LoadId, Pending>,
+    /// Loads that were ever prepared.
+    pub(crate) n_loads: u64,
+    /// Copies that were decided and not yet handed out, in order.
+    pub(crate) copies: Vec<PageCopy>,
+    /// Idle pages with fewer pages before them are given up rather than taken to the host.
+    pub(crate) demotion_depth: u32,
+    /// See [`Cache::n_savings`].
+    pub(crate) n_savings: u64,
     /// Counts changes, so that a decision made before another change is not carried out after it.
     pub(crate) version: u64,
     chain: Chain,
@@ -79,23 +90,29 @@ impl Cache {
     /// An empty cache of the given sizes.
     pub fn with_options(config: Config, options: Options) -> Result<Self, ConfigError> {
         config.validate()?;
-        let Config { page_len, n_pages } = config;
+        let Config { page_len, n_pages, .. } = config;
+        let slots = config.slots();
         if options.max_pinned >= n_pages {
             return Err(ConfigError::AllPinned { max_pinned: options.max_pinned, n_pages });
         }
         let chain = Chain::new(options.hash_key);
         let prefix =
-            options.prefix.then(|| Prefix::new(chain, options.eviction, n_pages, page_len));
+            options.prefix.then(|| Prefix::new(chain, options.eviction, slots.total(), page_len));
         Ok(Cache {
             config,
             options,
-            pages: Pages::new(n_pages, page_len),
+            pages: Pages::new(slots, page_len),
             prefix,
             tables: FastMap::default(),
             pins: BTreeMap::new(),
             n_pinned: 0,
             open_tokens: 0,
             counters: Counters::default(),
+            loads: BTreeMap::new(),
+            n_loads: 0,
+            copies: Vec::new(),
+            demotion_depth: 0,
+            n_savings: 0,
             version: 0,
             chain,
         })
@@ -123,10 +140,12 @@ impl Cache {
         }
     }
 
-    /// Decides whether `n_tokens` more tokens of an admitted sequence find places: all of them, or
-    /// none. Changes nothing.
+    /// Decides whether `n_tokens` more tokens of an admitted sequence, which is not swapped, find
+    /// places: all of them, or none. Changes nothing.
     pub fn plan_extend(&self, seq: SeqId, n_tokens: u32) -> Result<Extend, Shortfall> {
-        let n_pages = self.table(seq).pages_needed(n_tokens);
+        let table = self.table(seq);
+        assert!(table.may_grow(), "{seq:?} is swapped, or loading");
+        let n_pages = table.pages_needed(n_tokens);
         let available = self.n_available();
         if n_pages > available {
             return Err(Shortfall { needed: n_pages, available });
@@ -148,7 +167,7 @@ impl Cache {
     /// changes. Returns the number of pages in the table.
     pub fn extend(&mut self, seq: SeqId, n_tokens: u32) -> Result<u32, Shortfall> {
         let table = self.tables.get_mut(&seq).expect("the sequence is admitted");
-        if table.room() >= n_tokens {
+        if table.room() >= n_tokens && table.may_grow() {
             // The way of nearly every decoded token.
             self.version += 1;
             self.open_tokens += n_tokens;
@@ -164,8 +183,9 @@ impl Cache {
     /// fill are never written again and can be found.
     ///
     /// When another page already holds the same tokens, the sequence uses that one from now on.
-    /// Returns the first entry of the table that changed because of that, if any.
+    /// Returns the first entry of the table whose slot changed because of that, if any.
     pub fn seal(&mut self, seq: SeqId, computed: &[TokenId]) -> Option<u32> {
+        assert!(!self.table(seq).is_swapped, "{seq:?} is swapped");
         self.version += 1;
         let page_len = self.config.page_len as usize;
         let mut first_changed = None;
@@ -173,10 +193,10 @@ impl Cache {
             let (salt, idx) = (self.table(seq).salt, self.table(seq).n_full());
             let start = idx as usize * page_len;
             let last = self.table(seq).last_full();
-            let id = page.id();
+            let slot = self.pages.slot(page.id());
             self.open_tokens -= page_len as u32;
             let handle = self.publish(page, salt, last, &computed[start..start + page_len]);
-            if handle.id() != id {
+            if self.pages.slot(handle.id()) != slot {
                 first_changed = first_changed.or(Some(idx));
             }
             self.table_mut(seq).put_full(handle);
@@ -184,12 +204,19 @@ impl Cache {
         first_changed
     }
 
-    /// Takes a sequence's table away. Its pages are free, but for those that others hold and those
-    /// that can be found by their tokens, which stay until their turn comes.
+    /// Takes a sequence's table away. Its pages are free, but for those that others hold, those that
+    /// can be found by their tokens, which stay until their turn comes, and those that a load still
+    /// writes.
     pub fn release(&mut self, seq: SeqId) {
         self.version += 1;
         let table = self.tables.remove(&seq).expect("only an admitted sequence is released");
         let retention = table.retention;
+        if table.is_swapped {
+            table.pages(0).for_each(|page| self.pages.unpark(page));
+        }
+        if let Some(load) = table.loading {
+            self.abandon_load(load);
+        }
         let (full, open) = table.into_pages();
         // Last page first, so that it is given up first and a fresh sequence gets the slots in the
         // order they had here.
@@ -207,8 +234,8 @@ impl Cache {
         }
     }
 
-    /// Forgets everything that nobody holds, because the bytes are lost. No sequence may be
-    /// admitted. Pins are taken away.
+    /// Forgets everything that nobody holds, in both tiers, because the bytes are lost. No sequence may be
+    /// admitted. Pins are taken away. The slots of loads stay taken until these have ended.
     pub fn clear(&mut self) {
         assert!(self.is_empty(), "sequences are released before everything is forgotten");
         let pins: Vec<PinId> = self.pins.keys().copied().collect();
@@ -216,7 +243,8 @@ impl Cache {
             self.unpin(pin);
         }
         self.version += 1;
-        while self.evict() {}
+        self.drop_all_idle();
+        self.copies.clear();
         if let Some(prefix) = &mut self.prefix {
             prefix.clear_ghosts();
         }
@@ -232,9 +260,16 @@ impl Cache {
         self.table(seq).n_pages()
     }
 
-    /// Pages that can be had at once: free ones, and idle ones that are given up for it.
+    /// Pages of the device that can be had at once: free ones, and idle ones that leave it for that.
     pub fn n_available(&self) -> u32 {
-        self.pages.n_free() + self.pages.n_idle()
+        self.pages.n_available(Tier::Device)
+    }
+
+    /// Grows by one for each page of which an admission, or the return of a swapped sequence, may
+    /// need one less than before. So what needed `n` pages then and is not there now needs at least
+    /// `n` less the growth.
+    pub fn n_savings(&self) -> u64 {
+        self.n_savings
     }
 
     /// Whether no sequence has a table.
@@ -266,13 +301,18 @@ impl Cache {
     /// What the cache holds now and did so far; constant time.
     pub fn stats(&self) -> Stats {
         let page_len = self.config.page_len;
-        let (used, open) = (self.pages.n_used(), self.pages.n_open());
+        let used_on = |tier| self.pages.n_used(tier);
+        let (used, open) = (used_on(Tier::Device) + used_on(Tier::Host), self.pages.n_open());
         Stats {
             page_len,
             pages_total: self.config.n_pages,
-            pages_free: self.pages.n_free(),
-            pages_used: used,
-            pages_idle: self.pages.n_idle(),
+            pages_free: self.pages.n_free(Tier::Device),
+            pages_used: used_on(Tier::Device),
+            pages_idle: self.pages.n_idle(Tier::Device),
+            host_total: self.config.n_host_pages,
+            host_free: self.pages.n_free(Tier::Host),
+            host_used: used_on(Tier::Host),
+            host_idle: self.pages.n_idle(Tier::Host),
             seqs: self.tables.len() as u32,
             tokens_stored: (used - open) * page_len + self.open_tokens,
             tokens_wasted: open * page_len - self.open_tokens,
@@ -285,23 +325,15 @@ impl Cache {
         verify::verify(self)
     }
 
-    /// A page with no tokens. One must be available.
-    pub(crate) fn open_page(&mut self) -> OpenPage {
-        if self.pages.n_free() == 0 {
-            let evicted = self.evict();
-            assert!(evicted, "the decision counted the available pages");
-        }
-        self.pages.open().expect("a page was free, or has just been given up")
-    }
-
     /// One more handle to a page that is never written again.
     pub(crate) fn share(&mut self, page: PageId) -> SharedPage {
         let (handle, was_idle) = self.pages.share(page);
         if let Some(prefix) = &mut self.prefix
             && was_idle
         {
-            prefix.reuse(page);
+            prefix.reuse(page, self.pages.tier(page));
         }
+        self.n_savings += 1;
         handle
     }
 
@@ -310,8 +342,15 @@ impl Cache {
         let page = handle.id();
         let released = self.pages.release(handle);
         if released == Released::Idle {
-            self.prefix.as_mut().expect("only the prefix tree keeps idle pages").idle(page);
+            let tier = self.pages.tier(page);
+            self.prefix.as_mut().expect("only the prefix tree keeps idle pages").idle(page, tier);
         }
+    }
+
+    /// Checks one page, one table and the sums, in about constant time: which ones, `k` says, so that
+    /// rising numbers check everything in turn.
+    pub fn verify_sample(&self, k: u64) -> Result<(), Fault> {
+        verify::verify_sample(self, k)
     }
 
     /// The table of an admitted sequence.
@@ -319,7 +358,7 @@ impl Cache {
         self.tables.get(&seq).expect("the sequence is admitted")
     }
 
-    fn table_mut(&mut self, seq: SeqId) -> &mut Table {
+    pub(crate) fn table_mut(&mut self, seq: SeqId) -> &mut Table {
         self.tables.get_mut(&seq).expect("the sequence is admitted")
     }
 
@@ -332,6 +371,7 @@ impl Cache {
         last: Option<PageId>,
         tokens: &[TokenId],
     ) -> SharedPage {
+        self.n_savings += 1;
         let Some(prefix) = &mut self.prefix else {
             return self.pages.make_shared(page, State::Full);
         };
@@ -347,19 +387,24 @@ impl Cache {
             }
             Published::Known(known) => {
                 self.counters.pages_merged += 1;
-                self.pages.drop_full(page);
-                self.share(known)
+                let handle = self.share(known);
+                self.merge(page, known);
+                handle
             }
             Published::Hidden => self.pages.make_shared(page, State::Full),
         }
     }
 
-    /// Gives up the idle page whose turn it is. False when no page is idle.
-    fn evict(&mut self) -> bool {
-        let Some(prefix) = &mut self.prefix else { return false };
-        let Some(page) = prefix.evict(&self.pages) else { return false };
-        self.pages.evict(page);
-        self.counters.pages_evicted += 1;
-        true
+    /// Ends a page that holds the same tokens as a known one, which is held. If that one is on the
+    /// host, it takes the place on the device, which saves bringing it back.
+    fn merge(&mut self, page: FullPage, known: PageId) {
+        if self.pages.tier(known) == Tier::Device {
+            self.pages.drop_full(page);
+            return;
+        }
+        self.pages.take_over(known, page);
+        self.n_savings += 1;
+        let prefix = self.prefix.as_mut().expect("only the prefix tree knows pages");
+        prefix.moved(known, Tier::Device, &self.pages);
     }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use nuthatch_types::KvSlots;
+
 use crate::Eviction;
 
 /// The sizes of the cache. Every pool is sized when the cache is made and never grows.
@@ -9,13 +11,15 @@ use crate::Eviction;
 pub struct Config {
     /// Tokens of one page.
     pub page_len: u32,
-    /// Pages of the device tier.
+    /// Pages of the device tier, which sequences run on.
     pub n_pages: u32,
+    /// Pages of the host tier, where pages wait that the device has no room for. 0 is no such tier.
+    pub n_host_pages: u32,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { page_len: 16, n_pages: 1024 }
+        Config { page_len: 16, n_pages: 1024, n_host_pages: 0 }
     }
 }
 
@@ -28,14 +32,18 @@ impl Config {
         if self.n_pages == 0 {
             return Err(ConfigError::NoPages);
         }
-        // Token counts are u32 everywhere, so the whole tier must be countable.
-        if self.page_len.checked_mul(self.n_pages).is_none() {
-            return Err(ConfigError::TooManyTokens {
-                page_len: self.page_len,
-                n_pages: self.n_pages,
-            });
+        // Token counts are u32 everywhere, so both tiers together must be countable.
+        let Config { page_len, n_pages, n_host_pages } = *self;
+        let all = n_pages.checked_add(n_host_pages);
+        if all.and_then(|all| all.checked_mul(page_len)).is_none() {
+            return Err(ConfigError::TooManyTokens { page_len, n_pages, n_host_pages });
         }
         Ok(())
+    }
+
+    /// The slots of both tiers.
+    pub fn slots(&self) -> KvSlots {
+        KvSlots { device: self.n_pages, host: self.n_host_pages }
     }
 
     /// Tokens that the device tier holds when every page is full.
@@ -73,12 +81,14 @@ pub enum ConfigError {
     NoPageLen,
     /// There must be at least one page.
     NoPages,
-    /// The tier holds more tokens than can be counted.
+    /// The tiers hold more tokens than can be counted.
     TooManyTokens {
         /// Tokens of one page.
         page_len: u32,
-        /// Pages of the tier.
+        /// Pages of the device tier.
         n_pages: u32,
+        /// Pages of the host tier.
+        n_host_pages: u32,
     },
     /// Pins could take every page.
     AllPinned {
@@ -94,9 +104,11 @@ impl fmt::Display for ConfigError {
         match *self {
             ConfigError::NoPageLen => f.write_str("page length is 0, but must be at least 1"),
             ConfigError::NoPages => f.write_str("the cache has 0 pages, but needs at least 1"),
-            ConfigError::TooManyTokens { page_len, n_pages } => {
-                write!(f, "{n_pages} pages of {page_len} tokens are more than 2^32 - 1 tokens")
-            }
+            ConfigError::TooManyTokens { page_len, n_pages, n_host_pages } => write!(
+                f,
+                "{n_pages} pages on the device and {n_host_pages} on the host, of {page_len} \
+                 tokens, are more than 2^32 - 1 tokens"
+            ),
             ConfigError::AllPinned { max_pinned, n_pages } => {
                 write!(f, "{max_pinned} pages may be pinned, but there are only {n_pages}")
             }

@@ -12,11 +12,16 @@
 //!    +------------------------- evict ------------------------------------+
 //! ```
 //!
+//! There are two tiers: the device, on which sequences run, and the host. An idle page that must
+//! leave the device may go to the host, and comes back when a sequence is admitted that needs it; a
+//! sequence that must give way may take its pages there and come back with them.
+//!
 //! Code map: [`Cache`] is the facade; `pages` knows every page of the process, `pool` the free slots
 //! of one tier, `page` the handles whose type says which state a page is in, `table` a sequence's
 //! pages in order, `admit` how a sequence gets its first pages, `hash` the names of contents,
 //! `prefix` the tree in which pages are found by their tokens, `evict` the orders in which they go,
-//! `pin` what may not go, `verify` every invariant.
+//! `tier` and `swap` the moves between the tiers, `load` what something slower brings, `pin` what may
+//! not go, `verify` every invariant.
 //!
 //! The crate holds no bytes and knows no device, no clock, no thread and no file.
 //!
@@ -24,7 +29,7 @@
 //! use nuthatch_cache::{Cache, Config, Options, Prompt, Retention, Salt};
 //! use nuthatch_types::{SeqId, TokenId};
 //!
-//! let sizes = Config { page_len: 4, n_pages: 8 };
+//! let sizes = Config { page_len: 4, n_pages: 8, n_host_pages: 0 };
 //! let mut cache = Cache::with_options(sizes, Options::default())?;
 //! let tokens: Vec<TokenId> = (0..10).map(TokenId).collect();
 //! let prompt = Prompt { tokens: &tokens, salt: Salt::default(), retention: Retention::default() };
@@ -49,13 +54,16 @@ mod cache;
 mod config;
 mod evict;
 mod hash;
+mod load;
 mod page;
 mod pages;
 mod pin;
 mod pool;
 mod prefix;
 mod stats;
+mod swap;
 mod table;
+mod tier;
 mod verify;
 
 pub use admit::{Admission, Admitted, Prompt};
@@ -63,7 +71,9 @@ pub use cache::{Cache, Extend, Shortfall};
 pub use config::{Config, ConfigError, Options};
 pub use evict::{Eviction, Retention};
 pub use hash::Salt;
+pub use load::{Load, LoadId, Outcome};
 pub use pin::PinId;
 pub use prefix::{Miss, MissReason};
 pub use stats::{Counters, Stats};
+pub use swap::{SwapIn, SwapOut};
 pub use verify::Fault;

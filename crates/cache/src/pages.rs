@@ -1,24 +1,36 @@
 //! Every page of the process: its identity, the slot in which it lies, and how many tables hold it.
 //!
 //! An identity lives as long as its page does and is used again afterwards. A page may change its
-//! slot (and, with more tiers, its tier) without changing its identity.
+//! slot, and with it its tier, without changing its identity.
 
-use nuthatch_types::{PageId, Slot};
+use nuthatch_types::{KvSlots, PageCopy, PageId, Slot};
 
 use crate::page::{FullPage, OpenPage, SharedPage};
 use crate::pool::Pool;
+
+/// Where a page lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tier {
+    /// On the device: a sequence can run on it.
+    Device,
+    /// On the host: it must come back first.
+    Host,
+}
 
 /// Every page of the process.
 #[derive(Debug)]
 pub(crate) struct Pages {
     page_len: u32,
-    device: Pool,
-    /// `[n_pages]` the living pages.
+    slots: KvSlots,
+    /// `[tier]`
+    pools: [Pool; 2],
+    /// `[n_slots of both tiers]` the living pages.
     records: Vec<Option<Record>>,
     /// Identities without a page; the next one to be used is last.
     free_ids: Vec<PageId>,
     n_open: u32,
-    n_idle: u32,
+    /// `[tier]`
+    n_idle: [u32; 2],
 }
 
 /// What is known of a living page.
@@ -27,6 +39,8 @@ pub(crate) struct Record {
     pub(crate) slot: Slot,
     /// Handles to the page.
     pub(crate) n_refs: u32,
+    /// Handles of those that belong to swapped tables, which do not care where the page lies.
+    pub(crate) n_parked: u32,
     pub(crate) state: State,
 }
 
@@ -53,23 +67,27 @@ pub(crate) enum Released {
 }
 
 impl Pages {
-    /// `n_pages` free pages of `page_len` tokens.
-    pub(crate) fn new(n_pages: u32, page_len: u32) -> Self {
+    /// Free pages of `page_len` tokens in both tiers.
+    pub(crate) fn new(slots: KvSlots, page_len: u32) -> Self {
+        let KvSlots { device, .. } = slots;
+        let n_all = slots.total();
         Pages {
             page_len,
-            device: Pool::new(n_pages),
-            records: vec![None; n_pages as usize],
-            free_ids: (0..n_pages).rev().map(PageId).collect(),
+            slots,
+            pools: [Pool::new(0..device), Pool::new(device..n_all)],
+            records: vec![None; n_all as usize],
+            free_ids: (0..n_all).rev().map(PageId).collect(),
             n_open: 0,
-            n_idle: 0,
+            n_idle: [0; 2],
         }
     }
 
-    /// A page with no tokens, or `None` when no slot is free.
+    /// A page with no tokens on the device, or `None` when no slot is free there.
     pub(crate) fn open(&mut self) -> Option<OpenPage> {
-        let slot = self.device.open()?;
+        let slot = self.pools[Tier::Device as usize].open()?;
         let id = self.free_ids.pop().expect("there are as many identities as slots");
-        self.records[id.0 as usize] = Some(Record { slot, n_refs: 1, state: State::Open });
+        let record = Record { slot, n_refs: 1, n_parked: 0, state: State::Open };
+        self.records[id.0 as usize] = Some(record);
         self.n_open += 1;
         Some(OpenPage::new(id, self.page_len))
     }
@@ -96,22 +114,25 @@ impl Pages {
 
     /// One more handle to a page that is never written again. Says whether it was idle before.
     pub(crate) fn share(&mut self, id: PageId) -> (SharedPage, bool) {
+        let tier = self.tier(id);
         let record = self.record_mut(id);
         assert_ne!(record.state, State::Open, "{id:?} is still written");
         record.n_refs += 1;
         let was_idle = record.n_refs == 1;
-        self.n_idle -= u32::from(was_idle);
+        self.n_idle[tier as usize] -= u32::from(was_idle);
         (SharedPage::new(id), was_idle)
     }
 
-    /// Gives a handle back.
+    /// Gives a handle back, which no swapped table holds.
     pub(crate) fn release(&mut self, page: SharedPage) -> Released {
+        let tier = self.tier(page.id());
         let record = self.record_mut(page.id());
         record.n_refs -= 1;
+        assert!(record.n_parked <= record.n_refs, "{:?} is held by a swapped table", page.id());
         match (record.n_refs, record.state) {
             (1.., _) => Released::InUse,
             (0, State::Cached) => {
-                self.n_idle += 1;
+                self.n_idle[tier as usize] += 1;
                 Released::Idle
             }
             (0, State::Full | State::Open) => {
@@ -121,16 +142,64 @@ impl Pages {
         }
     }
 
+    /// Records that one of the handles belongs to a swapped table from now on.
+    pub(crate) fn park(&mut self, id: PageId) {
+        let record = self.record_mut(id);
+        record.n_parked += 1;
+        assert!(record.n_parked <= record.n_refs, "{id:?} has no handle to park");
+    }
+
+    /// The opposite of [`Pages::park`].
+    pub(crate) fn unpark(&mut self, id: PageId) {
+        self.record_mut(id).n_parked -= 1;
+    }
+
     /// Frees an idle page that has left the prefix tree.
     pub(crate) fn evict(&mut self, id: PageId) {
         assert!(self.is_idle(id), "{id:?} is held by a table");
-        self.n_idle -= 1;
+        self.n_idle[self.tier(id) as usize] -= 1;
         self.free(id);
+    }
+
+    /// Gives a page a place in the other tier, where a slot must be free, and frees its old one. The
+    /// bytes follow by the copy that is returned.
+    pub(crate) fn relocate(&mut self, id: PageId, to: Tier) -> PageCopy {
+        let from = self.tier(id);
+        assert_ne!(from, to, "{id:?} is there already");
+        let target = self.pools[to as usize].open().expect("a slot is free");
+        let source = std::mem::replace(&mut self.record_mut(id).slot, target);
+        self.pools[from as usize].free(source);
+        if self.is_idle(id) {
+            self.n_idle[from as usize] -= 1;
+            self.n_idle[to as usize] += 1;
+        }
+        PageCopy { source, target }
+    }
+
+    /// Lets a held page of the host take over the place of a sealed one on the device that holds the
+    /// same tokens, whose identity ends.
+    pub(crate) fn take_over(&mut self, id: PageId, page: FullPage) {
+        assert!(!self.is_idle(id) && self.tier(id) == Tier::Host, "{id:?} is a held host page");
+        let gone = self.records[page.id().0 as usize].take().expect("the page is alive");
+        let source = std::mem::replace(&mut self.record_mut(id).slot, gone.slot);
+        self.pools[Tier::Host as usize].free(source);
+        self.free_ids.push(page.id());
+        self.n_open -= 1;
     }
 
     /// Where a living page lies.
     pub(crate) fn slot(&self, id: PageId) -> Slot {
         self.record(id).slot
+    }
+
+    /// The tier in which a living page lies.
+    pub(crate) fn tier(&self, id: PageId) -> Tier {
+        self.tier_of(self.slot(id))
+    }
+
+    /// The tier of a slot.
+    pub(crate) fn tier_of(&self, slot: Slot) -> Tier {
+        if slot.0 < self.slots.device { Tier::Device } else { Tier::Host }
     }
 
     /// Whether a living page is in the prefix tree and nobody holds it.
@@ -144,9 +213,16 @@ impl Pages {
         self.record(id).state == State::Open
     }
 
-    /// Pages that some table holds.
-    pub(crate) fn n_used(&self) -> u32 {
-        self.device.n_slots() - self.device.n_free() - self.n_idle
+    /// Handles to a living page that do not belong to swapped tables.
+    pub(crate) fn n_active(&self, id: PageId) -> u32 {
+        let record = self.record(id);
+        record.n_refs - record.n_parked
+    }
+
+    /// Pages of a tier that some table or pin holds.
+    pub(crate) fn n_used(&self, tier: Tier) -> u32 {
+        let pool = self.pool(tier);
+        pool.n_slots() - pool.n_free() - self.n_idle(tier)
     }
 
     /// Pages that their owners still write.
@@ -154,19 +230,29 @@ impl Pages {
         self.n_open
     }
 
-    /// Pages of the prefix tree that nobody holds.
-    pub(crate) fn n_idle(&self) -> u32 {
-        self.n_idle
+    /// Pages of the prefix tree in a tier that nobody holds.
+    pub(crate) fn n_idle(&self, tier: Tier) -> u32 {
+        self.n_idle[tier as usize]
     }
 
-    /// Pages that hold nothing.
-    pub(crate) fn n_free(&self) -> u32 {
-        self.device.n_free()
+    /// Slots of a tier that hold nothing.
+    pub(crate) fn n_free(&self, tier: Tier) -> u32 {
+        self.pool(tier).n_free()
     }
 
-    /// The slots, for `verify`.
-    pub(crate) fn device(&self) -> &Pool {
-        &self.device
+    /// Slots of a tier that can be had: free ones, and those of idle pages.
+    pub(crate) fn n_available(&self, tier: Tier) -> u32 {
+        self.n_free(tier) + self.n_idle(tier)
+    }
+
+    /// The slots of a tier, for `verify`.
+    pub(crate) fn pool(&self, tier: Tier) -> &Pool {
+        &self.pools[tier as usize]
+    }
+
+    /// What is known of a page, if it is alive, for `verify`.
+    pub(crate) fn get(&self, id: PageId) -> Option<&Record> {
+        self.records.get(id.0 as usize)?.as_ref()
     }
 
     /// The living pages, for `verify`.
@@ -185,7 +271,8 @@ impl Pages {
 
     fn free(&mut self, id: PageId) {
         let record = self.records[id.0 as usize].take().expect("the page is alive");
-        self.device.free(record.slot);
+        let tier = self.tier_of(record.slot);
+        self.pools[tier as usize].free(record.slot);
         self.free_ids.push(id);
     }
 }

@@ -7,7 +7,7 @@ use crate::{Miss, MissReason};
 pub struct Stats {
     /// Tokens of one page.
     pub page_len: u32,
-    /// All pages: free, used and idle ones.
+    /// All pages of the device: free, used and idle ones.
     pub pages_total: u32,
     /// Pages that hold nothing.
     pub pages_free: u32,
@@ -15,9 +15,17 @@ pub struct Stats {
     pub pages_used: u32,
     /// Pages that nobody holds and that can be found by their tokens. They are given up on demand.
     pub pages_idle: u32,
+    /// All pages of the host: free, used and idle ones.
+    pub host_total: u32,
+    /// Pages of the host that hold nothing.
+    pub host_free: u32,
+    /// Pages of the host that a swapped sequence or a pin holds, shared ones counted once.
+    pub host_used: u32,
+    /// Pages of the host that nobody holds and that can be found by their tokens.
+    pub host_idle: u32,
     /// Sequences with a table.
     pub seqs: u32,
-    /// Tokens that have a place in used pages, shared ones counted once.
+    /// Tokens that have a place in used pages of both tiers, shared ones counted once.
     pub tokens_stored: u32,
     /// Places for tokens in used pages that hold none: the room of each sequence's last page.
     pub tokens_wasted: u32,
@@ -58,6 +66,18 @@ pub struct Counters {
     pub pages_merged: u64,
     /// Idle pages that were given up.
     pub pages_evicted: u64,
+    /// Idle pages that were taken from the device to the host.
+    pub pages_demoted: u64,
+    /// Pages that were brought back from the host because a request found them.
+    pub pages_promoted: u64,
+    /// Pages that were taken to the host with the sequence that holds them.
+    pub pages_swapped_out: u64,
+    /// Pages that were brought back with the sequence that holds them.
+    pub pages_swapped_in: u64,
+    /// Pages that were loaded from something slower than the host.
+    pub pages_loaded: u64,
+    /// Pages that should have been loaded and did not come, or for which nobody waited.
+    pub pages_not_loaded: u64,
 }
 
 impl Counters {

@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 
 use nuthatch_types::PageId;
 
+use crate::load::LoadId;
 use crate::page::{FullPage, OpenPage, SharedPage};
 use crate::{Retention, Salt};
 
@@ -19,6 +20,10 @@ pub(crate) struct Table {
     page_len: u32,
     pub(crate) salt: Salt,
     pub(crate) retention: Retention,
+    /// Whether its own pages are on the host. Nothing is computed meanwhile.
+    pub(crate) is_swapped: bool,
+    /// The load that brings its next pages, if there is one. It gets no others meanwhile.
+    pub(crate) loading: Option<LoadId>,
     full: Vec<SharedPage>,
     open: VecDeque<OpenPage>,
     len: u32,
@@ -28,7 +33,7 @@ impl Table {
     /// A table of no pages.
     pub(crate) fn new(page_len: u32, salt: Salt, retention: Retention) -> Self {
         let (full, open) = (Vec::new(), VecDeque::new());
-        Table { page_len, salt, retention, full, open, len: 0 }
+        Table { page_len, salt, retention, is_swapped: false, loading: None, full, open, len: 0 }
     }
 
     /// Tokens that have a place.
@@ -59,6 +64,11 @@ impl Table {
     /// New pages that `n_tokens` more tokens need.
     pub(crate) fn pages_needed(&self, n_tokens: u32) -> u32 {
         n_tokens.saturating_sub(self.room()).div_ceil(self.page_len)
+    }
+
+    /// Whether its tokens can be computed now.
+    pub(crate) fn may_grow(&self) -> bool {
+        !self.is_swapped && self.loading.is_none()
     }
 
     /// Appends a full page. No page may be open.
@@ -117,7 +127,7 @@ impl Table {
     }
 
     /// The pages from the `start`-th on.
-    pub(crate) fn pages(&self, start: usize) -> impl Iterator<Item = PageId> + '_ {
+    pub(crate) fn pages(&self, start: usize) -> impl DoubleEndedIterator<Item = PageId> + '_ {
         (start..self.n_pages() as usize).filter_map(|i| self.page(i))
     }
 

@@ -5,9 +5,11 @@ use std::fmt;
 use nuthatch_types::{PageId, SeqId, Slot};
 
 use crate::Cache;
-use crate::page::SharedPage;
-use crate::pages::State;
-use crate::prefix::{Parent, Prefix};
+use crate::load::Pending;
+use crate::page::{OpenPage, SharedPage};
+use crate::pages::{Record, State, Tier};
+use crate::prefix::{Node, Parent, Prefix};
+use crate::table::Table;
 
 /// A broken invariant: a bug in this crate, never the fault of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +36,12 @@ pub enum Fault {
     Table {
         /// The sequence.
         seq: SeqId,
+    },
+    /// A table that is not swapped has a page on the host, or a page's parked handles are not those
+    /// of swapped tables.
+    Parked {
+        /// The page.
+        page: PageId,
     },
     /// A table's full pages are not one path of the prefix tree.
     Path {
@@ -67,6 +75,9 @@ impl fmt::Display for Fault {
                 write!(f, "{counted} handles to {page:?} were counted, but {found} were found")
             }
             Fault::Table { seq } => write!(f, "the table of {seq:?} does not hold its tokens"),
+            Fault::Parked { page } => {
+                write!(f, "{page:?} is on the host, or parked, without a swapped table")
+            }
             Fault::Path { seq } => write!(f, "the table of {seq:?} is no path of the tree"),
             Fault::Node { page } => write!(f, "{page:?} is not where the prefix tree says"),
             Fault::Counter { name, counted, found } => {
@@ -78,56 +89,103 @@ impl fmt::Display for Fault {
 
 impl std::error::Error for Fault {}
 
+const TIERS: [Tier; 2] = [Tier::Device, Tier::Host];
+
 /// Checks everything; linear in pages and sequences.
 pub(crate) fn verify(cache: &Cache) -> Result<(), Fault> {
     slots_are_conserved(cache)?;
     slots_are_unique(cache)?;
     tables_are_sound(cache)?;
     handles_are_counted(cache)?;
+    only_swapped_tables_are_parked(cache)?;
     counters_are_true(cache)?;
     match &cache.prefix {
         Some(prefix) => {
-            nodes_are_linked(prefix)?;
+            prefix.tree.pages().try_for_each(|page| node_is_linked(cache, prefix, page))?;
+            tree_is_counted(prefix)?;
             tables_are_paths(cache, prefix)?;
             idle_pages_can_go(cache, prefix)
         }
-        None => count("idle pages", cache.pages.n_idle(), 0),
+        None => TIERS.iter().try_for_each(|&tier| count("idle pages", cache.pages.n_idle(tier), 0)),
     }
 }
 
-fn slots_are_conserved(cache: &Cache) -> Result<(), Fault> {
-    if cache.pages.device().is_sound() { Ok(()) } else { Err(Fault::FreeList) }
-}
-
-fn slots_are_unique(cache: &Cache) -> Result<(), Fault> {
-    let pool = cache.pages.device();
-    let mut seen = vec![false; pool.n_slots() as usize];
-    for (page, record) in cache.pages.living() {
-        let slot = record.slot;
-        let seen_before = std::mem::replace(&mut seen[slot.0 as usize], true);
-        if seen_before || !pool.is_used(slot) {
-            return Err(Fault::SlotTwice { page, slot });
+/// Checks one page, one table and the sums.
+pub(crate) fn verify_sample(cache: &Cache, k: u64) -> Result<(), Fault> {
+    let n_tables = cache.tables.len().max(1) as u64;
+    if let Some((&seq, table)) = cache.tables.iter().nth((k % n_tables) as usize) {
+        table_is_sound(cache, seq, table)?;
+        table_is_placed(cache, table)?;
+    }
+    let page = PageId((k % u64::from(cache.config.slots().total())) as u32);
+    let Some(record) = cache.pages.get(page) else { return Ok(()) };
+    slot_is_used(cache, page, record.slot)?;
+    if let Some(prefix) = &cache.prefix {
+        page_is_cached_or_not(cache, prefix, page)?;
+        if record.state == State::Cached {
+            node_is_linked(cache, prefix, page)?;
         }
     }
-    let n_living = pool.n_slots() - pool.n_free();
-    count("living pages", n_living, cache.pages.living().count())
-}
-
-fn tables_are_sound(cache: &Cache) -> Result<(), Fault> {
-    for (&seq, table) in &cache.tables {
-        let n_pages = table.len().div_ceil(cache.config.page_len);
-        if !table.is_sound() || table.n_pages() != n_pages {
-            return Err(Fault::Table { seq });
+    // With tables it would take all of them to count the handles.
+    if cache.is_empty() && record.state != State::Open {
+        let in_pins = cache.pins.values().flatten().filter(|handle| handle.id() == page);
+        let found = in_pins.count() as u32;
+        if found != record.n_refs || record.n_parked != 0 {
+            return Err(Fault::Handles { page, counted: record.n_refs, found });
         }
     }
     Ok(())
 }
 
+fn slots_are_conserved(cache: &Cache) -> Result<(), Fault> {
+    let is_sound = TIERS.iter().all(|&tier| cache.pages.pool(tier).is_sound());
+    if is_sound { Ok(()) } else { Err(Fault::FreeList) }
+}
+
+fn slots_are_unique(cache: &Cache) -> Result<(), Fault> {
+    let mut seen = vec![false; cache.config.slots().total() as usize];
+    for (page, record) in cache.pages.living() {
+        slot_is_used(cache, page, record.slot)?;
+        let slot = record.slot;
+        if std::mem::replace(&mut seen[slot.0 as usize], true) {
+            return Err(Fault::SlotTwice { page, slot });
+        }
+    }
+    let used = |tier: Tier| cache.pages.pool(tier).n_slots() - cache.pages.n_free(tier);
+    count("living pages", TIERS.map(used).iter().sum(), cache.pages.living().count())
+}
+
+fn slot_is_used(cache: &Cache, page: PageId, slot: Slot) -> Result<(), Fault> {
+    let pool = cache.pages.pool(cache.pages.tier_of(slot));
+    if pool.is_used(slot) { Ok(()) } else { Err(Fault::SlotTwice { page, slot }) }
+}
+
+fn tables_are_sound(cache: &Cache) -> Result<(), Fault> {
+    let mut n_loading = 0;
+    for (&seq, table) in &cache.tables {
+        table_is_sound(cache, seq, table)?;
+        n_loading += u32::from(table.loading.is_some());
+    }
+    let n_awaited = cache.loads.values().filter(|load| load.seq().is_some()).count();
+    count("sequences that load", n_loading, n_awaited)
+}
+
+fn table_is_sound(cache: &Cache, seq: SeqId, table: &Table) -> Result<(), Fault> {
+    let n_pages = table.len().div_ceil(cache.config.page_len);
+    let is_awaited = table.loading.is_none_or(|load| cache.waits_for(load) == Some(seq));
+    if table.is_sound() && table.n_pages() == n_pages && is_awaited {
+        Ok(())
+    } else {
+        Err(Fault::Table { seq })
+    }
+}
+
 fn handles_are_counted(cache: &Cache) -> Result<(), Fault> {
-    let mut found = vec![0; cache.config.n_pages as usize];
+    let mut found = vec![0; cache.config.slots().total() as usize];
     let in_tables = cache.tables.values().flat_map(|table| table.pages(0));
     let in_pins = cache.pins.values().flatten().map(SharedPage::id);
-    for page in in_tables.chain(in_pins) {
+    let in_loads = cache.loads.values().flat_map(Pending::pages).map(OpenPage::id);
+    for page in in_tables.chain(in_pins).chain(in_loads) {
         found[page.0 as usize] += 1;
     }
     for (page, record) in cache.pages.living() {
@@ -146,36 +204,71 @@ fn handles_are_counted(cache: &Cache) -> Result<(), Fault> {
     }
 }
 
+/// A table that is not swapped lies on the device.
+fn table_is_placed(cache: &Cache, table: &Table) -> Result<(), Fault> {
+    let is_away = |&page: &PageId| !table.is_swapped && cache.pages.tier(page) == Tier::Host;
+    table.pages(0).find(is_away).map_or(Ok(()), |page| Err(Fault::Parked { page }))
+}
+
+/// Running tables lie on the device, and the parked handles are those of swapped tables.
+fn only_swapped_tables_are_parked(cache: &Cache) -> Result<(), Fault> {
+    let mut n_parked = vec![0; cache.config.slots().total() as usize];
+    for table in cache.tables.values() {
+        table_is_placed(cache, table)?;
+        for page in table.pages(0) {
+            n_parked[page.0 as usize] += u32::from(table.is_swapped);
+        }
+    }
+    let is_wrong =
+        |&(page, record): &(PageId, Record)| n_parked[page.0 as usize] != record.n_parked;
+    let wrong = cache.pages.living().find(is_wrong);
+    wrong.map_or(Ok(()), |(page, _)| Err(Fault::Parked { page }))
+}
+
 fn counters_are_true(cache: &Cache) -> Result<(), Fault> {
     let pages = &cache.pages;
     let tokens: u32 = cache.tables.values().map(|table| table.open_tokens()).sum();
     let n_open = pages.living().filter(|(_, record)| record.state == State::Open).count();
-    let n_idle = pages.living().filter(|&(page, _)| pages.is_idle(page)).count();
     count("tokens in open pages", cache.open_tokens, tokens as usize)?;
     count("open pages", pages.n_open(), n_open)?;
-    count("idle pages", pages.n_idle(), n_idle)?;
+    for tier in TIERS {
+        let is_idle =
+            |&(page, _): &(PageId, Record)| pages.is_idle(page) && pages.tier(page) == tier;
+        count("idle pages", pages.n_idle(tier), pages.living().filter(is_idle).count())?;
+    }
     count("pinned pages", cache.n_pinned, cache.pins.values().map(Vec::len).sum())
 }
 
-fn nodes_are_linked(prefix: &Prefix) -> Result<(), Fault> {
+/// A page of the tree can be found, and its neighbours know it.
+fn node_is_linked(cache: &Cache, prefix: &Prefix, page: PageId) -> Result<(), Fault> {
     let tree = &prefix.tree;
-    let mut n_children = 0;
-    let mut n_first = 0;
-    for page in tree.pages() {
-        let node = tree.node(page);
-        let hash = tree.hash(node.parent, &node.tokens);
-        let is_findable = tree.find(hash, node.parent, &node.tokens) == Some(page);
-        let is_listed = tree.children(node.parent).iter().filter(|&&child| child == page).count();
-        let tokens = |child: &PageId| &tree.node(*child).tokens;
-        let is_sorted = node.children.is_sorted_by(|a, b| tokens(a) < tokens(b));
-        let knows_children =
-            node.children.iter().all(|&child| tree.node(child).parent == Parent::Page(page));
-        if hash != node.hash || !is_findable || is_listed != 1 || !is_sorted || !knows_children {
-            return Err(Fault::Node { page });
-        }
-        n_children += node.children.len();
-        n_first += usize::from(matches!(node.parent, Parent::Root(_)));
+    let node = tree.node(page);
+    let hash = tree.hash(node.parent, &node.tokens);
+    let is_findable = tree.find(hash, node.parent, &node.tokens) == Some(page);
+    let is_listed = tree.children(node.parent).iter().filter(|&&child| child == page).count();
+    let tokens = |child: &PageId| &tree.node(*child).tokens;
+    let is_sorted = node.children.is_sorted_by(|a, b| tokens(a) < tokens(b));
+    let knows_children =
+        node.children.iter().all(|&child| tree.node(child).parent == Parent::Page(page));
+    if hash != node.hash || !is_findable || is_listed != 1 || !is_sorted || !knows_children {
+        return Err(Fault::Node { page });
     }
+    let is_on_device = |page: PageId| cache.pages.tier(page) == Tier::Device;
+    let n_on_device = node.children.iter().filter(|&&child| is_on_device(child)).count();
+    // A page on the device comes after pages on the device only.
+    let is_placed = n_on_device == 0 || is_on_device(page);
+    if node.n_on_device as usize == n_on_device && is_placed {
+        Ok(())
+    } else {
+        Err(Fault::Node { page })
+    }
+}
+
+fn tree_is_counted(prefix: &Prefix) -> Result<(), Fault> {
+    let tree = &prefix.tree;
+    let n_children: usize = tree.pages().map(|page| tree.node(page).children.len()).sum();
+    let is_first = |page: &PageId| matches!(tree.node(*page).parent, Parent::Root(_));
+    let n_first = tree.pages().filter(is_first).count();
     count("cached pages", tree.len(), n_children + n_first)?;
     count("salts without a page", 0, tree.n_roots().saturating_sub(n_first))
 }
@@ -195,21 +288,31 @@ fn tables_are_paths(cache: &Cache, prefix: &Prefix) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Every idle page can be given up, after the pages that follow it: none of those is in use.
+/// Every idle page can leave its tier, after the pages that follow it: none of those is in use.
 fn idle_pages_can_go(cache: &Cache, prefix: &Prefix) -> Result<(), Fault> {
-    let mut n_offered = 0;
-    for (page, record) in cache.pages.living() {
-        let node = prefix.tree.get(page);
-        if node.is_some() != (record.state == State::Cached) {
-            return Err(Fault::Node { page });
+    let mut n_offered = [0; 2];
+    for (page, _) in cache.pages.living() {
+        page_is_cached_or_not(cache, prefix, page)?;
+        if !cache.pages.is_idle(page) {
+            continue;
         }
-        let Some(node) = node.filter(|_| cache.pages.is_idle(page)) else { continue };
-        if !node.children.iter().all(|&child| cache.pages.is_idle(child)) {
-            return Err(Fault::Node { page });
-        }
-        n_offered += u32::from(node.children.is_empty());
+        let tier = cache.pages.tier(page);
+        n_offered[tier as usize] += u32::from(prefix.tree.is_last(page, tier));
     }
-    count("pages offered for eviction", n_offered, prefix.order.len())
+    let count_of = |tier: Tier| prefix.orders[tier as usize].len();
+    TIERS.iter().try_for_each(|&tier| {
+        count("pages offered for eviction", n_offered[tier as usize], count_of(tier))
+    })
+}
+
+/// A page is in the tree if it says so, and if it is idle, so is what follows it.
+fn page_is_cached_or_not(cache: &Cache, prefix: &Prefix, page: PageId) -> Result<(), Fault> {
+    let node = prefix.tree.get(page);
+    let says_so = cache.pages.get(page).is_some_and(|record| record.state == State::Cached);
+    let is_idle = |page: PageId| cache.pages.is_idle(page);
+    let follows_idle = |node: &Node| node.children.iter().all(|&child| is_idle(child));
+    let is_sane = node.is_none_or(|node| !is_idle(page) || follows_idle(node));
+    if node.is_some() == says_so && is_sane { Ok(()) } else { Err(Fault::Node { page }) }
 }
 
 fn count(name: &'static str, counted: u32, found: usize) -> Result<(), Fault> {

@@ -3,11 +3,15 @@
 //! The executor obeys plain data and decides nothing. It knows no queue, and it cannot reach the
 //! cache: what it knows of a sequence is its row of the tables and its sampler.
 
+use std::fmt;
+use std::time::Duration;
+
 use nuthatch_backend::{BatchLayout, DeviceError};
 use nuthatch_types::{
     FastMap, PageCopy, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult, TokenId,
 };
 
+use crate::SharedClock;
 use crate::batch::Batch;
 use crate::sample::{Sampler, Scratch};
 
@@ -35,7 +39,7 @@ pub trait Forward {
     fn vocab(&self) -> u32;
     /// Writes `slots` to the table `row`, from entry `start` on.
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError>;
-    /// Copies whole pages inside the arena, in order.
+    /// Copies whole pages inside a tier and between tiers, in order, and waits for the end.
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
@@ -53,7 +57,7 @@ pub struct Capacity {
     pub max_context: u32,
     /// Tokens of one page.
     pub page_len: u32,
-    /// Slots of the arena.
+    /// Slots of both tiers.
     pub n_slots: u32,
 }
 
@@ -65,7 +69,6 @@ impl Capacity {
 }
 
 /// Carries out plans on a model.
-#[derive(Debug)]
 pub struct Executor<F> {
     forward: F,
     capacity: Capacity,
@@ -76,6 +79,8 @@ pub struct Executor<F> {
     /// `[max_seqs, V]`, written by the forward pass, changed by the samplers.
     logits: Vec<f32>,
     scratch: Scratch,
+    /// Measures what the parts of a step take, if there is one.
+    clock: Option<SharedClock>,
     n_steps: u64,
     /// The device's first fault. Afterwards nothing is done.
     poison: Option<String>,
@@ -107,11 +112,19 @@ impl<F: Forward> Executor<F> {
             batch: Batch::with_capacity(capacity.max_rows as usize, max_seqs),
             logits: vec![0.0; max_seqs * vocab],
             scratch: Scratch::with_vocab(vocab),
+            clock: None,
             n_steps: 0,
             poison: None,
             forward,
             capacity,
         }
+    }
+
+    /// The same executor, which tells what copies and passes take by this clock.
+    #[must_use]
+    pub fn with_clock(mut self, clock: SharedClock) -> Self {
+        self.clock = Some(clock);
+        self
     }
 
     /// The model, to look at.
@@ -127,9 +140,11 @@ impl<F: Forward> Executor<F> {
         for start in &plan.started {
             self.learn(start);
         }
+        let begin = self.now();
         if !plan.copies.is_empty() {
             self.copy_pages(&plan.copies)?;
         }
+        let copied = self.now();
         self.batch.clear();
         for step in &plan.seqs {
             let row = self.change_table(step)?;
@@ -137,9 +152,20 @@ impl<F: Forward> Executor<F> {
         }
         let layout = self.batch.layout();
         assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
+        if plan.seqs.is_empty() {
+            return Ok(StepResult::default());
+        }
         let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
         self.forward.forward(layout, &mut self.logits[..n_logits])?;
-        Ok(self.sample(plan))
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let compute_nanos = nanos(self.now().saturating_sub(copied));
+        let copy_nanos = nanos(copied.saturating_sub(begin));
+        Ok(StepResult { sampled: self.sample(plan), copy_nanos, compute_nanos })
+    }
+
+    /// The time, or always zero without a clock.
+    fn now(&self) -> Duration {
+        self.clock.as_ref().map_or(Duration::ZERO, |clock| clock.now())
     }
 
     fn forget(&mut self, seq: SeqId) {
@@ -189,7 +215,7 @@ impl<F: Forward> Executor<F> {
         Ok(known.row)
     }
 
-    fn sample(&mut self, plan: &StepPlan) -> StepResult {
+    fn sample(&mut self, plan: &StepPlan) -> Vec<Sampled> {
         let vocab = self.forward.vocab() as usize;
         let n_sampled = self.batch.layout().output_rows.len();
         let mut sampled = Vec::with_capacity(n_sampled);
@@ -212,7 +238,19 @@ impl<F: Forward> Executor<F> {
             });
         }
         assert_eq!(sampled.len(), n_sampled, "rows and samples were counted apart");
-        StepResult { sampled }
+        sampled
+    }
+}
+
+impl<F: fmt::Debug> fmt::Debug for Executor<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Executor")
+            .field("forward", &self.forward)
+            .field("capacity", &self.capacity)
+            .field("seqs", &self.seqs)
+            .field("n_steps", &self.n_steps)
+            .field("poison", &self.poison)
+            .finish_non_exhaustive()
     }
 }
 

@@ -214,7 +214,7 @@ fn run<E: Execute>(
             engine.fail(error.into());
         }
         if engine.is_idle()
-            && let Err(error) = engine.verify()
+            && let Err(error) = engine.verify_sample()
         {
             engine.fail(error);
         }

@@ -1,8 +1,8 @@
 //! How large everything is, computed once from the configuration, the model and the memory.
 //!
 //! ```text
-//!   memory   [ weights | working memory | KV pages ............ | left to others ]
-//!                                         n_pages * page_bytes
+//!   memory   [ weights | working memory | KV pages ............ | host pages ... | left to others ]
+//!                                         n_pages * page_bytes    n_host_pages * page_bytes
 //! ```
 //!
 //! Nothing grows afterwards: what does not fit is refused here, with the numbers, or when a request
@@ -48,6 +48,9 @@ pub struct SizeRequest {
     pub available: u64,
     /// How much of it may be used.
     pub budget: Budget,
+    /// Bytes for pages of the host tier, where pages wait that the device tier has no room for;
+    /// rounded down to whole pages. They are taken from the same available bytes. 0 is no such tier.
+    pub host_bytes: u64,
 }
 
 /// How large everything is.
@@ -55,6 +58,8 @@ pub struct SizeRequest {
 pub struct Sizes {
     /// Pages of the device tier.
     pub n_pages: u32,
+    /// Pages of the host tier.
+    pub n_host_pages: u32,
     /// Tokens of one page.
     pub page_len: u32,
     /// How keys and values are stored.
@@ -67,8 +72,10 @@ pub struct Sizes {
     pub max_rows: u32,
     /// Bytes of the weights.
     pub weights: u64,
-    /// Bytes of the KV pages.
+    /// Bytes of the KV pages on the device.
     pub kv: u64,
+    /// Bytes of the KV pages on the host.
+    pub host_kv: u64,
     /// Bytes of tables, activations and logits.
     pub working: u64,
 }
@@ -76,12 +83,14 @@ pub struct Sizes {
 /// What does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
-    /// Weights and working memory leave no room for pages.
+    /// Weights, working memory and host pages leave no room for pages.
     #[error(
-        "the weights need {} and working memory {}, but only {} may be used",
-        Bytes(*weights), Bytes(*working), Bytes(*usable)
+        "the weights need {}, working memory {} and swap space {}, but only {} may be used",
+        Bytes(*weights), Bytes(*working), Bytes(*host_bytes), Bytes(*usable)
     )]
     Weights {
+        /// Bytes for pages of the host that were asked for.
+        host_bytes: u64,
         /// Bytes of the weights.
         weights: u64,
         /// Bytes of tables, activations and logits.
@@ -91,13 +100,15 @@ pub enum MemoryError {
     },
     /// The KV pages that were asked for do not fit beside the weights.
     #[error(
-        "{} of KV were asked for beside {} of weights and {} of working memory, but only {} are \
-         available",
-        Bytes(*kv_asked), Bytes(*weights), Bytes(*working), Bytes(*available)
+        "{} of KV and {} of swap space were asked for beside {} of weights and {} of working \
+         memory, but only {} are available",
+        Bytes(*kv_asked), Bytes(*host_bytes), Bytes(*weights), Bytes(*working), Bytes(*available)
     )]
     Kv {
         /// Bytes of KV that were asked for.
         kv_asked: u64,
+        /// Bytes for pages of the host that were asked for.
+        host_bytes: u64,
         /// Bytes of the weights.
         weights: u64,
         /// Bytes of tables, activations and logits.
@@ -154,6 +165,7 @@ impl SizeRequest {
             max_rows: 512,
             available,
             budget: Budget::Share(0.8),
+            host_bytes: 0,
         }
     }
 }
@@ -184,8 +196,11 @@ impl Sizes {
         // Tokens are counted in 32 bits everywhere.
         let pages_countable = u64::from(u32::MAX) / page_len;
         let n_pages = (kv_budget / page_bytes).min(pages_wanted).min(pages_countable);
+        let n_host_pages = (request.host_bytes / page_bytes).min(pages_countable - n_pages);
+        let countable = |n: u64| u32::try_from(n).expect("at most 2^32 - 1 tokens");
         Ok(Sizes {
-            n_pages: u32::try_from(n_pages).expect("at most 2^32 - 1 tokens"),
+            n_pages: countable(n_pages),
+            n_host_pages: countable(n_host_pages),
             page_len: request.kv.page_len,
             kv_dtype: request.kv.dtype,
             max_context,
@@ -193,13 +208,14 @@ impl Sizes {
             max_rows: request.max_rows,
             weights: request.weights,
             kv: n_pages * page_bytes,
+            host_kv: n_host_pages * page_bytes,
             working: working_bytes(request),
         })
     }
 
     /// Bytes of everything together.
     pub fn total(&self) -> u64 {
-        self.weights + self.kv + self.working
+        self.weights + self.kv + self.host_kv + self.working
     }
 
     /// The executor's part.
@@ -209,13 +225,14 @@ impl Sizes {
             max_seqs: self.max_seqs,
             max_context: self.max_context,
             page_len: self.page_len,
-            n_slots: self.n_pages,
+            n_slots: self.cache().slots().total(),
         }
     }
 
     /// The cache's part.
     pub fn cache(&self) -> nuthatch_cache::Config {
-        nuthatch_cache::Config { page_len: self.page_len, n_pages: self.n_pages }
+        let Sizes { page_len, n_pages, n_host_pages, .. } = *self;
+        nuthatch_cache::Config { page_len, n_pages, n_host_pages }
     }
 
     /// The scheduler's part; the queue has its default length.
@@ -246,18 +263,19 @@ fn check(request: &SizeRequest) -> Result<(), MemoryError> {
     least("max_context", context.into(), CONTEXT_MIN.into(), "at least 2")
 }
 
-/// Bytes that pages may take.
+/// Bytes that pages of the device may take.
 fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
-    let SizeRequest { weights, available, .. } = *request;
+    let SizeRequest { weights, available, host_bytes, .. } = *request;
     let working = working_bytes(request);
-    let taken = weights.saturating_add(working);
+    let taken = weights.saturating_add(working).saturating_add(host_bytes);
     match request.budget {
         Budget::KvBytes(kv_asked) => {
             if taken > available {
-                return Err(MemoryError::Weights { weights, working, usable: available });
+                let usable = available;
+                return Err(MemoryError::Weights { weights, working, host_bytes, usable });
             }
             if kv_asked > available - taken {
-                return Err(MemoryError::Kv { kv_asked, weights, working, available });
+                return Err(MemoryError::Kv { kv_asked, host_bytes, weights, working, available });
             }
             Ok(kv_asked)
         }
@@ -265,7 +283,7 @@ fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
             // A share that is no number becomes 0, and the error below.
             let usable = (available as f64 * share.clamp(0.0, 1.0)) as u64;
             if taken >= usable {
-                return Err(MemoryError::Weights { weights, working, usable });
+                return Err(MemoryError::Weights { weights, working, host_bytes, usable });
             }
             Ok(usable - taken)
         }
@@ -326,6 +344,7 @@ mod tests {
             max_rows: 512,
             available: 32 * GIB,
             budget: Budget::Share(0.9),
+            host_bytes: 0,
         }
     }
 
@@ -346,6 +365,27 @@ mod tests {
         assert_eq!(sizes.cache().capacity(), 8192);
         assert_eq!(sizes.scheduler().validate(), Ok(()));
         assert_eq!(sizes.capacity().table_len(), 512);
+    }
+
+    #[test]
+    fn host_pages_are_counted_and_taken_from_the_same_memory() {
+        let swap = SizeRequest { host_bytes: 3 * GIB + 5, max_seqs: 64, ..request() };
+        let sizes = Sizes::compute(&swap).unwrap();
+        assert_eq!((sizes.n_host_pages, sizes.host_kv), (3 * 512, 3 * GIB));
+        assert_eq!(sizes.capacity().n_slots, sizes.n_pages + 3 * 512);
+        assert_eq!(sizes.cache().slots().host, 3 * 512);
+        let without = Sizes::compute(&SizeRequest { host_bytes: 0, ..swap }).unwrap();
+        assert!(without.n_pages - sizes.n_pages >= 3 * 512);
+        assert!(sizes.total() <= (32.0 * 0.9 * GIB as f64) as u64);
+        let greedy = SizeRequest { host_bytes: 20 * GIB, ..request() };
+        let error = Sizes::compute(&greedy).unwrap_err();
+        assert!(matches!(error, MemoryError::Weights { host_bytes, .. } if host_bytes == 20 * GIB));
+        let greedy =
+            SizeRequest { budget: Budget::KvBytes(GIB), host_bytes: u64::MAX, ..request() };
+        assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Weights { .. })));
+        let greedy =
+            SizeRequest { budget: Budget::KvBytes(GIB), host_bytes: 15 * GIB, ..request() };
+        assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Kv { .. })));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use nuthatch_backend::{Backend, BatchLayout};
 use nuthatch_backend_cpu::{Cpu, CpuConfig, Isa};
 use nuthatch_model::{BatchLimits, Model, ModelFiles, PAGE_LEN, kv_shape};
 use nuthatch_store::KvStore;
-use nuthatch_types::{KvDtype, Slot};
+use nuthatch_types::{KvDtype, KvSlots, Slot};
 
 /// How far logits may be from the reference, as a share of their standard deviation.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
@@ -66,7 +66,7 @@ fn logits_of(golden: &Golden, way: Way) -> Vec<Vec<f32>> {
     let mut model = Model::load(Arc::clone(&backend), &files, &limits).unwrap();
     let shape = kv_shape(files.config(), kv_dtype);
     let n_pages = tokens.len().div_ceil(PAGE_LEN as usize) as u32;
-    let mut store = KvStore::new(&*backend, shape, n_pages + 3).unwrap();
+    let mut store = KvStore::new(&*backend, shape, KvSlots::on_device(n_pages + 3)).unwrap();
     let mut tables = backend.alloc_tables(1, n_pages).unwrap();
     // Backwards, and not from the end: an identity map would hide a confusion of page and slot.
     let slots: Vec<Slot> = (0..n_pages).map(|page| Slot(n_pages + 1 - page)).collect();

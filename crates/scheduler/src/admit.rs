@@ -1,12 +1,39 @@
 //! Letting those who wait in.
 
-use nuthatch_cache::{Admission, Admitted, Prompt};
+use nuthatch_cache::{Admission, Admitted, Prompt, SwapIn};
 use nuthatch_types::SeqId;
 
 use crate::policy::{Ask, Rank};
 use crate::sequence::{Place, Sequence};
 use crate::step::Step;
 use crate::{Hints, Scheduler};
+
+/// How a waiting sequence gets its pages.
+enum Entry {
+    /// It has none: some are found, the others are computed.
+    New(Admission),
+    /// It was swapped: they come back.
+    Back(SwapIn),
+}
+
+/// A request that did not fit when it was its turn. As long as it cannot fit, the prefix tree is not
+/// walked for it again in every step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocked {
+    seq: SeqId,
+    /// Pages that it needed.
+    n_pages: u32,
+    /// [`nuthatch_cache::Cache::n_savings`] at that time.
+    savings: u64,
+}
+
+impl Blocked {
+    /// Whether the same request certainly needs more than `room` pages still.
+    fn holds(&self, seq: SeqId, room: u32, savings: u64) -> bool {
+        let n_saved = savings - self.savings;
+        self.seq == seq && u64::from(self.n_pages) > u64::from(room) + n_saved
+    }
+}
 
 impl Scheduler {
     /// Lets sequences wait for their turn that waited for the one that they fork.
@@ -47,10 +74,10 @@ impl Scheduler {
             self.displace_seq(victim, step);
             let promised = self.outstanding();
             if self.has_seat()
-                && let Some(admission) = self.fitting(seq, promised)
+                && let Some(entry) = self.fitting(seq, promised)
             {
                 let before = std::mem::replace(&mut step.budget, budget);
-                self.admit(seq, rank, admission, step);
+                self.admit(seq, rank, entry, step);
                 step.budget = before - (budget - step.budget);
                 return;
             }
@@ -65,9 +92,9 @@ impl Scheduler {
         while self.has_seat()
             && step.budget > 0
             && let Some((seq, rank)) = self.next_waiting()
-            && let Some(admission) = self.fitting(seq, step.promised)
+            && let Some(entry) = self.fitting(seq, step.promised)
         {
-            self.admit(seq, rank, admission, step);
+            self.admit(seq, rank, entry, step);
             step.promised += self.pages_outstanding(seq);
         }
     }
@@ -81,7 +108,7 @@ impl Scheduler {
         let Scheduler { queue, cache, seqs, .. } = self;
         let step = self.counters.steps;
         let ask = Ask {
-            may_start: self.n_started < self.config.max_seqs,
+            may_start: self.n_started + self.n_unstarted < self.config.max_seqs,
             step,
             n_found: &|seq| {
                 let admission = cache.plan_admit(seq, prompt(&seqs[&seq]));
@@ -92,25 +119,54 @@ impl Scheduler {
         Some((seq, queue.rank_to_run(&seqs[&seq].waiter(), step)))
     }
 
-    /// What a waiting sequence starts with, if all its tokens fit beside `promised` pages.
-    fn fitting(&self, seq: SeqId, promised: u32) -> Option<Admission> {
+    /// How a waiting sequence gets its pages, if all its tokens fit beside `promised` pages.
+    fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
         let room = self.cache.n_available().saturating_sub(promised);
-        let mut admission = self.plan_admission(seq);
-        if admission.n_pages() > room {
-            admission = admission.without_copy();
+        let savings = self.cache.n_savings();
+        if self.blocked.is_some_and(|blocked| blocked.holds(seq, room, savings)) {
+            return None;
         }
-        (admission.n_pages() <= room).then_some(admission)
+        let (entry, n_pages) = if self.seq(seq).place == Place::Swapped {
+            let swap = self.cache.plan_swap_in(seq);
+            let n_pages = swap.n_pages() + self.pages_outstanding(seq);
+            (Entry::Back(swap), n_pages)
+        } else {
+            let mut admission = self.plan_admission(seq);
+            if admission.n_pages() > room {
+                admission = admission.without_copy();
+            }
+            let n_pages = admission.n_pages();
+            (Entry::New(admission), n_pages)
+        };
+        if n_pages > room {
+            self.blocked = Some(Blocked { seq, n_pages, savings });
+            return None;
+        }
+        Some(entry)
     }
 
-    /// Gives a waiting sequence what was found for it, and its first tokens to compute.
-    fn admit(&mut self, seq: SeqId, rank: Rank, admission: Admission, step: &mut Step) {
+    /// Gives a waiting sequence its pages, and its next tokens to compute.
+    fn admit(&mut self, seq: SeqId, rank: Rank, entry: Entry, step: &mut Step) {
         let waiter = self.seq(seq).waiter();
         self.queue.admitted(&waiter);
         self.queue.remove(&waiter);
         let position = self.running.partition_point(|&other| self.seq(other).rank < rank);
         self.running.insert(position, seq);
-        let Admitted { n_found, copy } = self.cache.admit(admission);
-        step.plan.copies.extend(copy);
+        match entry {
+            Entry::New(admission) => {
+                let Admitted { n_found, .. } = self.cache.admit(admission);
+                let sequence = self.seq_mut(seq);
+                sequence.computed = n_found;
+                if !sequence.is_started() {
+                    sequence.cached = n_found.min(sequence.n_prompt);
+                }
+            }
+            Entry::Back(swap) => {
+                self.swapped.remove(&(waiter.rank, seq));
+                self.cache.swap_in(swap);
+            }
+        }
+        self.n_unstarted += u32::from(!waiter.is_started);
         let budget = step.budget;
         let sequence = self.seq_mut(seq);
         sequence.place = Place::Running;
@@ -118,13 +174,24 @@ impl Scheduler {
             sequence.rank = rank;
             sequence.n_since_rank = 0;
         }
-        sequence.computed = n_found;
-        if !sequence.is_started() {
-            sequence.cached = n_found.min(sequence.n_prompt);
-        }
         let n_tokens = sequence.pending().min(budget);
+        if self.load_stored(seq) {
+            return;
+        }
         let planned = self.plan_seq(seq, n_tokens, step);
         assert!(planned, "pages for all tokens were counted");
+    }
+
+    /// Admits somebody although nothing is running and the first who waits does not fit: swapped
+    /// sequences release what they hold on the device.
+    pub(crate) fn admit_by_force(&mut self, step: &mut Step) {
+        while self.running.is_empty()
+            && self.cache.n_loads() == 0
+            && let Some((seq, _)) = self.next_waiting()
+            && self.drop_swapped(Some(seq))
+        {
+            self.admit_waiting(step);
+        }
     }
 
     /// Decides what a waiting sequence starts with: what is cached of its tokens, or what the
@@ -133,6 +200,10 @@ impl Scheduler {
         let sequence = self.seq(seq);
         let found = self.cache.plan_admit(seq, prompt(sequence));
         let n_found = found.miss().map_or(0, |miss| miss.at);
+        if self.n_stored(sequence) * self.cache.config().page_len > n_found {
+            // What is loaded follows full pages.
+            return found.without_copy();
+        }
         let Some(source) = self.fork_source(seq) else { return found };
         let n_shared = sequence.n_common.min(source.computed);
         if n_shared <= n_found {

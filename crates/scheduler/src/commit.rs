@@ -4,7 +4,7 @@ use nuthatch_types::{FinishReason, Sampled, StepResult};
 
 use crate::policy::{Queue, Service};
 use crate::sequence::Sequence;
-use crate::step::Flight;
+use crate::step::{Flight, InFlight};
 use crate::{Output, Scheduler};
 
 impl Scheduler {
@@ -12,6 +12,7 @@ impl Scheduler {
     /// Sequences that ended have freed their pages when this returns.
     pub fn commit(&mut self, result: StepResult) -> Vec<Output> {
         let in_flight = self.in_flight.take().expect("a plan was made and not yet committed");
+        self.measure(&in_flight, &result);
         let mut sampled = result.sampled.into_iter();
         let mut outputs = Vec::with_capacity(in_flight.flights.len());
         let n_before = self.seqs.len();
@@ -31,6 +32,22 @@ impl Scheduler {
         outputs
     }
 
+    /// Learns from what the step took, and tells the cache which pages are worth a place on the
+    /// host.
+    fn measure(&mut self, in_flight: &InFlight, result: &StepResult) {
+        if self.cache.config().n_host_pages == 0 {
+            return;
+        }
+        if in_flight.n_copies > 0 && result.copy_nanos > 0 {
+            self.meter.copied(in_flight.n_copies, result.copy_nanos);
+        }
+        if in_flight.is_prompt && result.compute_nanos > 0 {
+            self.meter.computed(in_flight.work, result.compute_nanos);
+        }
+        let depth = self.meter.rates().demotion_depth(self.cache.config().page_len);
+        self.cache.set_demotion_depth(depth);
+    }
+
     fn advance(&mut self, flight: Flight, sample: Option<Sampled>, outputs: &mut Vec<Output>) {
         // A sequence that was cancelled during the step has gone.
         let Some(sequence) = self.seqs.get_mut(&flight.seq) else { return };
@@ -40,7 +57,7 @@ impl Scheduler {
         let n_again = sequence.computed_max.min(end).saturating_sub(start);
         sequence.computed_max = sequence.computed_max.max(end);
         self.counters.computed_tokens += u64::from(flight.n_tokens);
-        self.counters.recomputed_tokens += u64::from(n_again);
+        self.counters.count_recomputed(sequence.loss, n_again);
         let page_len = self.cache.config().page_len;
         if start / page_len != end / page_len {
             let computed = &sequence.tokens[..end as usize];

@@ -6,13 +6,17 @@
 //!
 //! ```text
 //!   submit --> waiting --admit--> running --finish, cancel--> ended
-//!                 ^                  |
-//!                 +---- preempt -----+
+//!                 ^                 |  ^
+//!                 +---- preempt ----+  |
+//!                 |  recompute      |  +--admit-- swapped
+//!                 |                 +---- preempt ---^ |
+//!                 +-------------- dropped -------------+
 //! ```
 //!
 //! Code map: [`Scheduler`] is the facade; `sequence` holds what is known of one request, `step`
 //! fills one plan, `admit` lets those who wait in, `policy` says who is next, `preempt` chooses who
-//! gives way, `commit` takes a result in.
+//! gives way and how, `cost` knows what moving and computing cost, `load` waits for pages of slower
+//! tiers, `commit` takes a result in.
 //!
 //! The crate owns the sequences and the cache. It knows no device, no clock, no thread and no file,
 //! and it sees no strings: stop strings are the caller's, who cancels.
@@ -34,7 +38,8 @@
 //! let plan = scheduler.plan().expect("one sequence is waiting");
 //! assert_eq!(plan.seqs[0].tokens.len(), 20);
 //! let sampled = Sampled { seq: SeqId(1), token: TokenId(9), logprob: -0.5, top: vec![] };
-//! let outputs = scheduler.commit(StepResult { sampled: vec![sampled] });
+//! let result = StepResult { sampled: vec![sampled], ..StepResult::default() };
+//! let outputs = scheduler.commit(result);
 //! assert!(matches!(outputs[..], [Output::Token { .. }, Output::Finished { .. }]));
 //! assert!(scheduler.is_idle());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -43,6 +48,8 @@
 mod admit;
 mod commit;
 mod config;
+mod cost;
+mod load;
 mod output;
 mod policy;
 mod preempt;
@@ -53,6 +60,7 @@ mod step;
 mod verify;
 
 pub use config::{Config, ConfigError};
+pub use cost::Rates;
 pub use output::{Output, Usage};
 pub use policy::{Policy, Tenant};
 pub use scheduler::{Hints, Scheduler, Submission, SubmitError};

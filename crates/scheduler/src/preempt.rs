@@ -1,15 +1,18 @@
-//! Who gives way when pages are short.
+//! Who gives way when pages are short, and how.
 //!
-//! The last sequence in order of rank gives way: its pages are freed, its tokens stay, and it waits
-//! until all of them fit again; then what the cache no longer has of them is computed once more. A
-//! sequence that was preempted is spared until it has sampled a token, so that nobody computes the
-//! same prompt again and again. If sparing leaves nothing that can run, the last gives way all the
-//! same: the first always runs, so every sequence finishes.
+//! The last sequence in order of rank gives way, and its tokens stay with it. Its pages either go to
+//! the host and come back with it (*swap*), or they are released, and what the cache no longer has
+//! of them when all its tokens fit again is computed once more (*recompute*): whichever costs less
+//! by the measured rates. A sequence that was preempted is spared until it has sampled a token, so
+//! that nobody computes the same prompt again and again. If sparing leaves nothing that can run, the
+//! last gives way all the same, and then swapped sequences lose what they still hold on the device:
+//! the first always runs, so every sequence finishes.
 
+use nuthatch_cache::SwapOut;
 use nuthatch_types::SeqId;
 
 use crate::Scheduler;
-use crate::sequence::Place;
+use crate::sequence::{Loss, Place};
 use crate::step::Step;
 
 impl Scheduler {
@@ -22,39 +25,82 @@ impl Scheduler {
             other.rank > rank && other.last_step != self.counters.steps && !other.protected
         });
         let Some(position) = victim else { return false };
-        self.preempt(position, step);
+        self.preempt(position, Loss::PagesShort, step);
         true
     }
 
-    /// Preempts the last sequence although it is spared. False when at most one is running.
+    /// Makes room although everybody is spared: the last running sequence gives way if it is not
+    /// the only one, else the last swapped one that holds pages of the device. False when there is
+    /// nobody.
     pub(crate) fn preempt_by_force(&mut self, step: &mut Step) -> bool {
-        if self.running.len() < 2 {
-            return false;
+        match self.running.len() {
+            0 => false,
+            1 => self.drop_swapped(None),
+            n_running => {
+                self.counters.forced_preemptions += 1;
+                self.preempt(n_running - 1, Loss::PagesShort, step);
+                true
+            }
         }
-        self.counters.forced_preemptions += 1;
-        self.preempt(self.running.len() - 1, step);
-        true
     }
 
     /// Preempts a running sequence for one of a lower class.
     pub(crate) fn displace_seq(&mut self, seq: SeqId, step: &mut Step) {
         let position = self.running.iter().position(|&running| running == seq);
-        self.counters.displacements += 1;
-        self.preempt(position.expect("a victim is running"), step);
+        self.preempt(position.expect("a victim is running"), Loss::Displaced, step);
     }
 
-    fn preempt(&mut self, position: usize, step: &mut Step) {
-        let seq = self.running.remove(position);
+    /// Releases what the last swapped sequence but `keep` holds that keeps pages of the device from
+    /// others; it will be computed again. False when there is none.
+    pub(crate) fn drop_swapped(&mut self, keep: Option<SeqId>) -> bool {
+        let holds = |&&(_, seq): &&(_, SeqId)| Some(seq) != keep && self.cache.blocks_device(seq);
+        let Some(&(rank, seq)) = self.swapped.iter().rev().find(holds) else { return false };
+        self.swapped.remove(&(rank, seq));
         self.cache.release(seq);
-        let n_step = self.counters.steps;
+        self.counters.swaps_dropped += 1;
         let sequence = self.seq_mut(seq);
-        sequence.reset();
-        sequence.protected = true;
+        sequence.reset(Loss::SwapDropped);
         sequence.place = Place::Waiting;
+        true
+    }
+
+    fn preempt(&mut self, position: usize, cause: Loss, step: &mut Step) {
+        let seq = self.running.remove(position);
+        let swap = self.cheaper_swap(seq);
+        let n_step = self.counters.steps;
+        let is_swap = swap.is_some();
+        match swap {
+            Some(swap) => self.cache.swap_out(swap),
+            None => self.cache.release(seq),
+        }
+        let sequence = self.seq_mut(seq);
+        if is_swap {
+            sequence.place = Place::Swapped;
+            sequence.table_known = 0;
+        } else {
+            sequence.place = Place::Waiting;
+            sequence.reset(cause);
+        }
+        sequence.protected = true;
         sequence.since = n_step;
         let waiter = sequence.waiter();
+        self.n_unstarted -= u32::from(!waiter.is_started);
+        if is_swap {
+            self.swapped.insert((waiter.rank, seq));
+        }
         self.queue.push(waiter);
-        self.counters.preemptions += 1;
+        self.counters.count_preemption(cause, is_swap);
         step.n_preempted += 1;
+    }
+
+    /// The decision to swap a sequence out, if that is possible and costs less than computing again
+    /// what only it holds.
+    fn cheaper_swap(&self, seq: SeqId) -> Option<SwapOut> {
+        let swap = self.cache.plan_swap_out(seq)?;
+        let rates = self.meter.rates();
+        let n_kept = self.cache.n_pages(seq) - swap.n_pages();
+        let computed = self.seq(seq).computed;
+        let start = computed.min(n_kept * self.cache.config().page_len);
+        (rates.swap(swap.n_pages()) < rates.compute(start..computed)).then_some(swap)
     }
 }

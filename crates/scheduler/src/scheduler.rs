@@ -1,18 +1,21 @@
 //! The facade: submit, plan, commit, cancel.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use nuthatch_cache::{Cache, PinId, Retention, Salt};
+use nuthatch_cache::{Cache, Load, PinId, Retention, Salt};
 use nuthatch_types::{
     FastMap, FinishReason, Limits, Sampling, SamplingError, SeqId, StepPlan, TokenId,
 };
 use thiserror::Error;
 
-use crate::policy::{Arrival, Policy, Queue, Tenant};
-use crate::sequence::{Place, Sequence};
+use crate::admit::Blocked;
+use crate::cost::Meter;
+use crate::policy::{Arrival, Policy, Queue, Rank, Tenant};
+use crate::sequence::{Loss, Place, Sequence};
 use crate::step::InFlight;
 use crate::verify::{self, Fault};
-use crate::{Config, ConfigError, Counters, Output, Stats};
+use crate::{Config, ConfigError, Counters, Output, Rates, Stats};
 
 /// Decides what each step computes. See the crate's documentation.
 #[derive(Debug)]
@@ -20,21 +23,31 @@ pub struct Scheduler {
     pub(crate) config: Config,
     pub(crate) cache: Cache,
     pub(crate) seqs: FastMap<SeqId, Sequence>,
-    /// Sequences that wait for their turn.
+    /// Sequences that wait for their turn, swapped ones included.
     pub(crate) queue: Box<dyn Queue>,
     /// Sequences that wait for the one that they fork, in order of arrival.
     pub(crate) held: Vec<SeqId>,
-    /// Sequences with pages, in order of rank.
+    /// Sequences of the queue whose pages are on the host, by the rank with which they wait.
+    pub(crate) swapped: BTreeSet<(Rank, SeqId)>,
+    /// Sequences with their pages on the device, in order of rank.
     pub(crate) running: Vec<SeqId>,
     /// Whether a rank in `running` changed.
     pub(crate) is_unsorted: bool,
     /// Sequences that the executor knows.
     pub(crate) n_started: u32,
+    /// Running sequences that the executor does not know, because they have been loading so far.
+    pub(crate) n_unstarted: u32,
     /// Sequences of which the executor knows and that it has not been told to forget.
     pub(crate) ended: Vec<SeqId>,
     /// The step that is being executed.
     pub(crate) in_flight: Option<InFlight>,
     pub(crate) counters: Counters,
+    /// What it costs to move and to compute.
+    pub(crate) meter: Meter,
+    /// Loads that were decided and not yet handed out.
+    pub(crate) loads: Vec<Load>,
+    /// The request that did not fit when it was its turn.
+    pub(crate) blocked: Option<Blocked>,
     n_arrivals: u64,
 }
 
@@ -61,6 +74,9 @@ pub struct Hints {
     /// A sequence that begins with the same tokens. The request waits until that one has computed
     /// them, or is gone, and then shares all of them, even those that fill no page.
     pub fork_of: Option<SeqId>,
+    /// Tokens at its beginning whose KV something slower than the host holds. What the cache does
+    /// not find of them is asked for: see [`Scheduler::take_loads`].
+    pub n_stored: u32,
     /// How urgent it is under [`Policy::Priority`]; higher is more.
     pub priority: u8,
     /// Who pays for it under [`Policy::Fair`].
@@ -135,12 +151,17 @@ impl Scheduler {
             seqs: FastMap::default(),
             queue: policy.queue(),
             held: Vec::new(),
+            swapped: BTreeSet::new(),
             running: Vec::new(),
             is_unsorted: false,
             n_started: 0,
+            n_unstarted: 0,
             ended: Vec::new(),
             in_flight: None,
             counters: Counters::default(),
+            meter: Meter::default(),
+            loads: Vec::new(),
+            blocked: None,
             n_arrivals: 0,
         })
     }
@@ -181,7 +202,9 @@ impl Scheduler {
             computed: 0,
             cached: 0,
             computed_max: 0,
+            loss: Loss::PagesShort,
             table_known: 0,
+            n_loading: 0,
             max_len,
             limits,
             hints,
@@ -192,13 +215,14 @@ impl Scheduler {
         };
         match place {
             Place::Held => self.held.push(seq),
-            Place::Waiting | Place::Running => self.queue.push(sequence.waiter()),
+            Place::Waiting | Place::Swapped | Place::Running => self.queue.push(sequence.waiter()),
         }
         self.seqs.insert(seq, sequence);
         Ok(())
     }
 
-    /// Decides the next step, or `None` when there is nothing to compute.
+    /// Decides the next step, or `None` when there is nothing to compute, or nothing before a load has
+    /// ended.
     ///
     /// The plan must be executed and its result given to [`Scheduler::commit`], or the fault told
     /// by [`Scheduler::fail_all`], before the next plan is made.
@@ -264,6 +288,11 @@ impl Scheduler {
         self.cache.unpin(pin)
     }
 
+    /// What moving and computing cost, as far as it was measured.
+    pub fn rates(&self) -> Rates {
+        self.meter.rates()
+    }
+
     /// The cache, to look at.
     pub fn cache(&self) -> &Cache {
         &self.cache
@@ -273,6 +302,7 @@ impl Scheduler {
     pub fn stats(&self) -> Stats {
         Stats {
             waiting: self.n_waiting(),
+            swapped: self.swapped.len() as u32,
             running: self.running.len() as u32,
             cache: self.cache.stats(),
             counters: self.counters,
@@ -282,6 +312,12 @@ impl Scheduler {
     /// Checks every invariant of scheduler and cache; linear in pages and sequences.
     pub fn verify(&self) -> Result<(), Fault> {
         verify::verify(self)
+    }
+
+    /// Checks one sequence, one page and one table, in about constant time, for production: which
+    /// ones, `k` says, so that rising numbers check everything in turn.
+    pub fn verify_sample(&self, k: u64) -> Result<(), Fault> {
+        verify::verify_sample(self, k)
     }
 
     /// The most tokens that the request's sequence may have, or why it is refused.
@@ -326,7 +362,15 @@ impl Scheduler {
         match sequence.place {
             Place::Held => self.held.retain(|&held| held != seq),
             Place::Waiting => self.queue.remove(&sequence.waiter()),
-            Place::Running => self.cache.release(seq),
+            Place::Swapped => {
+                self.queue.remove(&sequence.waiter());
+                self.swapped.remove(&(sequence.rank, seq));
+                self.cache.release(seq);
+            }
+            Place::Running => {
+                self.n_unstarted -= u32::from(!sequence.is_started());
+                self.cache.release(seq);
+            }
         }
         if sequence.is_started() {
             self.n_started -= 1;

@@ -31,8 +31,12 @@ pub(crate) struct Sequence {
     pub(crate) cached: u32,
     /// The most that `computed` has been: what lies below is computed again after a preemption.
     pub(crate) computed_max: u32,
+    /// Why it was computed less far than that, if it was.
+    pub(crate) loss: Loss,
     /// Entries of the table that the executor has and that still stand.
     pub(crate) table_known: u32,
+    /// Pages at its beginning that are being loaded. It is in no step meanwhile.
+    pub(crate) n_loading: u32,
     /// Most tokens, prompt and answer together; already clipped to context and pool.
     pub(crate) max_len: u32,
     pub(crate) limits: Limits,
@@ -53,10 +57,24 @@ pub(crate) struct Sequence {
 pub(crate) enum Place {
     /// It waits for the sequence that it forks.
     Held,
-    /// It waits for its turn.
+    /// It waits for its turn, without pages.
     Waiting,
-    /// It has pages.
+    /// It waits for its turn, and its pages are on the host.
+    Swapped,
+    /// It has its pages on the device.
     Running,
+}
+
+/// Why a sequence has lost what was computed for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loss {
+    /// Another sequence needed its pages.
+    PagesShort,
+    /// One of a lower class took its place.
+    Displaced,
+    /// It was swapped, and another sequence could not have run without the pages that it held on
+    /// the device.
+    SwapDropped,
 }
 
 impl Sequence {
@@ -106,8 +124,10 @@ impl Sequence {
     }
 
     /// Forgets what is in the cache. The tokens stay.
-    pub(crate) fn reset(&mut self) {
+    pub(crate) fn reset(&mut self, loss: Loss) {
         self.computed = 0;
         self.table_known = 0;
+        self.n_loading = 0;
+        self.loss = loss;
     }
 }

@@ -1,8 +1,9 @@
 //! Filling one plan: decoding sequences first, then prompts that were begun, then new ones.
 
-use nuthatch_types::{SeqId, SeqStart, SeqStep, StepPlan, TableChange};
+use nuthatch_types::{PageCopy, SeqId, SeqStart, SeqStep, StepPlan, TableChange};
 
 use crate::Scheduler;
+use crate::cost::Work;
 use crate::sequence::Place;
 
 /// The step that is being executed.
@@ -12,6 +13,12 @@ pub(crate) struct InFlight {
     pub(crate) flights: Vec<Flight>,
     /// Sequences that the executor was told to forget, to be told again if the step fails.
     pub(crate) ended: Vec<SeqId>,
+    /// What the pass computes.
+    pub(crate) work: Work,
+    /// Whether most of that are prompts.
+    pub(crate) is_prompt: bool,
+    /// Pages that are copied between the tiers; 0 if others are copied too.
+    pub(crate) n_copies: u32,
 }
 
 /// What one sequence does in the step that is being executed.
@@ -27,10 +34,14 @@ pub(crate) struct Flight {
 pub(crate) struct Step {
     pub(crate) plan: StepPlan,
     flights: Vec<Flight>,
+    work: Work,
+    n_tokens: u32,
     /// Tokens that may still be added.
     pub(crate) budget: u32,
     /// Pages that running sequences still need for the tokens they have now.
     pub(crate) promised: u32,
+    /// Whether a running sequence found no pages and nobody to preempt.
+    is_stalled: bool,
     /// Sequences that lost their pages in this step.
     pub(crate) n_preempted: u32,
 }
@@ -42,32 +53,53 @@ impl Scheduler {
         let mut step = Step {
             plan: StepPlan { seqs: Vec::with_capacity(n_running), ..StepPlan::default() },
             flights: Vec::with_capacity(n_running),
+            work: Work::default(),
+            n_tokens: 0,
             budget: self.config.max_batched_tokens,
             promised: 0,
+            is_stalled: false,
             n_preempted: 0,
         };
         self.sort_running();
         self.release_held();
         self.displace(&mut step);
         loop {
+            (step.promised, step.is_stalled) = (0, false);
             let prompts = self.plan_decoding(&mut step);
             self.plan_prompts(prompts, &mut step);
-            if !step.flights.is_empty() || !self.preempt_by_force(&mut step) {
+            let is_stuck = step.flights.is_empty() && step.is_stalled;
+            if !is_stuck || !self.preempt_by_force(&mut step) {
                 break;
             }
         }
-        if step.n_preempted == 0 {
+        if step.n_preempted == 0 || self.running.is_empty() {
             self.admit_waiting(&mut step);
+            self.admit_by_force(&mut step);
         }
-        if step.flights.is_empty() {
-            assert!(self.running.is_empty(), "the first sequence alone always fits");
-            assert_eq!(self.queue.len(), 0, "an empty cache holds every accepted request");
-            assert!(self.held.is_empty(), "who waits for another is released when that one ends");
+        // Loads begin only when copies from their slots have been carried out.
+        let awaits_copies = !self.loads.is_empty() && self.cache.has_copies();
+        if step.flights.is_empty() && !awaits_copies {
+            // What loads hold is not there for others.
+            if self.cache.n_loads() == 0 {
+                assert!(self.running.is_empty(), "the first sequence alone always fits");
+                assert_eq!(self.queue.len(), 0, "an empty cache holds every accepted request");
+                assert!(self.held.is_empty(), "who waits for another is released when it ends");
+            }
             self.counters.steps -= 1;
             return None;
         }
         step.plan.ended = std::mem::take(&mut self.ended);
-        self.in_flight = Some(InFlight { flights: step.flights, ended: step.plan.ended.clone() });
+        step.plan.copies = self.cache.take_copies();
+        let n_device = self.cache.config().n_pages;
+        let crosses = |copy: &&PageCopy| (copy.source.0 < n_device) != (copy.target.0 < n_device);
+        let n_crossing = step.plan.copies.iter().filter(crosses).count();
+        self.in_flight = Some(InFlight {
+            ended: step.plan.ended.clone(),
+            work: step.work,
+            is_prompt: step.n_tokens as usize > 2 * step.flights.len(),
+            n_copies: if n_crossing == step.plan.copies.len() { n_crossing as u32 } else { 0 },
+            flights: step.flights,
+        });
         Some(step.plan)
     }
 
@@ -90,7 +122,9 @@ impl Scheduler {
             if sequence.last_step == self.counters.steps {
                 continue;
             }
-            if sequence.is_decoding() {
+            if sequence.n_loading > 0 {
+                step.promised += self.pages_outstanding(seq);
+            } else if sequence.is_decoding() {
                 self.plan_or_preempt(seq, 1, step);
             } else {
                 prompts.push(seq);
@@ -120,6 +154,7 @@ impl Scheduler {
         while !self.plan_seq(seq, n_tokens, step) {
             if !self.preempt_for(seq, step) {
                 self.counters.stalls += 1;
+                step.is_stalled = true;
                 return;
             }
         }
@@ -135,6 +170,7 @@ impl Scheduler {
             let history = sequence.tokens.clone();
             step.plan.started.push(SeqStart { seq, sampling: *sampling, history });
             self.n_started += 1;
+            self.n_unstarted -= 1;
         }
         let start = sequence.computed;
         let end = start + n_tokens;
@@ -144,6 +180,8 @@ impl Scheduler {
         let sample = end as usize == sequence.tokens.len();
         sequence.last_step = n_step;
         step.budget -= n_tokens;
+        step.n_tokens += n_tokens;
+        step.work.add(Work::of(start..end));
         step.flights.push(Flight { seq, n_tokens, sample });
         step.plan.seqs.push(SeqStep {
             seq,
@@ -157,7 +195,8 @@ impl Scheduler {
 
     /// Pages that a running sequence still needs for the tokens it has.
     pub(crate) fn pages_outstanding(&self, seq: SeqId) -> u32 {
-        let n_tokens = self.seq(seq).tokens.len() as u32;
-        n_tokens.div_ceil(self.cache.config().page_len).saturating_sub(self.cache.n_pages(seq))
+        let sequence = self.seq(seq);
+        let n_pages = (sequence.tokens.len() as u32).div_ceil(self.cache.config().page_len);
+        n_pages.saturating_sub(self.cache.n_pages(seq) + sequence.n_loading)
     }
 }

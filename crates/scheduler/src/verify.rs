@@ -4,7 +4,7 @@ use nuthatch_types::SeqId;
 use thiserror::Error;
 
 use crate::Scheduler;
-use crate::sequence::Place;
+use crate::sequence::{Place, Sequence};
 
 /// A broken invariant: a bug in this crate or in the cache, never the fault of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -28,13 +28,15 @@ pub enum Fault {
         /// Tokens that have a place in the cache.
         stored: u32,
     },
-    /// The cache has a table for a sequence that is not running.
-    #[error("the cache has {tables} tables for {running} running sequences")]
+    /// The cache has a table for a sequence that is neither running nor swapped.
+    #[error("the cache has {tables} tables for {running} running and {swapped} swapped sequences")]
     Tables {
         /// Tables in the cache.
         tables: u32,
         /// Running sequences.
         running: u32,
+        /// Swapped sequences.
+        swapped: u32,
     },
     /// More sequences run, or are known to the executor, than may.
     #[error("{known} sequences are running or were, but only {max_seqs} may")]
@@ -64,8 +66,22 @@ pub(crate) fn verify(scheduler: &Scheduler) -> Result<(), Fault> {
     seats_are_kept(scheduler)
 }
 
+/// Checks one sequence, one page and one table.
+pub(crate) fn verify_sample(scheduler: &Scheduler, k: u64) -> Result<(), Fault> {
+    scheduler.cache.verify_sample(k)?;
+    seats_are_kept(scheduler)?;
+    let n_seqs = scheduler.seqs.len().max(1) as u64;
+    let sampled = scheduler.seqs.iter().nth((k % n_seqs) as usize);
+    let Some((&seq, sequence)) = sampled else { return Ok(()) };
+    let has_table = matches!(sequence.place, Place::Swapped | Place::Running);
+    if sequence.id != seq || scheduler.cache.contains(seq) != has_table {
+        return Err(Fault::Queue { seq });
+    }
+    if has_table { length_agrees(scheduler, sequence) } else { Ok(()) }
+}
+
 fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
-    let Scheduler { seqs, queue, held, running, is_unsorted, .. } = scheduler;
+    let Scheduler { seqs, queue, held, swapped, running, is_unsorted, .. } = scheduler;
     let mut last = None;
     for &seq in running {
         let rank = seqs.get(&seq).filter(|s| s.place == Place::Running).map(|s| s.rank);
@@ -79,6 +95,12 @@ fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
             return Err(Fault::Queue { seq });
         }
     }
+    for &(rank, seq) in swapped {
+        let place = seqs.get(&seq).map(|sequence| (sequence.place, sequence.rank));
+        if place != Some((Place::Swapped, rank)) {
+            return Err(Fault::Queue { seq });
+        }
+    }
     for (&seq, sequence) in seqs {
         if sequence.id != seq {
             return Err(Fault::Queue { seq });
@@ -87,26 +109,36 @@ fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
     let at = |place: Place| seqs.values().filter(|s| s.place == place).count();
     count("running sequences", running.len(), at(Place::Running))?;
     count("held sequences", held.len(), at(Place::Held))?;
-    count("waiting sequences", queue.len(), at(Place::Waiting))?;
+    count("swapped sequences", swapped.len(), at(Place::Swapped))?;
+    count("waiting sequences", queue.len(), at(Place::Waiting) + at(Place::Swapped))?;
     let n_started = seqs.values().filter(|s| s.is_started()).count();
-    count("started sequences", scheduler.n_started as usize, n_started)
+    count("started sequences", scheduler.n_started as usize, n_started)?;
+    let is_unstarted = |s: &&Sequence| s.place == Place::Running && !s.is_started();
+    let n_unstarted = seqs.values().filter(is_unstarted).count();
+    count("running sequences not started", scheduler.n_unstarted as usize, n_unstarted)
 }
 
 fn lengths_agree(scheduler: &Scheduler) -> Result<(), Fault> {
     let tables = scheduler.cache.stats().seqs;
     let n_running = scheduler.running.len() as u32;
-    if tables != n_running {
-        return Err(Fault::Tables { tables, running: n_running });
+    let n_swapped = scheduler.swapped.len() as u32;
+    if tables != n_running + n_swapped {
+        return Err(Fault::Tables { tables, running: n_running, swapped: n_swapped });
     }
-    for &seq in &scheduler.running {
-        let sequence = scheduler.seq(seq);
-        let stored = scheduler.cache.len(seq);
-        // Between a plan and its commit the cache is ahead by the tokens of the step.
-        let flights = scheduler.in_flight.iter().flat_map(|step| &step.flights);
-        let ahead: u32 = flights.filter(|f| f.seq == seq).map(|f| f.n_tokens).sum();
-        if sequence.computed + ahead != stored || sequence.pending() == 0 {
-            return Err(Fault::Length { seq, computed: sequence.computed, stored });
-        }
+    let swapped = scheduler.swapped.iter().map(|&(_, seq)| seq);
+    let mut with_tables = scheduler.running.iter().copied().chain(swapped);
+    with_tables.try_for_each(|seq| length_agrees(scheduler, scheduler.seq(seq)))
+}
+
+fn length_agrees(scheduler: &Scheduler, sequence: &Sequence) -> Result<(), Fault> {
+    let seq = sequence.id;
+    let stored = scheduler.cache.len(seq);
+    // Between a plan and its commit the cache is ahead by the tokens of the step.
+    let flights = scheduler.in_flight.iter().flat_map(|step| &step.flights);
+    let ahead: u32 = flights.filter(|f| f.seq == seq).map(|f| f.n_tokens).sum();
+    let is_placed = scheduler.cache.is_swapped(seq) == (sequence.place == Place::Swapped);
+    if sequence.computed + ahead != stored || sequence.pending() == 0 || !is_placed {
+        return Err(Fault::Length { seq, computed: sequence.computed, stored });
     }
     Ok(())
 }
@@ -114,7 +146,8 @@ fn lengths_agree(scheduler: &Scheduler) -> Result<(), Fault> {
 /// Neither the tables of the cache nor those of the executor are more than they may be.
 fn seats_are_kept(scheduler: &Scheduler) -> Result<(), Fault> {
     let max_seqs = scheduler.config.max_seqs;
-    let known = scheduler.n_started.max(scheduler.running.len() as u32);
+    let n_started = scheduler.n_started + scheduler.n_unstarted;
+    let known = n_started.max(scheduler.running.len() as u32);
     if known <= max_seqs { Ok(()) } else { Err(Fault::Seats { known, max_seqs }) }
 }
 

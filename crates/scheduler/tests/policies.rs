@@ -33,7 +33,7 @@ struct Times {
 }
 
 fn run(policy: Policy, config: Config, n_pages: u32, arrivals: &[Arrival]) -> Times {
-    let sizes = nuthatch_cache::Config { page_len: 4, n_pages };
+    let sizes = nuthatch_cache::Config { page_len: 4, n_pages, n_host_pages: 0 };
     let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
     let mut scheduler = Scheduler::with_policy(config, cache, policy).expect("valid limits");
     let mut executor = FakeExecutor::new(4, n_pages, N_VOCAB);

@@ -1,18 +1,18 @@
 //! The scheduler's rules, one at a time, on plans small enough to read.
 
-use nuthatch_cache::{Cache, Options};
+use nuthatch_cache::{Cache, Options, Outcome};
 use nuthatch_scheduler::{
-    Config, ConfigError, Hints, Output, Scheduler, Submission, SubmitError, Usage,
+    Config, ConfigError, Hints, Output, Policy, Scheduler, Submission, SubmitError, Usage,
 };
 use nuthatch_types::{
-    FinishReason, Limits, Sampled, Sampling, SeqId, Slot, StepPlan, StepResult, TableChange,
-    TokenId,
+    FinishReason, Limits, PageCopy, Sampled, Sampling, SeqId, Slot, StepPlan, StepResult,
+    TableChange, TokenId,
 };
 
 const EOS: TokenId = TokenId(0);
 
 fn scheduler(page_len: u32, n_pages: u32, config: Config) -> Scheduler {
-    let sizes = nuthatch_cache::Config { page_len, n_pages };
+    let sizes = nuthatch_cache::Config { page_len, n_pages, n_host_pages: 0 };
     let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
     Scheduler::new(config, cache).expect("valid limits")
 }
@@ -36,8 +36,8 @@ fn shape(plan: &StepPlan) -> Vec<(u64, u32, usize, bool)> {
 fn answer(scheduler: &mut Scheduler, plan: &StepPlan, token: TokenId) -> Vec<Output> {
     let asked = plan.seqs.iter().filter(|step| step.sample);
     let sample = |seq| Sampled { seq, token, logprob: 0.0, top: vec![] };
-    let outputs =
-        scheduler.commit(StepResult { sampled: asked.map(|step| sample(step.seq)).collect() });
+    let sampled = asked.map(|step| sample(step.seq)).collect();
+    let outputs = scheduler.commit(StepResult { sampled, ..StepResult::default() });
     scheduler.verify().expect("sound after a commit");
     outputs
 }
@@ -285,4 +285,187 @@ fn forks_wait_for_the_prompt_and_share_it_all() {
     let source = scheduler.cache().slots(SeqId(1), 2).next().expect("the third page");
     assert_eq!(plan.copies.iter().map(|copy| copy.source).collect::<Vec<_>>(), [source; 2]);
     assert_eq!(scheduler.stats().cache.pages_used, 2 + 3 + 1);
+}
+
+/// Two sequences that need one page more than there are, and room for one of them on the host.
+fn tight(n_host_pages: u32) -> Scheduler {
+    let sizes = nuthatch_cache::Config { page_len: 4, n_pages: 4, n_host_pages };
+    let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
+    let mut scheduler = Scheduler::new(Config::default(), cache).expect("valid limits");
+    scheduler.submit(request(1, 7, 5)).expect("fits");
+    scheduler.submit(request(2, 7, 5)).expect("fits");
+    step(&mut scheduler, TokenId(5));
+    step(&mut scheduler, TokenId(5));
+    scheduler
+}
+
+#[test]
+fn who_gives_way_takes_its_pages_to_the_host_and_computes_nothing_again() {
+    let mut scheduler = tight(2);
+    let pages: Vec<Slot> = scheduler.cache().slots(SeqId(2), 0).collect();
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 8, 1, true)]);
+    // The last page first. The first sequence's third page is where one of the second's was.
+    let copy = |source, target| PageCopy { source, target: Slot(target) };
+    assert_eq!(plan.copies, [copy(pages[1], 4), copy(pages[0], 5)]);
+    assert!(pages.contains(&plan.seqs[0].table.push[0]));
+    let stats = scheduler.stats();
+    assert_eq!((stats.swapped, stats.cache.host_used), (1, 2));
+    assert_eq!((stats.counters.preemptions_swap, stats.counters.preemptions_short), (1, 1));
+    let mut plan = plan;
+    while plan.seqs[0].seq == SeqId(1) {
+        plan = step(&mut scheduler, TokenId(5)).0;
+    }
+    assert_eq!(shape(&plan), [(2, 8, 1, true)]);
+    assert_eq!(plan.copies.iter().filter(|copy| copy.source.0 >= 4).count(), 2);
+    assert_eq!(plan.seqs[0].table.push.len(), 3);
+    let stats = scheduler.stats();
+    assert_eq!((stats.swapped, stats.counters.recomputed_tokens), (0, 0));
+    assert_eq!(stats.cache.counters.pages_swapped_in, 2);
+}
+
+#[test]
+fn a_swapped_sequence_is_cancelled_and_its_pages_are_gone_at_once() {
+    let mut scheduler = tight(2);
+    let plan = scheduler.plan().expect("there is work");
+    assert!(scheduler.cancel(SeqId(2)).is_some());
+    assert_eq!(scheduler.stats().cache.host_used, 0);
+    answer(&mut scheduler, &plan, TokenId(5));
+    assert_eq!(scheduler.stats().waiting, 0);
+}
+
+#[test]
+fn a_swapped_sequence_keeps_nobody_from_running() {
+    let sizes = nuthatch_cache::Config { page_len: 4, n_pages: 6, n_host_pages: 6 };
+    let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
+    let policy = Policy::Priority { boost: 1000 };
+    let mut scheduler =
+        Scheduler::with_policy(Config::default(), cache, policy).expect("valid limits");
+    let urgent = |priority| Hints { priority, ..Hints::default() };
+    scheduler.submit_with(request(1, 8, 99), urgent(1)).expect("fits");
+    let mut second = Submission { seq: SeqId(2), ..request(1, 8, 9) };
+    second.prompt.push(TokenId(77));
+    scheduler.submit_with(second, urgent(0)).expect("fits");
+    while scheduler.stats().swapped == 0 {
+        step(&mut scheduler, TokenId(5));
+    }
+    // The second holds the two pages that it shared with the first, on the device.
+    assert!(scheduler.cancel(SeqId(1)).is_some());
+    assert_eq!(scheduler.stats().cache.pages_used, 2);
+    scheduler.submit_with(request(3, 22, 1), urgent(2)).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(3, 0, 22, true)]);
+    let stats = scheduler.stats();
+    assert_eq!((stats.counters.swaps_dropped, stats.swapped, stats.waiting), (1, 0, 1));
+    while !scheduler.is_idle() {
+        step(&mut scheduler, TokenId(5));
+    }
+    let counters = scheduler.stats().counters;
+    assert_eq!(counters.recomputed_dropped, counters.recomputed_tokens);
+}
+
+#[test]
+fn pages_are_computed_again_when_the_host_has_no_room_or_copies_are_dear() {
+    let mut scheduler = tight(1);
+    step(&mut scheduler, TokenId(5));
+    let counters = scheduler.stats().counters;
+    assert_eq!((counters.preemptions_swap, counters.preemptions_recompute), (0, 1));
+    // The same with room, once a page was seen to take longer than a hundred prompts.
+    let mut scheduler = tight(2);
+    let page_nanos = 100.0 * scheduler.rates().compute(0..8);
+    while scheduler.stats().counters.preemptions < 2 {
+        if scheduler.is_idle() {
+            scheduler.submit(request(1, 7, 5)).expect("fits");
+            scheduler.submit(request(2, 7, 5)).expect("fits");
+        }
+        let plan = scheduler.plan().expect("there is work");
+        let sampled = plan.seqs.iter().filter(|step| step.sample).map(|step| Sampled {
+            seq: step.seq,
+            token: TokenId(5),
+            logprob: 0.0,
+            top: vec![],
+        });
+        let copy_nanos = page_nanos as u64 * plan.copies.len() as u64;
+        let result = StepResult { sampled: sampled.collect(), copy_nanos, ..StepResult::default() };
+        scheduler.commit(result);
+    }
+    assert_eq!(scheduler.rates().page_nanos, (page_nanos as u64) as f64);
+    let counters = scheduler.stats().counters;
+    assert_eq!((counters.preemptions_swap, counters.preemptions_recompute), (1, 1));
+}
+
+#[test]
+fn an_idle_page_goes_to_the_host_and_comes_back_for_who_asks() {
+    let sizes = nuthatch_cache::Config { page_len: 4, n_pages: 4, n_host_pages: 4 };
+    let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
+    let mut scheduler = Scheduler::new(Config::default(), cache).expect("valid limits");
+    for seq in [1, 2] {
+        scheduler.submit(request(seq, 13, 1)).expect("fits");
+        step(&mut scheduler, TokenId(5));
+    }
+    // The second needed all four pages, so the first one's three are on the host.
+    assert_eq!(scheduler.stats().cache.counters.pages_demoted, 3);
+    scheduler.submit(Submission { seq: SeqId(3), ..request(1, 13, 1) }).expect("fits");
+    let (plan, outputs) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(3, 12, 1, true)]);
+    let counters = scheduler.stats().cache.counters;
+    assert_eq!((counters.pages_promoted, counters.pages_demoted), (3, 6));
+    assert!(matches!(
+        outputs.last(),
+        Some(Output::Finished { usage: Usage { cached_tokens: 12, .. }, .. })
+    ));
+}
+
+#[test]
+fn a_sequence_waits_for_its_load_and_computes_what_does_not_come() {
+    let mut scheduler = scheduler(4, 8, Config::default());
+    let hints = Hints { n_stored: 11, ..Hints::default() };
+    scheduler.submit_with(request(1, 12, 5), hints).expect("fits");
+    assert_eq!(scheduler.plan(), None);
+    let loads = scheduler.take_loads();
+    let [load] = &loads[..] else { panic!("one load, not {loads:?}") };
+    assert_eq!((load.seq, load.start, load.slots.len()), (SeqId(1), 0, 2));
+    // Others run meanwhile.
+    scheduler.submit(request(2, 3, 5)).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(2, 0, 3, true)]);
+    scheduler.complete_load(load.id, Outcome::Ended { n_pages: 1 });
+    scheduler.verify().expect("sound after a load");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(2, 3, 1, true), (1, 4, 8, true)]);
+    assert_eq!(plan.seqs[1].table.push[0], load.slots[0]);
+}
+
+#[test]
+fn nobody_gets_the_slots_of_a_load_before_it_has_ended() {
+    let mut scheduler = scheduler(4, 4, Config::default());
+    let hints = Hints { n_stored: 12, ..Hints::default() };
+    scheduler.submit_with(request(1, 15, 1), hints).expect("fits");
+    assert_eq!(scheduler.plan(), None);
+    let load = scheduler.take_loads().remove(0);
+    assert!(scheduler.cancel(SeqId(1)).is_some());
+    scheduler.verify().expect("sound after a cancellation");
+    assert_eq!(scheduler.stats().cache.pages_free, 1);
+    scheduler.submit(request(2, 8, 1)).expect("fits");
+    assert_eq!(scheduler.plan(), None);
+    scheduler.complete_load(load.id, Outcome::Ended { n_pages: 3 });
+    assert_eq!(scheduler.stats().cache.pages_free, 4);
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(2, 0, 8, true)]);
+}
+
+#[test]
+fn a_late_load_is_not_waited_for() {
+    let mut scheduler = scheduler(4, 8, Config::default());
+    let hints = Hints { n_stored: 8, ..Hints::default() };
+    scheduler.submit_with(request(1, 12, 5), hints).expect("fits");
+    assert_eq!(scheduler.plan(), None);
+    let load = scheduler.take_loads().remove(0);
+    scheduler.complete_load(load.id, Outcome::Late);
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 0, 12, true)]);
+    assert!(load.slots.iter().all(|slot| !plan.seqs[0].table.push.contains(slot)));
+    scheduler.complete_load(load.id, Outcome::Ended { n_pages: 2 });
+    scheduler.verify().expect("sound after a load");
+    assert_eq!(scheduler.stats().cache.counters.pages_not_loaded, 2);
 }

@@ -1,21 +1,21 @@
-//! The device arena: where the bytes of pages are while a step runs.
+//! Where the bytes of pages are: on the device while a step reads them, on the host meanwhile.
 
 use nuthatch_backend::{Backend, DeviceError};
-use nuthatch_types::{KvShape, PageCopy};
+use nuthatch_types::{KvShape, KvSlots, PageCopy};
 
-/// The keys and values of all pages that the device holds, `n_slots` of them.
+/// The keys and values of all pages of both tiers.
 ///
 /// The store knows places, not contents: which slot holds which tokens is the cache's affair.
 pub struct KvStore<B: Backend> {
     shape: KvShape,
-    n_slots: u32,
+    slots: KvSlots,
     kv: B::Kv,
 }
 
 impl<B: Backend> KvStore<B> {
-    /// Allocates the arena; it never grows.
-    pub fn new(backend: &B, shape: KvShape, n_slots: u32) -> Result<Self, DeviceError> {
-        Ok(KvStore { shape, n_slots, kv: backend.alloc_kv(shape, n_slots)? })
+    /// Allocates both tiers; they never grow.
+    pub fn new(backend: &B, shape: KvShape, slots: KvSlots) -> Result<Self, DeviceError> {
+        Ok(KvStore { shape, slots, kv: backend.alloc_kv(shape, slots)? })
     }
 
     /// Shape of the KV.
@@ -23,17 +23,17 @@ impl<B: Backend> KvStore<B> {
         self.shape
     }
 
-    /// Slots of the arena.
-    pub fn n_slots(&self) -> u32 {
-        self.n_slots
+    /// Slots of each tier.
+    pub fn slots(&self) -> KvSlots {
+        self.slots
     }
 
-    /// Bytes of the arena.
+    /// Bytes of both tiers.
     pub fn bytes(&self) -> usize {
-        self.shape.page_bytes() * self.n_slots as usize
+        self.shape.page_bytes() * self.slots.total() as usize
     }
 
-    /// Moves pages' bytes, in order.
+    /// Moves pages' bytes inside a tier or between tiers, in order.
     pub fn copy(&mut self, backend: &B, copies: &[PageCopy]) -> Result<(), DeviceError> {
         if copies.is_empty() { Ok(()) } else { backend.copy_pages(&mut self.kv, copies) }
     }

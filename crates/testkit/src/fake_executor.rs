@@ -4,7 +4,8 @@
 //! in a real model. Each step writes these numbers through the sequence's table into an arena of
 //! slots, after it has read every earlier one back and compared it with what the sequence's history
 //! demands. The sampled token is made from the last number read, so that a wrong page gives a wrong
-//! answer even if nobody compares.
+//! answer even if nobody compares. Copies move the numbers between slots of both tiers, in order; a
+//! sequence may run on slots of the device only.
 
 use nuthatch_types::{
     FastMap, FastSet, Limits, Sampled, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan,
@@ -18,6 +19,11 @@ use crate::rng::mix;
 pub struct FakeExecutor {
     page_len: usize,
     n_vocab: u32,
+    /// Slots of the device, which come first.
+    n_device: u32,
+    /// What it says a copied page and a computed token took.
+    page_nanos: u64,
+    token_nanos: u64,
     /// `[slot][page_len]` the KV of the token there.
     arena: Vec<Vec<Option<u64>>>,
     seqs: FastMap<SeqId, FakeSeq>,
@@ -53,15 +59,33 @@ impl FakeSeq {
 }
 
 impl FakeExecutor {
-    /// An executor with `n_slots` slots of `page_len` tokens, none of them written.
+    /// An executor with `n_slots` slots of `page_len` tokens on the device, none of them written,
+    /// and none on the host.
     pub fn new(page_len: u32, n_slots: u32, n_vocab: u32) -> Self {
         FakeExecutor {
             page_len: page_len as usize,
             n_vocab,
+            n_device: n_slots,
+            page_nanos: 1000,
+            token_nanos: 1000,
             arena: vec![vec![None; page_len as usize]; n_slots as usize],
             seqs: FastMap::default(),
             has_forgotten: false,
         }
+    }
+
+    /// The same executor with `n_slots` more slots on the host.
+    #[must_use]
+    pub fn with_host(mut self, n_slots: u32) -> Self {
+        self.arena.resize(self.arena.len() + n_slots as usize, vec![None; self.page_len]);
+        self
+    }
+
+    /// The same executor, which says that a copied page and a computed token take this long.
+    #[must_use]
+    pub fn with_costs(mut self, page_nanos: u64, token_nanos: u64) -> Self {
+        (self.page_nanos, self.token_nanos) = (page_nanos, token_nanos);
+        self
     }
 
     /// Checks a plan and carries it out.
@@ -76,14 +100,34 @@ impl FakeExecutor {
             assert!(before.is_none(), "{:?} started twice", start.seq);
         }
         for copy in &plan.copies {
+            assert_ne!(copy.source, copy.target, "a page is copied onto itself");
             self.arena[copy.target.0 as usize] = self.arena[copy.source.0 as usize].clone();
         }
-        assert!(!plan.seqs.is_empty(), "a step without a sequence");
+        assert!(!plan.seqs.is_empty() || !plan.copies.is_empty(), "a step that does nothing");
         let mut written = FastSet::default();
         plan.seqs.iter().for_each(|step| self.write(step, &mut written));
         // Everything is written before anything is read, as on a device that works layer by layer.
         let sampled = plan.seqs.iter().filter_map(|step| self.read(step)).collect();
-        StepResult { sampled }
+        let n_tokens: usize = plan.seqs.iter().map(|step| step.tokens.len()).sum();
+        StepResult {
+            sampled,
+            copy_nanos: self.page_nanos * plan.copies.len() as u64,
+            compute_nanos: self.token_nanos * n_tokens as u64,
+        }
+    }
+
+    /// Writes the KV of a prompt's tokens from `start` on to whole slots, as a slower tier does that
+    /// has kept it.
+    pub fn fill(&mut self, prompt: &[TokenId], start: u32, slots: &[Slot]) {
+        let mut kv = None;
+        for (position, &token) in prompt.iter().enumerate() {
+            kv = Some(kv_of(kv, token));
+            let place = position.checked_sub(start as usize);
+            let slot = place.and_then(|place| slots.get(place / self.page_len));
+            if let Some(slot) = slot {
+                self.arena[slot.0 as usize][position % self.page_len] = kv;
+            }
+        }
     }
 
     /// Sequences that have started and not ended.
@@ -106,6 +150,8 @@ impl FakeExecutor {
         seq.table.truncate(keep);
         seq.table.extend(&step.table.push);
 
+        let on_host = seq.table.iter().find(|slot| slot.0 >= self.n_device);
+        assert_eq!(on_host, None, "{id:?} runs on the host");
         let start = step.start as usize;
         let end = start + step.tokens.len();
         assert!(start < end, "{id:?} computes nothing");

@@ -12,7 +12,7 @@ pub struct SeqId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId(pub u32);
 
-/// A place in one tier's arena: an address, not an identity. The layer clock speaks of slots.
+/// A place of a page, in one of the tiers: an address, not an identity. The layer clock speaks of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot(pub u32);
 

@@ -14,4 +14,4 @@ pub use fast_map::{FastMap, FastSet};
 pub use id::{LayerIdx, PageId, SeqId, Slot, TokenId};
 pub use plan::{PageCopy, Sampled, SeqStart, SeqStep, StepPlan, StepResult, TableChange};
 pub use sampling::{FinishReason, Limits, Sampling, SamplingError};
-pub use shape::{KvDtype, KvShape};
+pub use shape::{KvDtype, KvShape, KvSlots};

@@ -13,9 +13,10 @@ pub struct StepPlan {
     pub ended: Vec<SeqId>,
     /// Sequences that the executor has not seen before.
     pub started: Vec<SeqStart>,
-    /// Pages whose bytes move before the pass, in order.
+    /// Pages whose bytes move before the pass, in order: the source of one copy may be the target of
+    /// an earlier one.
     pub copies: Vec<PageCopy>,
-    /// The batch.
+    /// The batch. It is empty when there are only copies to make.
     pub seqs: Vec<SeqStep>,
 }
 
@@ -54,7 +55,8 @@ pub struct TableChange {
     pub push: Vec<Slot>,
 }
 
-/// One page's bytes copied from slot to slot of the device arena.
+/// One page's bytes copied from slot to slot. The slots' numbers say in which tiers they are: see
+/// [`KvSlots`](crate::KvSlots).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageCopy {
     /// Where the bytes are.
@@ -68,6 +70,10 @@ pub struct PageCopy {
 pub struct StepResult {
     /// One entry for each [`SeqStep`] that asked for a sample, in the order of the plan.
     pub sampled: Vec<Sampled>,
+    /// What the plan's copies took, in nanoseconds; 0 when it was not measured.
+    pub copy_nanos: u64,
+    /// What the pass took, in nanoseconds; 0 when it was not measured.
+    pub compute_nanos: u64,
 }
 
 /// One sampled token.

@@ -34,6 +34,33 @@ impl fmt::Display for KvDtype {
     }
 }
 
+/// How many pages each tier holds. There is one space of slots: the device's come first, then the
+/// host's.
+///
+/// ```text
+///   slot   [0, device)        [device, device + host)
+///   tier   device             host
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvSlots {
+    /// Slots of the device, which attention reads.
+    pub device: u32,
+    /// Slots of the host, where pages wait.
+    pub host: u32,
+}
+
+impl KvSlots {
+    /// Slots of the device alone.
+    pub fn on_device(device: u32) -> Self {
+        KvSlots { device, host: 0 }
+    }
+
+    /// All slots.
+    pub fn total(&self) -> u32 {
+        self.device + self.host
+    }
+}
+
 /// The shape of one model's KV cache: an arena is `[layer][kv head][slot][page_len][K|V][D]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {

@@ -6,7 +6,7 @@ use crate::{Backend, RopeStyle};
 
 use super::compare::{download, same_bits};
 use super::inputs::Random;
-use super::rig::{Case, N_LAYERS, Part, Rig, Room, Sequence};
+use super::rig::{Case, N_HOST_SLOTS, N_LAYERS, Part, Rig, Room, Sequence};
 use super::truth::attend;
 
 /// New buffers are zero; writes and reads touch the start only.
@@ -34,9 +34,11 @@ struct Layers<'a, B: Backend> {
 
 impl<'a, B: Backend> Layers<'a, B> {
     const ROWS: usize = 40;
+    const N_SLOTS: u32 = 12;
 
     fn new(b: &'a B, case: &'a Case, random: &mut Random, slots: &[Slot]) -> Self {
-        let room = Room { n_slots: 12, n_tables: 2, max_rows: 64, max_context: 64 };
+        let room =
+            Room { n_slots: Self::N_SLOTS as usize, n_tables: 2, max_rows: 64, max_context: 64 };
         let mut rig = Rig::new(b, case, room);
         rig.write_table(0, 0, slots);
         let sequences: Vec<Sequence> =
@@ -96,6 +98,32 @@ pub fn copy_pages_matches<B: Backend>(b: &B) {
                     format!("attention of layer {layer} by table {table} after copies, {dtype}")
                 });
             }
+        }
+    }
+}
+
+/// Pages keep their bits on the way to the host and back, and a slot whose page has gone to the host
+/// can be the target of a later copy of the same list.
+pub fn copy_tiers_match<B: Backend>(b: &B) {
+    let mut random = Random::new(24);
+    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+        let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
+        let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
+        let expected = layers.last_rows(0);
+        let host: Vec<u32> = (0..N_HOST_SLOTS).map(|i| Layers::<B>::N_SLOTS + i).collect();
+        let copy = |source, target| PageCopy { source: Slot(source), target: Slot(target) };
+        // All three go to the host, one of them by way of another host slot; two come back in one
+        // another's places, the third in a later call.
+        let copies = [copy(4, host[2]), copy(9, host[1]), copy(host[2], host[0]), copy(0, host[2])];
+        b.copy_pages(&mut layers.rig.kv, &copies).expect("copy_pages runs");
+        let copies = [copy(host[0], 9), copy(host[1], 4)];
+        b.copy_pages(&mut layers.rig.kv, &copies).expect("copy_pages runs");
+        b.copy_pages(&mut layers.rig.kv, &[copy(host[2], 11)]).expect("copy_pages runs");
+        layers.rig.write_table(1, 0, &[Slot(9), Slot(4), Slot(11)]);
+        for (layer, (got, expected)) in layers.last_rows(1).iter().zip(&expected).enumerate() {
+            same_bits(got, expected, &|| {
+                format!("attention of layer {layer} after pages were on the host, {dtype}")
+            });
         }
     }
 }

@@ -37,7 +37,7 @@ pub use attend::{
 pub use attend_bits::{
     attend_cuts_agree, attend_neighbours_agree, attend_past_agrees, attend_places_agree,
 };
-pub use copy::{buffers_match, copy_pages_matches, layers_match};
+pub use copy::{buffers_match, copy_pages_matches, copy_tiers_match, layers_match};
 pub use embed::embed_matches;
 pub use matmul::{load_refuses_wrong_sizes, matmul_matches, matmul_stacks_match};
 pub use matmul_bits::matmul_rows_agree;
@@ -66,6 +66,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("rope_matches", rope_matches::<B>),
         ("rope_rows_agree", rope_rows_agree::<B>),
         ("copy_pages_matches", copy_pages_matches::<B>),
+        ("copy_tiers_match", copy_tiers_match::<B>),
         ("layers_match", layers_match::<B>),
         ("attend_reads_queries_only", attend_reads_queries_only::<B>),
         ("attend_decode_matches", attend_decode_matches::<B>),

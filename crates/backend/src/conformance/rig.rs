@@ -1,6 +1,6 @@
 //! An arena, tables and a plan of one shape, and the steps that sequences take on them.
 
-use nuthatch_types::{KvDtype, KvShape, LayerIdx, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, Slot};
 
 use crate::{AttnSpec, Backend, BatchLayout, PlanShape, RopeSpec, RopeStyle};
 
@@ -160,7 +160,10 @@ pub(super) struct Part<'a> {
     pub(super) end: usize,
 }
 
-/// How large a rig is.
+/// Slots of the host behind those of the device.
+pub(super) const N_HOST_SLOTS: u32 = 3;
+
+/// How large a rig is; `n_slots` are the device's.
 #[derive(Clone, Copy)]
 pub(super) struct Room {
     pub(super) n_slots: usize,
@@ -169,7 +172,7 @@ pub(super) struct Room {
     pub(super) max_context: usize,
 }
 
-/// One device with one arena, all of it filled with NaN and infinities.
+/// One device with its arena, all slots of the device filled with NaN and infinities.
 pub(super) struct Rig<'a, B: Backend> {
     b: &'a B,
     pub(super) case: &'a Case,
@@ -192,10 +195,11 @@ impl<'a, B: Backend> Rig<'a, B> {
             kv: case.kv,
             rope: case.rope.clone(),
         };
+        let slots = KvSlots { device: room.n_slots as u32, host: N_HOST_SLOTS };
         let mut rig = Rig {
             b,
             case,
-            kv: b.alloc_kv(case.kv, room.n_slots as u32).expect("a small arena fits"),
+            kv: b.alloc_kv(case.kv, slots).expect("a small arena fits"),
             tables: b
                 .alloc_tables(n_tables, context.div_ceil(PAGE_LEN) as u32)
                 .expect("small tables fit"),

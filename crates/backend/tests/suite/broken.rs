@@ -3,7 +3,7 @@
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
 };
-use nuthatch_types::{KvShape, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
 
 use crate::plain::{self, Kv, Plain, Plan};
 
@@ -60,6 +60,8 @@ pub(crate) enum Mistake {
     CopiesReversed,
     /// Nothing is copied.
     NoCopy,
+    /// All pages on the host lie in one slot.
+    OneHostSlot,
     /// A batch of several sequences reads the first one's pages.
     FirstTable,
     /// A decode step is computed a little differently than a prefill.
@@ -181,8 +183,8 @@ impl Backend for Broken {
         Ok(Weight { inner: Plain.load(&parts)?, is_quantised })
     }
 
-    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<Kv, DeviceError> {
-        Plain.alloc_kv(shape, n_slots)
+    fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
+        Plain.alloc_kv(shape, slots)
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Vec<Vec<u32>>, DeviceError> {
@@ -210,6 +212,16 @@ impl Backend for Broken {
             Mistake::NoCopy => Ok(()),
             Mistake::CopiesReversed => {
                 let copies: Vec<_> = copies.iter().rev().copied().collect();
+                Plain.copy_pages(kv, &copies)
+            }
+            Mistake::OneHostSlot => {
+                // The host's slots are behind the twelve of the device.
+                let clip = |slot: Slot| Slot(slot.0.min(12));
+                let clip = |copy: &PageCopy| PageCopy {
+                    source: clip(copy.source),
+                    target: clip(copy.target),
+                };
+                let copies: Vec<_> = copies.iter().map(clip).collect();
                 Plain.copy_pages(kv, &copies)
             }
             _ => Plain.copy_pages(kv, copies),

@@ -44,7 +44,8 @@ const CAUGHT_BY: &[(Mistake, &[&str])] = &[
     (Mistake::TableStart, &["copy_pages_matches"]),
     (Mistake::LostSlot, &["attend_decode_matches", "attend_cuts_agree"]),
     (Mistake::CopiesReversed, &["copy_pages_matches"]),
-    (Mistake::NoCopy, &["copy_pages_matches"]),
+    (Mistake::NoCopy, &["copy_pages_matches", "copy_tiers_match"]),
+    (Mistake::OneHostSlot, &["copy_tiers_match"]),
     (Mistake::FirstTable, &["attend_neighbours_agree", "attend_decode_matches"]),
     (Mistake::DecodeKernel, &["attend_cuts_agree"]),
 ];

@@ -8,7 +8,7 @@ use nuthatch_backend::quant::dequantize_row;
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeSpec, RopeStyle,
 };
-use nuthatch_types::{KvDtype, KvShape, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, Slot};
 
 pub(crate) struct Plain;
 
@@ -148,9 +148,10 @@ impl Backend for Plain {
         Ok(weight)
     }
 
-    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<Kv, DeviceError> {
-        let len = n_slots as usize * shape.page_bytes() / shape.dtype.bytes();
-        Ok(Kv { shape, n_slots: n_slots as usize, data: vec![0.0; len] })
+    fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
+        let n_slots = slots.total() as usize;
+        let len = n_slots * shape.page_bytes() / shape.dtype.bytes();
+        Ok(Kv { shape, n_slots, data: vec![0.0; len] })
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Vec<Vec<u32>>, DeviceError> {

@@ -1,15 +1,19 @@
 //! Which full pages can be found by their tokens, and which of them go when pages are short.
 //!
 //! ```text
-//!              publish                 idle                  evict
-//!   full page ---------> in use ----------------> idle leaf --------> gone, a ghost
-//!                          ^                          |
-//!                          +--------- reuse ----------+
+//!              publish              idle                demote              drop
+//!   full page ---------> in use ------------> idle -----------------> idle ------> gone, a ghost
+//!                          ^              on the device   |        on the host
+//!                          |                    |         +-- drop --> gone        |
+//!                          +------- reuse ------+---------- reuse, promote --------+
 //! ```
 //!
 //! A page that some table holds is in use; so are all pages before it, because a table holds its
-//! whole path. Pages that no table holds stay as long as there is room: they are idle, and the idle
-//! leaves are offered for eviction.
+//! whole path. Pages that no table holds stay as long as there is room: they are idle.
+//!
+//! The page before one on the device is on the device too: pages leave it from the last one on. So
+//! the device is offered those idle pages that no page of the device follows, and the host those
+//! that no page follows at all.
 
 mod ghosts;
 mod node;
@@ -21,21 +25,21 @@ use std::time::Duration;
 use nuthatch_types::{PageId, TokenId};
 
 use self::ghosts::Ghosts;
-pub(crate) use self::node::Parent;
+pub(crate) use self::node::{Node, Parent};
 pub(crate) use self::tree::Tree;
 pub(crate) use self::walk::Found;
 pub use self::walk::{Miss, MissReason};
 use crate::evict::{Eviction, Order, Retention};
 use crate::hash::Chain;
-use crate::pages::Pages;
+use crate::pages::{Pages, Tier};
 
 /// The pages that can be found by their tokens.
 #[derive(Debug)]
 pub(crate) struct Prefix {
     page_len: u32,
     pub(crate) tree: Tree,
-    /// The idle leaves.
-    pub(crate) order: Box<dyn Order>,
+    /// `[tier]` the idle pages that may leave it.
+    pub(crate) orders: [Box<dyn Order>; 2],
     ghosts: Ghosts,
     /// Counts uses, so that no two are at the same time.
     n_uses: u64,
@@ -58,7 +62,7 @@ impl Prefix {
         Prefix {
             page_len,
             tree: Tree::new(chain, n_pages),
-            order: eviction.order(),
+            orders: [eviction.order(), eviction.order()],
             ghosts: Ghosts::new(n_pages),
             n_uses: 0,
             now: Duration::ZERO,
@@ -70,7 +74,7 @@ impl Prefix {
         self.now = self.now.max(now);
     }
 
-    /// Makes a full page, which a table holds, findable after `parent`, which the same table holds.
+    /// Makes a full page of the device, which a table holds, findable after `parent`, which the same table holds.
     pub(crate) fn publish(
         &mut self,
         parent: Parent,
@@ -85,10 +89,10 @@ impl Prefix {
         if is_new { Published::New } else { Published::Hidden }
     }
 
-    /// Records that an idle page is held by a table again.
-    pub(crate) fn reuse(&mut self, page: PageId) {
-        if self.tree.is_leaf(page) {
-            self.order.remove(page, &self.tree.node(page).facts);
+    /// Records that an idle page of `tier` is held by a table again.
+    pub(crate) fn reuse(&mut self, page: PageId, tier: Tier) {
+        if self.tree.is_last(page, tier) {
+            self.orders[tier as usize].remove(page, &self.tree.node(page).facts);
         }
     }
 
@@ -98,13 +102,11 @@ impl Prefix {
         facts.n_hits = facts.n_hits.saturating_add(1);
     }
 
-    /// Records that no table holds a page any more.
-    pub(crate) fn idle(&mut self, page: PageId) {
+    /// Records that no table holds a page of `tier` any more.
+    pub(crate) fn idle(&mut self, page: PageId, tier: Tier) {
         self.n_uses += 1;
         self.tree.facts_mut(page).last_use = self.n_uses;
-        if self.tree.is_leaf(page) {
-            self.order.insert(page, &self.tree.node(page).facts);
-        }
+        self.offer(page, tier);
     }
 
     /// Records how long a page in use should stay.
@@ -114,22 +116,56 @@ impl Prefix {
         facts.retention = facts.retention.join(retention, now);
     }
 
-    /// Takes the idle page that goes first out of the tree, or `None` when no page is idle.
-    pub(crate) fn evict(&mut self, pages: &Pages) -> Option<PageId> {
-        let page = self.order.pop(self.now)?;
+    /// The idle page that leaves a tier first, which is no longer offered, or `None` when no page of
+    /// the tier is idle.
+    pub(crate) fn pop(&mut self, tier: Tier) -> Option<PageId> {
+        self.orders[tier as usize].pop(self.now)
+    }
+
+    /// Takes a page that [`Prefix::pop`] gave and that nothing follows out of the tree.
+    pub(crate) fn remove(&mut self, page: PageId, pages: &Pages) {
         let node = self.tree.remove(page);
         self.ghosts.push(node.hash);
-        if let Parent::Page(parent) = node.parent
-            && self.tree.is_leaf(parent)
-            && pages.is_idle(parent)
-        {
-            self.order.insert(parent, &self.tree.node(parent).facts);
+        if pages.tier(page) == Tier::Device {
+            self.tree.count_off_device(node.parent);
         }
-        Some(page)
+        self.offer_parent(node.parent, pages.tier(page), pages);
+    }
+
+    /// Records that a page, which is not offered, has changed its tier to `to`.
+    pub(crate) fn moved(&mut self, page: PageId, to: Tier, pages: &Pages) {
+        match to {
+            Tier::Device => self.tree.count_on_device(page),
+            Tier::Host => {
+                let parent = self.tree.node(page).parent;
+                self.tree.count_off_device(parent);
+                self.offer_parent(parent, Tier::Device, pages);
+            }
+        }
+        if pages.is_idle(page) {
+            self.offer(page, to);
+        }
     }
 
     /// Forgets which pages were given up.
     pub(crate) fn clear_ghosts(&mut self) {
         self.ghosts.clear();
+    }
+
+    /// Offers an idle page of `tier` if it may leave it.
+    fn offer(&mut self, page: PageId, tier: Tier) {
+        if self.tree.is_last(page, tier) {
+            self.orders[tier as usize].insert(page, &self.tree.node(page).facts);
+        }
+    }
+
+    /// Offers the page before one that has left `tier`, if it lies there and nobody holds it.
+    fn offer_parent(&mut self, parent: Parent, tier: Tier, pages: &Pages) {
+        if let Parent::Page(parent) = parent
+            && pages.is_idle(parent)
+            && pages.tier(parent) == tier
+        {
+            self.offer(parent, tier);
+        }
     }
 }

@@ -10,6 +10,7 @@ use super::node::{Node, Parent};
 use crate::Salt;
 use crate::evict::Facts;
 use crate::hash::{Chain, PageHash};
+use crate::pages::Tier;
 
 /// The tree of full pages.
 #[derive(Debug)]
@@ -57,9 +58,27 @@ impl Tree {
         &mut self.node_mut(page).facts
     }
 
-    /// Whether nothing follows a cached page.
-    pub(crate) fn is_leaf(&self, page: PageId) -> bool {
-        self.node(page).children.is_empty()
+    /// Whether no page of the same tier, or of a lower one, follows a cached page of `tier`: it can
+    /// leave its tier.
+    pub(crate) fn is_last(&self, page: PageId, tier: Tier) -> bool {
+        match tier {
+            Tier::Device => self.node(page).n_on_device == 0,
+            Tier::Host => self.node(page).children.is_empty(),
+        }
+    }
+
+    /// Counts a page that came to the device; its parent is told.
+    pub(crate) fn count_on_device(&mut self, page: PageId) {
+        if let Parent::Page(parent) = self.node(page).parent {
+            self.node_mut(parent).n_on_device += 1;
+        }
+    }
+
+    /// Counts a page that left the device from under `parent`.
+    pub(crate) fn count_off_device(&mut self, parent: Parent) {
+        if let Parent::Page(parent) = parent {
+            self.node_mut(parent).n_on_device -= 1;
+        }
     }
 
     /// The pages that follow, sorted by their tokens.
@@ -108,7 +127,7 @@ impl Tree {
         self.first_pages.contains_key(&self.unsalted(tokens))
     }
 
-    /// Adds a page that [`Tree::find`] does not find. False when another page has its hash: it then
+    /// Adds a page of the device that [`Tree::find`] does not find. False when another page has its hash: it then
     /// cannot be cached.
     pub(crate) fn insert(
         &mut self,
@@ -131,15 +150,17 @@ impl Tree {
             Parent::Page(before) => self.node(before).facts.depth + 1,
         };
         let facts = Facts { depth, ..Facts::default() };
-        let node = Node { hash, parent, tokens: tokens.into(), children: Vec::new(), facts };
+        let (tokens, children) = (tokens.into(), Vec::new());
+        let node = Node { hash, parent, tokens, children, n_on_device: 0, facts };
         let before = self.nodes[page.0 as usize].replace(node);
         assert!(before.is_none(), "{page:?} is cached once");
+        self.count_on_device(page);
         self.index.insert(hash, page);
         self.n_nodes += 1;
         true
     }
 
-    /// Takes out a leaf.
+    /// Takes out a leaf. The caller tells the parent if it was on the device.
     pub(crate) fn remove(&mut self, page: PageId) -> Node {
         let node = self.nodes[page.0 as usize].take().expect("the page is cached");
         assert!(node.children.is_empty(), "{page:?} goes after the pages that follow it");

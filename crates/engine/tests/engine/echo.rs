@@ -218,7 +218,11 @@ pub(crate) fn engine(
     capacity: Capacity,
     script: Script,
 ) -> (Engine<Executor<Echo>>, Arc<HandClock>) {
-    let cache = nuthatch_cache::Config { page_len: capacity.page_len, n_pages: capacity.n_slots };
+    let cache = nuthatch_cache::Config {
+        page_len: capacity.page_len,
+        n_pages: capacity.n_slots,
+        n_host_pages: 0,
+    };
     let config = nuthatch_scheduler::Config {
         max_batched_tokens: capacity.max_rows,
         max_seqs: capacity.max_seqs,

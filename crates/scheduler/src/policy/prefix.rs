@@ -19,6 +19,9 @@ pub(super) struct Prefix {
     sorted: Sorted,
     /// How often each of those who wait was passed over.
     n_passed: FastMap<SeqId, u32>,
+    /// Who was chosen and is not admitted yet. The choice stands, so that it is not made again in
+    /// every step in which there is no room.
+    chosen: Option<SeqId>,
     ageing: u64,
     window: usize,
 }
@@ -28,6 +31,7 @@ impl Prefix {
         Prefix {
             sorted: Sorted::default(),
             n_passed: FastMap::default(),
+            chosen: None,
             ageing: u64::from(ageing),
             window: window.max(1) as usize,
         }
@@ -46,6 +50,7 @@ impl Queue for Prefix {
     fn remove(&mut self, waiter: &Waiter) {
         self.sorted.remove(waiter);
         self.n_passed.remove(&waiter.seq);
+        self.chosen.take_if(|chosen| *chosen == waiter.seq);
     }
 
     /// One who was preempted is next: much of what it had may still be cached.
@@ -54,13 +59,18 @@ impl Queue for Prefix {
         if started.is_some() || !ask.may_start {
             return started;
         }
+        if self.chosen.is_some() {
+            return self.chosen;
+        }
         let score = |seq: SeqId| {
             let n_passed = self.n_passed.get(&seq).copied().unwrap_or(0);
             u64::from((ask.n_found)(seq)) + self.ageing * u64::from(n_passed)
         };
         let window = self.sorted.fresh().take(self.window);
         // Of equals, the oldest.
-        window.min_by_key(|&(rank, seq)| (Reverse(score(seq)), rank)).map(|(_, seq)| seq)
+        let chosen = window.min_by_key(|&(rank, seq)| (Reverse(score(seq)), rank));
+        self.chosen = chosen.map(|(_, seq)| seq);
+        self.chosen
     }
 
     fn admitted(&mut self, waiter: &Waiter) {

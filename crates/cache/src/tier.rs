@@ -1,0 +1,112 @@
+//! Two tiers: making room on the device, and moving pages to the host and back.
+//!
+//! ```text
+//!             demote, swap: copy device -> host
+//!   device -------------------------------------> host ----------> gone
+//!      ^ \                                          |     drop
+//!      |  +------------------ drop -----------> gone|
+//!      +--------------------------------------------+
+//!             promote: copy host -> device
+//! ```
+//!
+//! A move changes the page's place at once, here; the bytes follow by a copy. Copies are collected
+//! in the order of these decisions and carried out in that order before the next pass, so that a
+//! slot which a page has left may at once be the target of another one.
+
+use nuthatch_types::{PageCopy, PageId};
+
+use crate::cache::Cache;
+use crate::page::OpenPage;
+use crate::pages::Tier;
+
+impl Cache {
+    /// The copies that were decided since this was called last. They must be carried out in order,
+    /// before anything is computed and before later ones.
+    pub fn take_copies(&mut self) -> Vec<PageCopy> {
+        std::mem::take(&mut self.copies)
+    }
+
+    /// Whether copies were decided that [`Cache::take_copies`] has not handed out.
+    pub fn has_copies(&self) -> bool {
+        !self.copies.is_empty()
+    }
+
+    /// Sets which idle pages go to the host when the device needs their room: those with at least
+    /// `depth` pages before them, for which coming back costs less than being computed again. The
+    /// others are given up. 0 at first; without a host tier it means nothing.
+    pub fn set_demotion_depth(&mut self, depth: u32) {
+        self.demotion_depth = depth;
+    }
+
+    /// A page with no tokens. One must be available.
+    pub(crate) fn open_page(&mut self) -> OpenPage {
+        self.make_room();
+        self.pages.open().expect("a page was free, or has just been given up")
+    }
+
+    /// Brings a held page of the host to the device, where one must be available. The page before it
+    /// is there.
+    pub(crate) fn promote(&mut self, page: PageId) {
+        self.make_room();
+        self.relocate(page, Tier::Device);
+    }
+
+    /// Takes a page, which no running table holds and no page of the device follows, to the host,
+    /// where room must be available.
+    pub(crate) fn demote(&mut self, page: PageId) {
+        if self.pages.n_free(Tier::Host) == 0 {
+            let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
+            let last = prefix.pop(Tier::Host).expect("room on the host was counted");
+            self.drop_idle(last);
+        }
+        self.relocate(page, Tier::Host);
+    }
+
+    /// Gives up every idle page of both tiers.
+    pub(crate) fn drop_all_idle(&mut self) {
+        // Nothing on the host is before a page of the device.
+        for tier in [Tier::Host, Tier::Device] {
+            while let Some(page) = self.prefix.as_mut().and_then(|prefix| prefix.pop(tier)) {
+                self.drop_idle(page);
+            }
+        }
+    }
+
+    /// Makes a slot of the device free if none is: the idle page whose turn it is leaves.
+    fn make_room(&mut self) {
+        if self.pages.n_free(Tier::Device) > 0 {
+            return;
+        }
+        let prefix = self.prefix.as_mut().expect("the decision counted the available pages");
+        let page = prefix.pop(Tier::Device).expect("the decision counted the available pages");
+        let node = prefix.tree.node(page);
+        // What follows on the host would be lost with it; it is idle too, so there is room.
+        let is_followed = !node.children.is_empty();
+        let is_dear = node.facts.depth >= self.demotion_depth;
+        if is_followed || (is_dear && self.pages.n_available(Tier::Host) > 0) {
+            self.counters.pages_demoted += 1;
+            self.demote(page);
+        } else {
+            self.drop_idle(page);
+        }
+    }
+
+    /// Gives up an idle page that nothing follows and that is not offered.
+    fn drop_idle(&mut self, page: PageId) {
+        let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
+        prefix.remove(page, &self.pages);
+        self.pages.evict(page);
+        self.counters.pages_evicted += 1;
+    }
+
+    fn relocate(&mut self, page: PageId, to: Tier) {
+        let copy = self.pages.relocate(page, to);
+        self.copies.push(copy);
+        self.n_savings += u64::from(to == Tier::Device);
+        if let Some(prefix) = &mut self.prefix
+            && prefix.tree.get(page).is_some()
+        {
+            prefix.moved(page, to, &self.pages);
+        }
+    }
+}

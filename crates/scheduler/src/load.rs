@@ -1,0 +1,61 @@
+//! Pages that a slower tier holds: asked for when a sequence is admitted, awaited, or computed.
+//!
+//! A sequence whose beginning is loading has its place among the running ones and is left out of
+//! the steps. When the load has ended, or is too late, the steps compute what did not come.
+
+use nuthatch_cache::{Load, LoadId, Outcome};
+use nuthatch_types::SeqId;
+
+use crate::Scheduler;
+use crate::sequence::Sequence;
+
+impl Scheduler {
+    /// The loads that can begin now, to be asked for after each plan, or its commit. Each must be
+    /// completed by [`Scheduler::complete_load`] some time, also when its sequence has ended
+    /// meanwhile.
+    ///
+    /// [`Scheduler::plan`] gives `None` while there is nothing to do but to wait for them.
+    pub fn take_loads(&mut self) -> Vec<Load> {
+        // The page that was in a slot before may still have to be copied to the host.
+        if self.in_flight.is_some() || self.cache.has_copies() {
+            return Vec::new();
+        }
+        std::mem::take(&mut self.loads)
+    }
+
+    /// Takes in what became of a load. The sequence that waited for it goes on with what came.
+    pub fn complete_load(&mut self, id: LoadId, outcome: Outcome) {
+        let seq = self.cache.waits_for(id);
+        let sequence = seq.and_then(|seq| self.seqs.get_mut(&seq));
+        let tokens = sequence.as_ref().map_or(&[][..], |sequence| &sequence.tokens);
+        self.cache.complete_load(id, outcome, tokens);
+        let Some(sequence) = sequence else { return };
+        sequence.computed = self.cache.len(sequence.id);
+        sequence.cached = sequence.computed.min(sequence.n_prompt);
+        sequence.n_loading = 0;
+    }
+
+    /// Asks for the pages of a sequence, which was just admitted, that a slower tier holds and the
+    /// cache did not find. False when there are none. The pages of all its tokens are available.
+    pub(crate) fn load_stored(&mut self, seq: SeqId) -> bool {
+        let n_stored = self.n_stored(self.seq(seq));
+        let n_pages = n_stored.saturating_sub(self.cache.n_pages(seq));
+        if n_pages == 0 {
+            return false;
+        }
+        let load = self.cache.prepare_load(seq, n_pages).expect("the pages were counted");
+        self.loads.push(load);
+        let sequence = self.seq_mut(seq);
+        sequence.n_loading = n_pages;
+        // What does not come is not asked for again.
+        sequence.hints.n_stored = 0;
+        true
+    }
+
+    /// Full pages at a sequence's beginning that a slower tier holds, without the last token, which
+    /// is always computed.
+    pub(crate) fn n_stored(&self, sequence: &Sequence) -> u32 {
+        let limit = sequence.n_prompt.min(sequence.tokens.len() as u32 - 1);
+        sequence.hints.n_stored.min(limit) / self.cache.config().page_len
+    }
+}
