@@ -1,7 +1,7 @@
 //! What the scheduler and the cache take for one step, without a model.
 //!
 //! ```text
-//! cargo run --release -p nuthatch-scheduler --example step_bench
+//! cargo run --release -p nuthatch-scheduler --example step_bench [SEQUENCES]
 //! ```
 //!
 //! Every sequence decodes, so that a step plans and commits one token for each; a page boundary, and
@@ -24,7 +24,8 @@ const N_WARM: usize = 20;
 const N_STEPS: usize = 300;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for n_seqs in [1, 64, 256, 1024, 4096] {
+    let asked = std::env::args().nth(1).map(|n_seqs| n_seqs.parse()).transpose()?;
+    for n_seqs in asked.map_or(vec![1, 64, 256, 1024, 4096], |n_seqs| vec![n_seqs]) {
         let mut times = run(n_seqs)?;
         times.sort_unstable();
         let at = |share: usize| times[times.len() * share / 100].as_nanos() as f64 / 1e3;

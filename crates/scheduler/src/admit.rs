@@ -229,6 +229,6 @@ impl Scheduler {
 }
 
 fn prompt(sequence: &Sequence) -> Prompt<'_> {
-    let Hints { salt, retention, .. } = sequence.hints;
+    let Hints { salt, retention, .. } = *sequence.hints;
     Prompt { tokens: &sequence.tokens, salt, retention }
 }

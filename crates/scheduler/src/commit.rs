@@ -58,14 +58,16 @@ impl Scheduler {
         sequence.computed_max = sequence.computed_max.max(end);
         self.counters.computed_tokens += u64::from(flight.n_tokens);
         self.counters.count_recomputed(sequence.loss, n_again);
-        let page_len = self.cache.config().page_len;
-        if start / page_len != end / page_len {
+        // A decoded token ends a page when there is no place left; for the rest, the cache looks.
+        if flight.n_tokens > 1 || sequence.n_spare == 0 {
             let computed = &sequence.tokens[..end as usize];
             if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
                 sequence.table_known = sequence.table_known.min(first_changed);
             }
         }
-        self.is_unsorted |= serve(self.queue.as_mut(), sequence, flight);
+        if self.queue.counts_service() {
+            self.is_unsorted |= serve(self.queue.as_mut(), sequence, flight);
+        }
         let Some(sample) = sample else { return };
         self.counters.sampled_tokens += 1;
         if let Some(reason) = take_sample(sequence, sample, outputs) {
@@ -99,7 +101,7 @@ fn take_sample(
     if sequence.is_stop(token) {
         return Some(FinishReason::Stop);
     }
-    sequence.tokens.push(token);
+    sequence.push(token);
     sequence.protected = false;
     outputs.push(Output::Token { seq, token, logprob, top });
     let is_last = sequence.tokens.len() as u32 >= sequence.max_len;

@@ -58,6 +58,7 @@ impl Scheduler {
         self.swapped.remove(&(rank, seq));
         self.cache.release(seq);
         self.counters.swaps_dropped += 1;
+        self.n_spare -= self.seq(seq).n_spare;
         let sequence = self.seq_mut(seq);
         sequence.reset(Loss::SwapDropped);
         sequence.place = Place::Waiting;
@@ -71,7 +72,10 @@ impl Scheduler {
         let is_swap = swap.is_some();
         match swap {
             Some(swap) => self.cache.swap_out(swap),
-            None => self.cache.release(seq),
+            None => {
+                self.n_spare -= self.seq(seq).n_spare;
+                self.cache.release(seq);
+            }
         }
         let sequence = self.seq_mut(seq);
         if is_swap {

@@ -42,6 +42,8 @@ pub struct Scheduler {
     /// The step that is being executed.
     pub(crate) in_flight: Option<InFlight>,
     pub(crate) counters: Counters,
+    /// Spare places of all sequences.
+    pub(crate) n_spare: u32,
     /// What it costs to move and to compute.
     pub(crate) meter: Meter,
     /// Loads that were decided and not yet handed out.
@@ -159,6 +161,7 @@ impl Scheduler {
             ended: Vec::new(),
             in_flight: None,
             counters: Counters::default(),
+            n_spare: 0,
             meter: Meter::default(),
             loads: Vec::new(),
             blocked: None,
@@ -198,16 +201,18 @@ impl Scheduler {
             place,
             since: self.counters.steps,
             n_prompt,
+            newest: prompt.last().copied().unwrap_or_default(),
             tokens: prompt,
             computed: 0,
             cached: 0,
             computed_max: 0,
             loss: Loss::PagesShort,
+            n_spare: 0,
             table_known: 0,
             n_loading: 0,
             max_len,
             limits,
-            hints,
+            hints: Box::new(hints),
             n_common,
             sampling: Some(Box::new(sampling)),
             protected: false,
@@ -300,11 +305,15 @@ impl Scheduler {
 
     /// What the scheduler holds now, and what it did so far; constant time.
     pub fn stats(&self) -> Stats {
+        let mut cache = self.cache.stats();
+        // Spare places have no token yet.
+        cache.tokens_stored -= self.n_spare;
+        cache.tokens_wasted += self.n_spare;
         Stats {
             waiting: self.n_waiting(),
             swapped: self.swapped.len() as u32,
             running: self.running.len() as u32,
-            cache: self.cache.stats(),
+            cache,
             counters: self.counters,
         }
     }
@@ -359,6 +368,7 @@ impl Scheduler {
     /// along it.
     pub(crate) fn end(&mut self, seq: SeqId, reason: FinishReason) -> Option<Output> {
         let sequence = self.seqs.remove(&seq)?;
+        self.n_spare -= sequence.n_spare;
         match sequence.place {
             Place::Held => self.held.retain(|&held| held != seq),
             Place::Waiting => self.queue.remove(&sequence.waiter()),

@@ -22,8 +22,10 @@ pub(crate) struct Sequence {
     pub(crate) place: Place,
     /// The step since which it waits, if it does.
     pub(crate) since: u64,
-    /// The prompt, then what was sampled.
+    /// The prompt, then what was sampled; changed by [`Sequence::push`] only.
     pub(crate) tokens: Vec<TokenId>,
+    /// The last of `tokens`, so that a decode step does not read their memory.
+    pub(crate) newest: TokenId,
     pub(crate) n_prompt: u32,
     /// Tokens whose KV is in the cache.
     pub(crate) computed: u32,
@@ -33,6 +35,9 @@ pub(crate) struct Sequence {
     pub(crate) computed_max: u32,
     /// Why it was computed less far than that, if it was.
     pub(crate) loss: Loss,
+    /// Places that it has in the cache beyond the tokens that are computed or in a step: the rest of
+    /// its last page. While there are some, a step need not ask the cache.
+    pub(crate) n_spare: u32,
     /// Entries of the table that the executor has and that still stand.
     pub(crate) table_known: u32,
     /// Pages at its beginning that are being loaded. It is in no step meanwhile.
@@ -40,7 +45,8 @@ pub(crate) struct Sequence {
     /// Most tokens, prompt and answer together; already clipped to context and pool.
     pub(crate) max_len: u32,
     pub(crate) limits: Limits,
-    pub(crate) hints: Hints,
+    /// Boxed like `sampling`.
+    pub(crate) hints: Box<Hints>,
     /// Tokens that it has in common with the sequence that it forks.
     pub(crate) n_common: u32,
     /// How tokens are chosen, until the executor was told. Boxed because it is large and needed
@@ -94,6 +100,11 @@ impl Sequence {
         self.sampling.is_none()
     }
 
+    /// Whether the executor has all of its table, when it has spare places, which end with a page.
+    pub(crate) fn is_table_known(&self, page_len: u32) -> bool {
+        self.table_known * page_len == self.computed + self.n_spare
+    }
+
     /// Tokens that are not computed.
     pub(crate) fn pending(&self) -> u32 {
         self.tokens.len() as u32 - self.computed
@@ -123,9 +134,16 @@ impl Sequence {
         }
     }
 
+    /// Adds a sampled token.
+    pub(crate) fn push(&mut self, token: TokenId) {
+        self.tokens.push(token);
+        self.newest = token;
+    }
+
     /// Forgets what is in the cache. The tokens stay.
     pub(crate) fn reset(&mut self, loss: Loss) {
         self.computed = 0;
+        self.n_spare = 0;
         self.table_known = 0;
         self.n_loading = 0;
         self.loss = loss;

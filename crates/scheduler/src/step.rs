@@ -1,10 +1,10 @@
 //! Filling one plan: decoding sequences first, then prompts that were begun, then new ones.
 
-use nuthatch_types::{PageCopy, SeqId, SeqStart, SeqStep, StepPlan, TableChange};
+use nuthatch_types::{PageCopy, SeqId, SeqStart, SeqStep, StepPlan, StepTokens, TableChange};
 
 use crate::Scheduler;
 use crate::cost::Work;
-use crate::sequence::Place;
+use crate::sequence::{Place, Sequence};
 
 /// The step that is being executed.
 #[derive(Clone, Debug)]
@@ -113,21 +113,27 @@ impl Scheduler {
     /// Gives each running sequence that decodes its token, in order of rank, and returns the others.
     fn plan_decoding(&mut self, step: &mut Step) -> Vec<SeqId> {
         let mut prompts = Vec::new();
+        let (n_step, page_len) = (self.counters.steps, self.cache.config().page_len);
         // Only sequences after the current one are preempted, so the index stays good.
         let mut i = 0;
         while i < self.running.len() {
             let seq = self.running[i];
             i += 1;
-            let sequence = self.seq(seq);
-            if sequence.last_step == self.counters.steps {
+            let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
+            if sequence.last_step == n_step {
                 continue;
             }
             if sequence.n_loading > 0 {
                 step.promised += self.pages_outstanding(seq);
-            } else if sequence.is_decoding() {
-                self.plan_or_preempt(seq, 1, step);
-            } else {
+            } else if !sequence.is_decoding() {
                 prompts.push(seq);
+            } else if sequence.n_spare > 0 && sequence.is_table_known(page_len) {
+                // The way of nearly every decoded token.
+                sequence.n_spare -= 1;
+                self.n_spare -= 1;
+                step.push_next(sequence, n_step);
+            } else {
+                self.plan_or_preempt(seq, 1, step);
             }
         }
         prompts
@@ -163,33 +169,28 @@ impl Scheduler {
     /// Adds the next `n_tokens` of a sequence to the step, or changes nothing when their pages are
     /// not there.
     pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
-        let Ok(n_pages) = self.cache.extend(seq, n_tokens) else { return false };
+        let page_len = self.cache.config().page_len;
         let n_step = self.counters.steps;
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
+        let start = sequence.computed;
+        let end = start + n_tokens;
+        // All places of the last page at once, so that the cache is asked once a page.
+        let placed = start + sequence.n_spare;
+        let n_places = end.next_multiple_of(page_len).saturating_sub(placed);
+        let Ok(n_pages) = self.cache.extend(seq, n_places) else { return false };
+        self.n_spare = self.n_spare + n_places - n_tokens;
+        sequence.n_spare = sequence.n_spare + n_places - n_tokens;
         if let Some(sampling) = sequence.sampling.take() {
             let history = sequence.tokens.clone();
             step.plan.started.push(SeqStart { seq, sampling: *sampling, history });
             self.n_started += 1;
             self.n_unstarted -= 1;
         }
-        let start = sequence.computed;
-        let end = start + n_tokens;
         let keep = std::mem::replace(&mut sequence.table_known, n_pages);
         let is_same = keep == n_pages;
         let push = if is_same { vec![] } else { self.cache.slots(seq, keep).collect() };
-        let sample = end as usize == sequence.tokens.len();
-        sequence.last_step = n_step;
-        step.budget -= n_tokens;
-        step.n_tokens += n_tokens;
-        step.work.add(Work::of(start..end));
-        step.flights.push(Flight { seq, n_tokens, sample });
-        step.plan.seqs.push(SeqStep {
-            seq,
-            start,
-            tokens: sequence.tokens[start as usize..end as usize].to_vec(),
-            table: TableChange { keep, push },
-            sample,
-        });
+        let tokens = sequence.tokens[start as usize..end as usize].into();
+        step.push(sequence, tokens, TableChange { keep, push }, n_step);
         true
     }
 
@@ -198,5 +199,32 @@ impl Scheduler {
         let sequence = self.seq(seq);
         let n_pages = (sequence.tokens.len() as u32).div_ceil(self.cache.config().page_len);
         n_pages.saturating_sub(self.cache.n_pages(seq) + sequence.n_loading)
+    }
+}
+
+impl Step {
+    /// Adds the one token that a decoding sequence has not computed, which has a place in a table
+    /// that the executor knows.
+    fn push_next(&mut self, sequence: &mut Sequence, n_step: u64) {
+        let table = TableChange { keep: sequence.table_known, push: Vec::new() };
+        self.push(sequence, sequence.newest.into(), table, n_step);
+    }
+
+    /// Adds the next tokens of a sequence.
+    fn push(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: StepTokens,
+        table: TableChange,
+        n_step: u64,
+    ) {
+        let (seq, start, n_tokens) = (sequence.id, sequence.computed, tokens.len() as u32);
+        let sample = (start + n_tokens) as usize == sequence.tokens.len();
+        sequence.last_step = n_step;
+        self.budget -= n_tokens;
+        self.n_tokens += n_tokens;
+        self.work.add(Work::of(start..start + n_tokens));
+        self.flights.push(Flight { seq, n_tokens, sample });
+        self.plan.seqs.push(SeqStep { seq, start, tokens, table, sample });
     }
 }

@@ -106,6 +106,8 @@ fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
             return Err(Fault::Queue { seq });
         }
     }
+    let n_spare: u32 = seqs.values().map(|s| s.n_spare).sum();
+    count("spare places", scheduler.n_spare as usize, n_spare as usize)?;
     let at = |place: Place| seqs.values().filter(|s| s.place == place).count();
     count("running sequences", running.len(), at(Place::Running))?;
     count("held sequences", held.len(), at(Place::Held))?;
@@ -137,7 +139,8 @@ fn length_agrees(scheduler: &Scheduler, sequence: &Sequence) -> Result<(), Fault
     let flights = scheduler.in_flight.iter().flat_map(|step| &step.flights);
     let ahead: u32 = flights.filter(|f| f.seq == seq).map(|f| f.n_tokens).sum();
     let is_placed = scheduler.cache.is_swapped(seq) == (sequence.place == Place::Swapped);
-    if sequence.computed + ahead != stored || sequence.pending() == 0 || !is_placed {
+    let placed = sequence.computed + ahead + sequence.n_spare;
+    if placed != stored || sequence.pending() == 0 || !is_placed {
         return Err(Fault::Length { seq, computed: sequence.computed, stored });
     }
     Ok(())

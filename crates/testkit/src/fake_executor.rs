@@ -156,7 +156,7 @@ impl FakeExecutor {
         let end = start + step.tokens.len();
         assert!(start < end, "{id:?} computes nothing");
         assert!(end <= seq.history.len(), "{id:?} computes tokens that are not known");
-        assert_eq!(step.tokens, seq.history[start..end], "{id:?} computes other tokens");
+        assert_eq!(step.tokens[..], seq.history[start..end], "{id:?} computes other tokens");
         assert_eq!(seq.table.len(), end.div_ceil(self.page_len), "{id:?} has unused entries");
         for position in start..end {
             let slot = seq.table[position / self.page_len];
@@ -227,7 +227,7 @@ mod tests {
 
     fn plan(push: Vec<Slot>, start: u32, tokens: &[TokenId], sample: bool) -> StepPlan {
         let table = TableChange { keep: 0, push };
-        let step = SeqStep { seq: SeqId(1), start, tokens: tokens.to_vec(), table, sample };
+        let step = SeqStep { seq: SeqId(1), start, tokens: tokens.into(), table, sample };
         StepPlan { seqs: vec![step], ..StepPlan::default() }
     }
 

@@ -8,6 +8,7 @@ mod id;
 mod plan;
 mod sampling;
 mod shape;
+mod step_tokens;
 
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use fast_map::{FastMap, FastSet};
@@ -15,3 +16,4 @@ pub use id::{LayerIdx, PageId, SeqId, Slot, TokenId};
 pub use plan::{PageCopy, Sampled, SeqStart, SeqStep, StepPlan, StepResult, TableChange};
 pub use sampling::{FinishReason, Limits, Sampling, SamplingError};
 pub use shape::{KvDtype, KvShape, KvSlots};
+pub use step_tokens::StepTokens;

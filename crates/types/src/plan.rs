@@ -3,7 +3,7 @@
 //! A plan says only what changes. The executor keeps each sequence's table of slots and its
 //! sampler, so that a decode step costs the same at any context length.
 
-use crate::{Sampling, SeqId, Slot, TokenId};
+use crate::{Sampling, SeqId, Slot, StepTokens, TokenId};
 
 /// Everything the executor needs for one forward pass, in the order in which it is applied:
 /// `ended`, `started`, `copies`, `seqs`.
@@ -39,7 +39,7 @@ pub struct SeqStep {
     /// Position of the first of `tokens`; everything before it is in the cache.
     pub start: u32,
     /// The tokens to compute, at least one.
-    pub tokens: Vec<TokenId>,
+    pub tokens: StepTokens,
     /// How the sequence's table of slots changes before the pass.
     pub table: TableChange,
     /// Whether a token is sampled after the last of `tokens`.

@@ -20,7 +20,7 @@ fn step(seq: u64, start: u32, tokens: &[TokenId], keep: u32, push: &[u32]) -> Se
     SeqStep {
         seq: SeqId(seq),
         start,
-        tokens: tokens.to_vec(),
+        tokens: tokens.into(),
         table: TableChange { keep, push: push.iter().map(|&s| Slot(s)).collect() },
         sample: true,
     }

@@ -108,6 +108,10 @@ impl Queue for Fair {
         self.n_waiting
     }
 
+    fn counts_service(&self) -> bool {
+        true
+    }
+
     fn serve(&mut self, waiter: &Waiter, service: Service) -> Option<Rank> {
         let account = self.tenants.entry(waiter.tenant).or_default();
         let is_queued = self.queued.remove(&(account.counter, waiter.tenant));

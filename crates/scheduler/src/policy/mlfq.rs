@@ -84,6 +84,10 @@ impl Queue for Mlfq {
         self.sorted.len()
     }
 
+    fn counts_service(&self) -> bool {
+        true
+    }
+
     fn serve(&mut self, waiter: &Waiter, service: Service) -> Option<Rank> {
         let Rank { class, arrival } = waiter.rank;
         let sinks = service.n_since_rank >= self.quantum(class) && class < self.last_level();

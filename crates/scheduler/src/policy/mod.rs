@@ -143,6 +143,10 @@ pub(crate) trait Queue: Debug + Send {
 
     /// Records that one who waited is admitted, just before it is taken out.
     fn admitted(&mut self, _waiter: &Waiter) {}
+    /// Whether the policy looks at what running sequences get.
+    fn counts_service(&self) -> bool {
+        false
+    }
     /// Records what a running sequence got, and says its rank if that changes.
     fn serve(&mut self, _waiter: &Waiter, _service: Service) -> Option<Rank> {
         None
