@@ -145,6 +145,11 @@ impl<F: Forward> Executor<F> {
             self.copy_pages(&plan.copies)?;
         }
         let copied = self.now();
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let copy_nanos = nanos(copied.saturating_sub(begin));
+        if plan.seqs.is_empty() {
+            return Ok(StepResult { copy_nanos, ..StepResult::default() });
+        }
         self.batch.clear();
         for step in &plan.seqs {
             let row = self.change_table(step)?;
@@ -152,14 +157,9 @@ impl<F: Forward> Executor<F> {
         }
         let layout = self.batch.layout();
         assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
-        if plan.seqs.is_empty() {
-            return Ok(StepResult::default());
-        }
         let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
         self.forward.forward(layout, &mut self.logits[..n_logits])?;
-        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let compute_nanos = nanos(self.now().saturating_sub(copied));
-        let copy_nanos = nanos(copied.saturating_sub(begin));
         Ok(StepResult { sampled: self.sample(plan), copy_nanos, compute_nanos })
     }
 

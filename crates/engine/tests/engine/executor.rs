@@ -1,9 +1,13 @@
 //! The executor alone, given plans by hand.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
 use nuthatch_backend::DeviceError;
 use nuthatch_engine::{Execute, Executor};
 use nuthatch_types::{
-    PageCopy, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange, TokenId,
+    Clock, PageCopy, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange, TokenId,
 };
 
 use crate::echo::{Answer, CAPACITY, Echo, Script, submission};
@@ -24,6 +28,33 @@ fn step(seq: u64, start: u32, tokens: &[TokenId], keep: u32, push: &[u32]) -> Se
         table: TableChange { keep, push: push.iter().map(|&s| Slot(s)).collect() },
         sample: true,
     }
+}
+
+/// A clock that moves on by a millisecond with each look.
+#[derive(Default)]
+struct Ticking(AtomicU64);
+
+impl Clock for Ticking {
+    fn now(&self) -> Duration {
+        Duration::from_millis(self.0.fetch_add(1, Ordering::SeqCst))
+    }
+}
+
+#[test]
+fn a_step_says_what_it_took_and_copies_alone_are_a_step() {
+    let (prompt, _) = greedy_text(6);
+    let started = vec![start(1)];
+    let plan =
+        StepPlan { started, seqs: vec![step(1, 0, &prompt, 0, &[9, 3])], ..StepPlan::default() };
+    let result = executor(Script::default()).run(&plan).unwrap();
+    assert_eq!((result.copy_nanos, result.compute_nanos), (0, 0), "no clock, no figures");
+    let mut executor = executor(Script::default()).with_clock(Arc::new(Ticking::default()));
+    let result = executor.run(&plan).unwrap();
+    assert_eq!((result.copy_nanos, result.compute_nanos), (1_000_000, 1_000_000));
+    let copies = vec![PageCopy { source: Slot(3), target: Slot(11) }];
+    let result = executor.run(&StepPlan { copies, ..StepPlan::default() }).unwrap();
+    assert!(result.sampled.is_empty());
+    assert_eq!((result.copy_nanos, result.compute_nanos), (1_000_000, 0));
 }
 
 /// Prompt and answer of a greedy request.

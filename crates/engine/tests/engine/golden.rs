@@ -29,10 +29,16 @@ fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
 
 /// Steps of ten tokens, so that every prompt is cut.
 fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
+    spawn_with_host(path, kv_pages, 0)
+}
+
+/// The same with pages of the host.
+fn spawn_with_host(path: &Path, kv_pages: u32, host_pages: u32) -> EngineHandle {
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
-    let budget = Budget::KvBytes(request.kv.page_bytes() as u64 * u64::from(kv_pages));
-    let request = SizeRequest { max_seqs: 4, max_rows: 10, budget, ..request };
+    let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
+    let (budget, host_bytes) = (Budget::KvBytes(bytes(kv_pages)), bytes(host_pages));
+    let request = SizeRequest { max_seqs: 4, max_rows: 10, budget, host_bytes, ..request };
     let sizes = Sizes::compute(&request).unwrap();
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
     let clock = Arc::new(SystemClock::start());
@@ -82,15 +88,20 @@ fn company_and_preemption_change_nothing() {
         .collect();
     handle.shutdown().unwrap();
     assert_eq!(alone[0].tokens, greedy);
-    // All at once, in pages for less than two of them.
-    let handle = spawn(&path, 7);
-    let tickets: Vec<_> = requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
-    for (ticket, alone) in tickets.iter().zip(&alone) {
-        let together = Answer::receive(ticket).unwrap();
-        assert_eq!(together.tokens, alone.tokens);
-        assert_eq!(together.logprobs, alone.logprobs, "rows do not see each other");
+    // All at once, in pages for less than two of them, with little or much room on the host.
+    for host_pages in [0, 3, 30] {
+        let handle = spawn_with_host(&path, 7, host_pages);
+        let tickets: Vec<_> = requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
+        for (ticket, alone) in tickets.iter().zip(&alone) {
+            let together = Answer::receive(ticket).unwrap();
+            assert_eq!(together.tokens, alone.tokens);
+            assert_eq!(together.logprobs, alone.logprobs, "rows do not see each other");
+        }
+        let counters = handle.stats().unwrap().scheduler.cache.counters;
+        let n_moved = counters.pages_demoted + counters.pages_swapped_out;
+        assert_eq!(n_moved > 0, host_pages > 0, "{counters:?}");
+        handle.shutdown().unwrap();
     }
-    handle.shutdown().unwrap();
 }
 
 /// A chat sends its whole history each time; what was computed is found again, and the answer does
