@@ -1,10 +1,18 @@
 //! What was typed. `config` makes sense of it; nothing here is checked against anything else.
 
+mod batch;
+mod scheduling;
+mod simulate;
+
 use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use crate::size::{parse_bytes, parse_tokens};
+
+pub(crate) use batch::BatchArgs;
+pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
+pub(crate) use simulate::{SimulateArgs, WorkloadArgs};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -13,7 +21,9 @@ Examples:
   nuthatch run ./Qwen2.5-7B-Instruct            a Hugging Face directory
   nuthatch run model.gguf \"Tell me a story\"     a GGUF file
   nuthatch plan llama3-8b --context 128K --batch 8 --memory 80GiB
-  nuthatch bench --prompt 512 --gen 128 --depth 2048,8000";
+  nuthatch bench --prompt 512 --gen 128 --depth 2048,8000
+  nuthatch batch requests.jsonl                 OpenAI batch lines, many at a time
+  nuthatch simulate --rate 1.2                  what each scheduling policy does";
 
 /// Runs language models with a paged KV cache.
 #[derive(Debug, Parser)]
@@ -37,6 +47,10 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Measure prefill and decode speed
     Bench(BenchArgs),
+    /// Answer a file of OpenAI batch requests, many at a time
+    Batch(Box<BatchArgs>),
+    /// Compare scheduling policies on one workload, in virtual time and without a model
+    Simulate(Box<SimulateArgs>),
 }
 
 const RUN_EXAMPLES: &str = "\
@@ -176,12 +190,12 @@ pub(crate) struct EngineArgs {
     /// Tokens of one page of the KV cache
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) block_size: u32,
-    /// Most tokens computed in one step
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    pub(crate) max_num_batched_tokens: u32,
-    /// Most sequences at one time
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub(crate) max_num_seqs: u32,
+    /// Who is served next: who came first, the most urgent, who finds most in the cache, the tenant
+    /// who was served least, or who has used least so far
+    #[arg(long, value_enum, default_value_t, value_name = "POLICY", alias = "schedule-policy")]
+    pub(crate) scheduling_policy: PolicyArg,
+    #[command(flatten)]
+    pub(crate) scheduling: SchedulingArgs,
     /// Stretch the context beyond what the model was trained on
     #[arg(long, value_enum, value_name = "KIND")]
     pub(crate) rope_scaling: Option<RopeScalingArg>,

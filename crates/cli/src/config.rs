@@ -2,11 +2,13 @@
 //!
 //! `Args` -> [`RunConfig`], [`BenchConfig`] -> the engine's `Sizes`; nothing is written back.
 
+use nuthatch_engine::{EngineOptions, Policy};
 use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeKind, RopeOverride};
 use nuthatch_types::{KvDtype, Sampling, SamplingError};
 
 use crate::args::{
-    BenchArgs, DeviceArg, EngineArgs, KvDtypeArg, RopeScalingArg, RunArgs, SamplingArgs,
+    BenchArgs, CacheArgs, DeviceArg, EngineArgs, KvDtypeArg, PolicyArg, RopeScalingArg, RunArgs,
+    SamplingArgs, SchedulingArgs,
 };
 use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
 
@@ -43,6 +45,20 @@ pub(crate) enum ConfigError {
         /// Sequences at one time.
         seqs: u32,
     },
+    /// A step could not serve those that run and those that were displaced.
+    #[error(
+        "mlfq holds as many displaced sequences as run, so --max-num-batched-tokens ({rows}) must \
+         be at least twice --max-num-seqs ({n_seqs})"
+    )]
+    BatchMlfq {
+        /// Tokens of one step.
+        rows: u32,
+        /// Sequences that run at one time.
+        n_seqs: u32,
+    },
+    /// A host tier, which there is not.
+    #[error("--swap-space is not available yet: preempted sequences are computed again")]
+    SwapSpace,
     /// More alternatives than anybody reads.
     #[error("--logprobs is {0}, but must be at most 100")]
     Logprobs(u32),
@@ -99,8 +115,9 @@ pub(crate) struct EngineConfig {
     pub(crate) kv_bytes: Option<u64>,
     /// Tokens of one step.
     pub(crate) max_rows: u32,
-    /// Sequences at one time.
+    /// Sequences that the engine knows at one time.
     pub(crate) max_seqs: u32,
+    pub(crate) options: EngineOptions,
     pub(crate) rope: RopeOverride,
 }
 
@@ -145,7 +162,7 @@ impl RunConfig {
             with_stats: args.stats,
             as_json: args.json,
             sampling: SamplingConfig::new(&args.sampling)?,
-            engine: EngineConfig::new(&args.engine)?,
+            engine: EngineConfig::new(&args.engine, 1)?,
         })
     }
 }
@@ -240,22 +257,16 @@ fn random_seed() -> u64 {
 }
 
 impl EngineConfig {
-    fn new(args: &EngineArgs) -> Result<Self, ConfigError> {
+    /// Checks the arguments; `n_seqs` run at one time unless the user says otherwise.
+    fn new(args: &EngineArgs, n_seqs: u32) -> Result<Self, ConfigError> {
         if args.block_size != PAGE_LEN {
             return Err(ConfigError::BlockSize(args.block_size));
         }
-        let zeros = [
-            ("--threads", args.threads),
-            ("--max-num-seqs", Some(args.max_num_seqs)),
-            ("--max-num-batched-tokens", Some(args.max_num_batched_tokens)),
-        ];
-        if let Some((flag, _)) = zeros.iter().find(|(_, value)| *value == Some(0)) {
-            return Err(ConfigError::Zero(flag));
+        if args.threads == Some(0) {
+            return Err(ConfigError::Zero("--threads"));
         }
-        let (rows, seqs) = (args.max_num_batched_tokens, args.max_num_seqs);
-        if rows < seqs {
-            return Err(ConfigError::Batch { rows, seqs });
-        }
+        let batch = BatchSizes::new(&args.scheduling, n_seqs)?;
+        let (max_seqs, policy) = batch.policy(args.scheduling_policy)?;
         Ok(EngineConfig {
             device: args.device,
             threads: args.threads.unwrap_or(0),
@@ -266,8 +277,13 @@ impl EngineConfig {
                 KvDtypeArg::F32 => KvDtype::F32,
             },
             kv_bytes: args.kv_cache_memory_bytes,
-            max_rows: rows,
-            max_seqs: seqs,
+            max_rows: batch.max_rows,
+            max_seqs,
+            options: EngineOptions {
+                policy,
+                prefix_caching: prefix_caching(&args.scheduling.cache),
+                eviction: args.scheduling.cache.eviction_policy.into(),
+            },
             rope: RopeOverride {
                 scaling: args.rope_scaling.map(|kind| match kind {
                     RopeScalingArg::None => RopeKind::None,
@@ -281,6 +297,69 @@ impl EngineConfig {
             },
         })
     }
+}
+
+/// How large steps are, checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BatchSizes {
+    /// Tokens of one step.
+    pub(crate) max_rows: u32,
+    /// Sequences that run at one time.
+    pub(crate) n_seqs: u32,
+}
+
+impl BatchSizes {
+    /// Checks the arguments; `n_seqs` run at one time unless the user says otherwise.
+    pub(crate) fn new(args: &SchedulingArgs, n_seqs: u32) -> Result<Self, ConfigError> {
+        let (max_rows, n_seqs) = (args.max_num_batched_tokens, args.max_num_seqs.unwrap_or(n_seqs));
+        for (flag, value) in [("--max-num-seqs", n_seqs), ("--max-num-batched-tokens", max_rows)] {
+            if value == 0 {
+                return Err(ConfigError::Zero(flag));
+            }
+        }
+        if max_rows < n_seqs {
+            return Err(ConfigError::Batch { rows: max_rows, seqs: n_seqs });
+        }
+        // The one place where the size goes on: to `SizeRequest`, once that knows a host tier.
+        if args.cache.swap_space > 0 {
+            return Err(ConfigError::SwapSpace);
+        }
+        Ok(BatchSizes { max_rows, n_seqs })
+    }
+
+    /// A policy with its numbers, and how many sequences the engine knows at one time: those that
+    /// run and, where higher levels displace lower ones, as many that wait to go on.
+    pub(crate) fn policy(&self, policy: PolicyArg) -> Result<(u32, Policy), ConfigError> {
+        let n_seqs = self.n_seqs;
+        Ok(match policy {
+            PolicyArg::Fcfs => (n_seqs, Policy::Fcfs),
+            PolicyArg::Priority => (n_seqs, Policy::Priority { boost: PRIORITY_BOOST }),
+            PolicyArg::Prefix => (n_seqs, PREFIX),
+            PolicyArg::Fair => (n_seqs, Policy::Fair),
+            PolicyArg::Mlfq => {
+                let seqs = n_seqs.saturating_mul(2);
+                if self.max_rows < seqs {
+                    return Err(ConfigError::BatchMlfq { rows: self.max_rows, n_seqs });
+                }
+                let (levels, quantum, max_wait) = MLFQ;
+                (seqs, Policy::Mlfq { levels, quantum, max_wait, max_running: n_seqs })
+            }
+        })
+    }
+}
+
+/// Arrivals that one step of priority is worth: more than wait in most queues, so that priorities
+/// count, and few enough that nobody waits for ever. A guess.
+const PRIORITY_BOOST: u32 = 256;
+/// Being passed over once is worth a page. A guess.
+const PREFIX: Policy = Policy::Prefix { ageing: 16, window: 256 };
+/// Levels, tokens of the first, and steps after which one who waits rises. `simulate` was the judge
+/// of the quantum: see docs/simulate.md.
+const MLFQ: (u8, u32, u32) = (5, 256, 2000);
+
+/// Whether equal beginnings share their pages.
+pub(crate) fn prefix_caching(args: &CacheArgs) -> bool {
+    args.enable_prefix_caching || !args.no_enable_prefix_caching
 }
 
 impl BenchConfig {
@@ -308,7 +387,7 @@ impl BenchConfig {
             depths: args.depth.clone(),
             repeat: args.repeat,
             json: args.json.clone(),
-            engine: EngineConfig::new(&args.engine)?,
+            engine: EngineConfig::new(&args.engine, 1)?,
         })
     }
 
@@ -319,6 +398,10 @@ impl BenchConfig {
         test.saturating_add(depth).saturating_add(2).max(WARM_UP_TOKENS)
     }
 }
+
+mod batch;
+
+pub(crate) use batch::{BATCH_SEQS, BatchConfig};
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,9 @@
-//! What this machine has: how much memory there is, and how much is free.
+//! What this machine has and says: how much memory there is, how much is free, what time it is.
 //!
 //! A container's limit counts as the machine's memory, because it is what the process may use.
 
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Memory of this machine in bytes, if the system tells.
 pub(crate) fn total_memory() -> Option<u64> {
@@ -14,6 +15,11 @@ pub(crate) fn total_memory() -> Option<u64> {
 pub(crate) fn available_memory() -> Option<u64> {
     let available = meminfo("MemAvailable:")?;
     Some(cgroup_free().map_or(available, |free| free.min(available)))
+}
+
+/// Seconds since 1970 by the machine's wall clock, for answers that say when they were made.
+pub(crate) fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 
 fn meminfo(key: &str) -> Option<u64> {

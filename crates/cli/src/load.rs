@@ -7,7 +7,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use nuthatch_backend::Backend as _;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_engine::{Budget, Engine, Executor, LoadedModel, SharedClock, SizeRequest, Sizes};
+use nuthatch_engine::{
+    Budget, Engine, EngineOptions, Executor, LoadedModel, SharedClock, SizeRequest, Sizes,
+};
 use nuthatch_model::{ModelConfig, ModelFiles};
 use nuthatch_types::SystemClock;
 
@@ -28,6 +30,7 @@ const MEMORY_SHARE: f64 = 0.85;
 pub(crate) struct Prepared {
     pub(crate) files: ModelFiles,
     pub(crate) sizes: Sizes,
+    options: EngineOptions,
     device: DeviceArg,
     threads: u32,
 }
@@ -78,7 +81,8 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
-        Ok(Prepared { files, sizes, device: config.device, threads: config.threads })
+        let EngineConfig { options, device, threads, .. } = *config;
+        Ok(Prepared { files, sizes, options, device, threads })
     }
 
     /// Loads the weights and says so, one line for the model and one for the memory.
@@ -99,7 +103,8 @@ impl Prepared {
             let _ = writeln!(std::io::stderr(), "{model}\n{memory}; {device}");
         }
         let clock: SharedClock = Arc::new(SystemClock::start());
-        let engine = Engine::load(backend, &self.files, &self.sizes, Arc::clone(&clock))
+        let (files, sizes) = (&self.files, &self.sizes);
+        let engine = Engine::load(backend, files, sizes, &self.options, Arc::clone(&clock))
             .with_context(|| format!("cannot load {}", self.files.path().display()))?;
         Ok(Loaded { engine, clock, device, threads })
     }

@@ -3,13 +3,15 @@
 //!
 //! Code map: `args` is what was typed, `env` the only reader of the environment, `config` makes
 //! sense of both; `resolve` says what a MODEL means and `fetch` brings it here; `load` puts it on a
-//! device; `run`, `plan`, `bench` and `pull` are the commands.
+//! device; `run`, `plan`, `bench`, `batch`, `simulate` and `pull` are the commands.
 //!
 //! What is not here: anything about tokens' contents, pages or devices. This crate chooses the
 //! device once and prints.
 
 mod args;
+mod batch;
 mod bench;
+mod chart;
 mod config;
 mod env;
 mod fetch;
@@ -19,8 +21,10 @@ mod known;
 mod load;
 mod plan;
 mod pull;
+mod random;
 mod resolve;
 mod run;
+mod simulate;
 mod size;
 mod table;
 mod text;
@@ -31,7 +35,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 use crate::args::{Args, Command};
-use crate::config::{BenchConfig, ConfigError, RunConfig};
+use crate::config::{BatchConfig, BenchConfig, ConfigError, RunConfig};
 use crate::env::Env;
 use crate::fetch::{Fetch, FetchError};
 use crate::interrupt::{EXIT_INTERRUPTED, Interrupt};
@@ -65,6 +69,8 @@ fn dispatch(args: &Args) -> anyhow::Result<ExitCode> {
             let config = RunConfig::new(args, io::stdin().is_terminal())?;
             return run::run(&config, &fetch);
         }
+        Command::Batch(args) => return batch::run(&BatchConfig::new(args)?, &fetch),
+        Command::Simulate(args) => simulate::run(args)?,
         Command::Pull(args) => pull::run(args, &fetch)?,
         Command::Plan(args) => plan::run(args, &fetch)?,
         Command::Bench(args) => bench::run(&BenchConfig::new(args)?, &fetch)?,

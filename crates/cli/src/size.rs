@@ -67,6 +67,15 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, SizeError> {
     Ok(bytes as u64)
 }
 
+/// Reads the size of the swap space: bytes with a unit, else GiB, as vLLM counts it; 0 is none.
+pub(crate) fn parse_swap(text: &str) -> Result<u64, SizeError> {
+    match split(text)? {
+        (0.0, _) => Ok(0),
+        (_, "") => parse_bytes(&format!("{}GiB", text.trim())),
+        _ => parse_bytes(text),
+    }
+}
+
 /// Splits `12.5GiB` into the number and its unit.
 fn split(text: &str) -> Result<(f64, &str), SizeError> {
     let text = text.trim();
@@ -156,6 +165,18 @@ mod tests {
         }
         for text in ["", "GiB", "0", "-5G", "5 PiB", "1e400", "nan", "inf", "99999999TiB"] {
             assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn swap_space_counts_in_gib() {
+        for (text, expect) in
+            [("0", 0), ("4", 4 << 30), ("0.5", 1 << 29), ("512MiB", 512 << 20), ("0GiB", 0)]
+        {
+            assert_eq!(parse_swap(text), Ok(expect), "{text}");
+        }
+        for text in ["", "-1", "4 parsecs", "99999999999"] {
+            assert!(parse_swap(text).is_err(), "{text}");
         }
     }
 

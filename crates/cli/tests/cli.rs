@@ -1,10 +1,12 @@
 //! The binary from the outside: help, errors, exit codes, the plan, and the hub's protocol.
 //!
-//! The plan's table is held against a snapshot; `NUTHATCH_BLESS=1` writes it anew.
+//! Tables are held against snapshots; `NUTHATCH_BLESS=1` writes them anew.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod batch;
 mod hub;
+mod simulate;
 mod tiny;
 
 use std::path::Path;
@@ -39,6 +41,15 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
+/// Holds a text against the file of this name.
+fn check_snapshot(name: &str, text: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name);
+    if std::env::var_os("NUTHATCH_BLESS").is_some() {
+        std::fs::write(&path, text).unwrap();
+    }
+    assert_eq!(text, std::fs::read_to_string(&path).unwrap());
+}
+
 /// Runs, expects this exit code and nothing on stdout, and gives what stderr says.
 fn fails(words: &[&str], code: i32) -> String {
     let output = run(words);
@@ -59,6 +70,9 @@ fn help_and_version_are_for_people() {
         (&["plan", "--help"], "llama3-8b"),
         (&["bench", "--help"], "tg128 the decode"),
         (&["pull", "--help"], "Hub id or short name"),
+        (&["run", "--help"], "--scheduling-policy"),
+        (&["batch", "--help"], "OpenAI's batch API"),
+        (&["simulate", "--help"], "Every policy gets the same requests"),
     ] {
         let output = run(command);
         assert!(output.status.success(), "{command:?}");
@@ -82,6 +96,11 @@ fn wrong_usage_ends_with_2() {
         (&["run", "-m", "a", "-p", "b", "c"], "error: the prompt is given twice"),
         (&["run"], "error: the prompt is empty"),
         (&["bench", "--prompt", "0", "--gen", "0"], "error: nothing to measure"),
+        (&["run", "--scheduling-policy", "luck", "Hi there"], "possible values: fcfs, priority"),
+        (&["run", "--swap-space", "4", "Hi there"], "error: --swap-space is not available yet"),
+        (&["batch"], "<FILE>"),
+        (&["batch", "x.jsonl", "--max-num-seqs", "0"], "error: --max-num-seqs is 0"),
+        (&["simulate", "--cost", "stop=1"], "`stop` is no part of a step"),
     ] {
         let error = fails(words, 2);
         assert!(error.contains(expect), "{words:?}: {error}");
@@ -135,11 +154,7 @@ fn the_plan_is_the_textbooks_table() {
     let output = run(&words);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/plan-llama2-70b.txt");
-    if std::env::var_os("NUTHATCH_BLESS").is_some() {
-        std::fs::write(&path, &table).unwrap();
-    }
-    assert_eq!(table, std::fs::read_to_string(&path).unwrap());
+    check_snapshot("plan-llama2-70b.txt", &table);
 
     words.push("--json");
     let json: serde_json::Value = serde_json::from_slice(&run(&words).stdout).unwrap();

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use crossbeam_channel::Sender;
 use nuthatch_backend::DeviceError;
+use nuthatch_cache::Salt;
 use nuthatch_scheduler::Scheduler;
 use nuthatch_types::{Clock, FastMap, FinishReason, SeqId, StepPlan, StepResult, TokenId};
 
 use crate::executor::{Execute, is_failed};
 use crate::output::Milestones;
-use crate::{EngineError, Output, Submission, SubmitError};
+use crate::{EngineError, Hints, Output, Submission, SubmitError};
 
 /// A clock that the engine and its callers read.
 pub type SharedClock = Arc<dyn Clock + Send + Sync>;
@@ -83,14 +84,16 @@ impl<E: Execute> Engine<E> {
         if let Some(error) = &self.error {
             return Err(SubmitError::Failed { reason: error.to_string() });
         }
-        let Submission { prompt, sampling, limits } = submission;
+        let Submission { prompt, sampling, limits, hints } = submission;
         let vocab = self.executor.vocab();
         let bias = sampling.logit_bias.iter().map(|&(token, _)| token);
         if let Some(token) = prompt.iter().copied().chain(bias).find(|token| token.0 >= vocab) {
             return Err(SubmitError::UnknownToken { token, vocab });
         }
         let seq = SeqId(self.next_seq);
-        self.scheduler.submit(nuthatch_scheduler::Submission { seq, prompt, sampling, limits })?;
+        let hints = self.hints(&hints);
+        let submission = nuthatch_scheduler::Submission { seq, prompt, sampling, limits };
+        self.scheduler.submit_with(submission, hints)?;
         self.next_seq += 1;
         let milestones = Milestones::submitted(submitted);
         self.requests.insert(seq, Request { outputs, milestones });
@@ -170,6 +173,15 @@ impl<E: Execute> Engine<E> {
     /// Why the engine does no more work, if it does not.
     pub fn into_error(self) -> Option<EngineError> {
         self.error
+    }
+
+    fn hints(&self, hints: &Hints) -> nuthatch_scheduler::Hints {
+        let salt = match hints.salt.as_slice() {
+            [] => Salt::default(),
+            salt => self.scheduler.cache().salt(salt, &[]),
+        };
+        let (priority, tenant) = (hints.priority, hints.tenant);
+        nuthatch_scheduler::Hints { salt, priority, tenant, ..Default::default() }
     }
 
     fn execute(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {

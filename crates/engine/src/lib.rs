@@ -10,7 +10,7 @@
 //! [`Forward`], such as a
 //! [`LoadedModel`]; `batch` lays a plan out in rows; [`sample`] chooses
 //! tokens; [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything
-//! is, once, at the start.
+//! is, [`EngineOptions`] how it behaves, once, at the start.
 //!
 //! One thread owns all mutable state, so there is no lock. The crate speaks tokens: it has never
 //! seen a string of text, and it reads neither the environment nor the time, except through a
@@ -23,6 +23,7 @@ mod executor;
 mod handle;
 mod loaded;
 mod memory;
+mod options;
 mod output;
 pub mod sample;
 
@@ -32,5 +33,7 @@ pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::LoadedModel;
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
-pub use nuthatch_scheduler::Usage;
-pub use output::{Output, Submission, Timings};
+pub use nuthatch_cache::Eviction;
+pub use nuthatch_scheduler::{Policy, Tenant, Usage};
+pub use options::EngineOptions;
+pub use output::{Hints, Output, Submission, Timings};

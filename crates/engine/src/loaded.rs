@@ -10,7 +10,7 @@ use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
 use nuthatch_types::{PageCopy, Slot};
 
-use crate::{Engine, Executor, Forward, SharedClock, Sizes};
+use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
 
 /// A model on a device with its KV arena and its tables.
 pub struct LoadedModel<B: Backend> {
@@ -79,21 +79,28 @@ impl<B: Backend> fmt::Debug for LoadedModel<B> {
 }
 
 impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
-    /// Loads a model and puts an engine around it, of the given sizes. Sequences share the pages
-    /// of equal beginnings, and pages stay until others need the room.
+    /// Loads a model and puts an engine around it, of the given sizes.
     pub fn load(
         backend: Arc<B>,
         files: &ModelFiles,
         sizes: &Sizes,
+        options: &EngineOptions,
         clock: SharedClock,
     ) -> Result<Self, LoadError> {
         // The key says what decides a page's bytes; the tokens themselves are compared on a hit.
         let fingerprint = files.fingerprint()?;
         let (key, _) = fingerprint.split_first_chunk().expect("a fingerprint has 32 bytes");
-        let options = Options { hash_key: u128::from_le_bytes(*key), ..Options::default() };
+        let cache_options = Options {
+            prefix: options.prefix_caching,
+            eviction: options.eviction,
+            hash_key: u128::from_le_bytes(*key),
+            ..Options::default()
+        };
         let loaded = LoadedModel::load(backend, files, sizes)?;
-        let cache = Cache::with_options(sizes.cache(), options).expect("the sizes were checked");
-        let scheduler = Scheduler::new(sizes.scheduler(), cache).expect("the sizes were checked");
+        let cache =
+            Cache::with_options(sizes.cache(), cache_options).expect("the sizes were checked");
+        let scheduler = Scheduler::with_policy(sizes.scheduler(), cache, options.policy)
+            .expect("the sizes were checked");
         let executor =
             Executor::new(loaded, sizes.capacity()).with_clock(SharedClock::clone(&clock));
         Ok(Engine::new(scheduler, executor, clock))

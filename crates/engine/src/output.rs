@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use nuthatch_scheduler::Usage;
+use nuthatch_scheduler::{Tenant, Usage};
 use nuthatch_types::{FinishReason, Limits, Sampling, TokenId};
 
 /// A request, in tokens.
@@ -14,6 +14,20 @@ pub struct Submission {
     pub sampling: Sampling,
     /// When the answer ends.
     pub limits: Limits,
+    /// How the request is served.
+    pub hints: Hints,
+}
+
+/// What a request says about how it is served. The default says nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hints {
+    /// Only requests with the same salt share pages; those without one share them with each other.
+    pub salt: Vec<u8>,
+    /// How urgent it is under [`Policy::Priority`](nuthatch_scheduler::Policy::Priority); higher is
+    /// more.
+    pub priority: u8,
+    /// Who pays for it under [`Policy::Fair`](nuthatch_scheduler::Policy::Fair).
+    pub tenant: Tenant,
 }
 
 /// News of one request: tokens in order, then one `Finished`, then nothing.

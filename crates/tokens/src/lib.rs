@@ -48,6 +48,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod answer;
 mod byte_level;
 mod config;
 mod detokenizer;
@@ -58,6 +59,7 @@ mod template;
 mod tokenizer;
 mod vocab;
 
+pub use answer::AnswerText;
 pub use config::TokenizerConfig;
 pub use detokenizer::{DecodeOptions, Detokenizer};
 pub use stop::{StopMatcher, StopOutput};

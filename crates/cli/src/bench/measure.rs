@@ -9,6 +9,7 @@ use nuthatch_types::{Limits, Sampling, TokenId};
 
 use crate::config::WARM_UP_TOKENS;
 use crate::load::CpuEngine;
+use crate::random::Random;
 
 /// What a test measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -58,7 +59,7 @@ pub(super) struct Bench {
     engine: CpuEngine,
     clock: Clock,
     vocab: u32,
-    random: u64,
+    random: Random,
 }
 
 /// [`SharedClock`] with a name to print.
@@ -72,7 +73,7 @@ impl fmt::Debug for Clock {
 
 impl Bench {
     pub(super) fn new(engine: CpuEngine, clock: SharedClock, vocab: u32) -> Self {
-        Bench { engine, clock: Clock(clock), vocab, random: 1 }
+        Bench { engine, clock: Clock(clock), vocab, random: Random::new(1) }
     }
 
     /// Touches everything once: weights, threads, buffers.
@@ -101,9 +102,10 @@ impl Bench {
     /// Runs one sequence of random tokens to its end.
     fn run_sequence(&mut self, n_prompt: u32, n_answer: u32) -> anyhow::Result<Vec<Step>> {
         // Other tokens each time, so that nothing of it is in the cache.
-        let prompt = (0..n_prompt).map(|_| self.random_token()).collect();
+        let prompt = (0..n_prompt).map(|_| TokenId(self.random.below(self.vocab))).collect();
         let limits = Limits { max_tokens: n_answer, ..Limits::default() };
-        let submission = Submission { prompt, sampling: Sampling::greedy(), limits };
+        let sampling = Sampling::greedy();
+        let submission = Submission { prompt, sampling, limits, ..Submission::default() };
         let (sender, outputs) = crossbeam_channel::unbounded();
         self.engine.submit(submission, sender, self.clock.0.now())?;
         let mut steps = Vec::new();
@@ -135,15 +137,6 @@ impl Bench {
         let stats = self.engine.stats();
         let outside = stats.step_time.saturating_sub(stats.execute_time).as_secs_f64();
         outside / stats.step_time.as_secs_f64().max(f64::MIN_POSITIVE)
-    }
-
-    fn random_token(&mut self) -> TokenId {
-        // SplitMix64: any even spread will do, and the same one in every run.
-        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.random;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        TokenId(((z ^ (z >> 31)) % u64::from(self.vocab)) as u32)
     }
 }
 

@@ -1,6 +1,7 @@
 //! What may be typed, and what comes of it.
 
 use clap::Parser as _;
+use nuthatch_engine::Eviction;
 
 use super::*;
 use crate::args::{Args, Command};
@@ -14,7 +15,7 @@ fn run_args(words: &[&str]) -> RunArgs {
     let words = ["nuthatch", "run"].iter().chain(words);
     match Args::try_parse_from(words).unwrap().command {
         Command::Run(args) => *args,
-        Command::Pull(_) | Command::Plan(_) | Command::Bench(_) => panic!("not run"),
+        _ => panic!("not run"),
     }
 }
 
@@ -26,7 +27,7 @@ fn bench(words: &str) -> Result<BenchConfig, String> {
     let words = ["nuthatch", "bench"].into_iter().chain(words.split_whitespace());
     match Args::try_parse_from(words).map_err(|e| e.to_string())?.command {
         Command::Bench(args) => BenchConfig::new(&args).map_err(|e| format!("{e:#}")),
-        Command::Run(_) | Command::Pull(_) | Command::Plan(_) => panic!("not bench"),
+        _ => panic!("not bench"),
     }
 }
 
@@ -102,7 +103,7 @@ fn engine_flags_have_the_names_people_know() {
                  --block-size 16 --max-num-batched-tokens 1024 --max-num-seqs 4 \
                  --rope-scaling yarn --rope-scale 4 --rope-freq-base 10000";
     let Command::Run(args) = parse(words) else { panic!("not run") };
-    let config = EngineConfig::new(&args.engine).unwrap();
+    let config = EngineConfig::new(&args.engine, 1).unwrap();
     assert_eq!((config.threads, config.max_context), (3, Some(32_768)));
     assert_eq!((config.kv_dtype, config.kv_bytes), (KvDtype::Bf16, Some(2 << 30)));
     assert_eq!((config.max_rows, config.max_seqs), (1024, 4));
@@ -110,6 +111,44 @@ fn engine_flags_have_the_names_people_know() {
     for alias in ["-c 8K", "--max-model-len 8192", "--context-length 8k"] {
         let Command::Run(args) = parse(alias) else { panic!("not run") };
         assert_eq!(args.engine.max_model_len, Some(8192), "{alias}");
+    }
+}
+
+#[test]
+fn scheduling_flags_have_the_names_people_know() {
+    let options = |words: &str| {
+        let Command::Run(args) = parse(words) else { panic!("not run") };
+        EngineConfig::new(&args.engine, 8).map(|config| (config.max_seqs, config.options))
+    };
+    let (n_seqs, default) = options("").unwrap();
+    assert_eq!((n_seqs, default), (8, EngineOptions::default()));
+    for words in ["--scheduling-policy prefix", "--schedule-policy lpm"] {
+        assert!(matches!(options(words).unwrap().1.policy, Policy::Prefix { .. }), "{words}");
+    }
+    for words in ["--eviction-policy lfu", "--radix-eviction-policy lfu"] {
+        assert_eq!(options(words).unwrap().1.eviction, Eviction::Lfu, "{words}");
+    }
+    for (words, expect) in [
+        ("--enable-prefix-caching", true),
+        ("--no-enable-prefix-caching", false),
+        ("--disable-radix-cache", false),
+        ("--no-enable-prefix-caching --enable-prefix-caching", true),
+        ("--enable-prefix-caching --no-enable-prefix-caching", false),
+    ] {
+        assert_eq!(options(words).unwrap().1.prefix_caching, expect, "{words}");
+    }
+    for words in ["--max-num-seqs 3", "--max-running-requests 3", "--parallel 3"] {
+        assert_eq!(options(words).unwrap().0, 3, "{words}");
+    }
+    // Displaced sequences stay known to the engine.
+    let (n_seqs, mlfq) = options("--scheduling-policy mlfq --max-num-seqs 5").unwrap();
+    assert_eq!(n_seqs, 10);
+    assert!(matches!(mlfq.policy, Policy::Mlfq { max_running: 5, .. }));
+    let words = "--scheduling-policy mlfq --max-num-seqs 5 --max-num-batched-tokens 9";
+    assert!(options(words).unwrap_err().to_string().contains("at least twice --max-num-seqs (5)"));
+    assert!(options("--swap-space 0").is_ok());
+    for words in ["--swap-space 4", "--kv-offloading-size 4", "--hicache-size 512MiB"] {
+        assert_eq!(options(words).unwrap_err(), ConfigError::SwapSpace, "{words}");
     }
 }
 

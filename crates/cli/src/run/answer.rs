@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nuthatch_engine::{EngineHandle, Output, Submission, Ticket, Timings, Usage};
-use nuthatch_tokens::{DecodeOptions, Detokenizer, StopMatcher};
+use nuthatch_tokens::{AnswerText, DecodeOptions};
 use nuthatch_types::{FinishReason, Limits, Sampling, TokenId};
 
 use crate::interrupt::Interrupt;
@@ -90,7 +90,8 @@ impl Answerer<'_> {
         let limits = Limits { max_tokens, stop_tokens: self.text.ends.clone(), min_tokens: 0 };
         let _running = self.interrupt.begin();
         let sampling = self.sampling.clone();
-        let ticket = self.engine.submit(Submission { prompt, sampling, limits })?;
+        let submission = Submission { prompt, sampling, limits, ..Submission::default() };
+        let ticket = self.engine.submit(submission)?;
         let mut stream = Stream::new(self);
         let (reason, usage, timings) = loop {
             match self.next(&ticket)? {
@@ -108,7 +109,8 @@ impl Answerer<'_> {
                 }
             }
         };
-        let rest = stream.flush();
+        let rest = stream.text.finish();
+        stream.shown.push_str(&rest);
         show(&rest, None)?;
         let ending = match (stream.ending, reason) {
             (Some(ending), _) => ending,
@@ -135,8 +137,7 @@ impl Answerer<'_> {
 /// The text of an answer as it comes.
 #[derive(Debug)]
 struct Stream {
-    detokenizer: Detokenizer,
-    stops: StopMatcher,
+    text: AnswerText,
     shown: String,
     tokens: Vec<AnswerToken>,
     /// Why we ended it ourselves, if we did.
@@ -148,8 +149,7 @@ impl Stream {
         let tokenizer = Arc::clone(&answerer.text.tokenizer);
         let options = DecodeOptions { skip_special: true, continuing: answerer.is_raw };
         Stream {
-            detokenizer: Detokenizer::new(tokenizer, options),
-            stops: StopMatcher::new(answerer.stops, false),
+            text: AnswerText::new(tokenizer, options, answerer.stops, false),
             shown: String::new(),
             tokens: Vec::new(),
             ending: None,
@@ -166,11 +166,11 @@ impl Stream {
         if self.ending.is_some() {
             return Ok(());
         }
-        let found = self.stops.push(&self.detokenizer.push(token.id));
-        self.shown.push_str(&found.text);
-        show(&found.text, Some(&token))?;
+        let piece = self.text.push(token.id);
+        self.shown.push_str(&piece);
+        show(&piece, Some(&token))?;
         self.tokens.push(token);
-        if found.found.is_some() {
+        if self.text.is_stopped() {
             self.end(Ending::Stop, ticket);
         }
         Ok(())
@@ -181,18 +181,5 @@ impl Stream {
             self.ending = Some(ending);
             ticket.cancel();
         }
-    }
-
-    /// What was held back. After a stop string that is nothing.
-    fn flush(&mut self) -> String {
-        if self.stops.is_stopped() {
-            return String::new();
-        }
-        let mut rest = self.stops.push(&self.detokenizer.flush()).text;
-        if !self.stops.is_stopped() {
-            rest += &self.stops.flush();
-        }
-        self.shown.push_str(&rest);
-        rest
     }
 }

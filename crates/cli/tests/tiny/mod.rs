@@ -2,19 +2,19 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::{Child, Output, Stdio};
 
 use serde_json::{Value, json};
 
 use super::{nuthatch, text};
 
 /// A golden model of the `model` crate with a vocabulary of single characters and a chat template.
-struct Tiny {
-    dir: tempfile::TempDir,
+pub(crate) struct Tiny {
+    pub(crate) dir: tempfile::TempDir,
 }
 
 impl Tiny {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden/llama-tied");
         let dir = tempfile::tempdir().unwrap();
         for name in ["config.json", "generation_config.json", "model.safetensors"] {
@@ -28,21 +28,26 @@ impl Tiny {
         tiny
     }
 
-    fn write(&self, name: &str, text: &str) {
+    pub(crate) fn write(&self, name: &str, text: &str) {
         std::fs::write(self.dir.path().join(name), text).unwrap();
     }
 
-    /// Runs a command on the model, with this on stdin.
-    fn output(&self, command: &str, words: &[&str], stdin: &str) -> Output {
+    /// Starts a command on the model.
+    pub(crate) fn spawn(&self, command: &str, words: &[&str]) -> Child {
         let model = self.dir.path().to_str().unwrap();
         let mut all = vec![command, "--model", model, "-t", "1"];
         all.extend(words);
-        let mut child = nuthatch(self.dir.path(), &all)
+        nuthatch(self.dir.path(), &all)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .unwrap();
+            .unwrap()
+    }
+
+    /// Runs a command on the model, with this on stdin.
+    pub(crate) fn output(&self, command: &str, words: &[&str], stdin: &str) -> Output {
+        let mut child = self.spawn(command, words);
         child.stdin.take().unwrap().write_all(stdin.as_bytes()).unwrap();
         child.wait_with_output().unwrap()
     }
@@ -53,7 +58,7 @@ impl Tiny {
         text(&output.stdout)
     }
 
-    fn json(&self, command: &str, words: &[&str]) -> Value {
+    pub(crate) fn json(&self, command: &str, words: &[&str]) -> Value {
         let output = self.output(command, words, "");
         assert!(output.status.success(), "{words:?}: {}", text(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
@@ -182,6 +187,8 @@ fn the_context_has_an_end() {
         &["-c", "1K", "--rope-scaling", "yarn", "--rope-scale", "8"][..],
         &["-c", "64", "--kv-cache-dtype", "f32", "--kv-cache-memory-bytes", "1MiB"],
         &["--kv-cache-dtype", "bf16", "--max-num-batched-tokens", "4", "--max-num-seqs", "3"],
+        &["--scheduling-policy", "mlfq", "--eviction-policy", "lineage"],
+        &["--schedule-policy", "lpm", "--disable-radix-cache", "--chunked-prefill-size", "8"],
     ] {
         let words = [&["-p", "Hello there", "-n", "4", "--greedy"], words].concat();
         assert!(tiny.answer(&words).ends_with('\n'), "{words:?}");

@@ -148,7 +148,7 @@ pub(crate) struct Answer {
 impl Answer {
     /// The answer to a request that is alone in the world.
     pub(crate) fn of(submission: &Submission, max_context: u32) -> Self {
-        let Submission { prompt, sampling, limits } = submission;
+        let Submission { prompt, sampling, limits, .. } = submission;
         let mut sampler = Sampler::new(sampling.clone(), prompt, &[]);
         let mut scratch = Scratch::with_vocab(VOCAB as usize);
         let mut all = prompt.clone();
@@ -244,5 +244,5 @@ pub(crate) fn submission(seed: u64, n_prompt: u32, max_tokens: u32) -> Submissio
         _ => Sampling { seed, top_k: 20, frequency_penalty: 0.5, ..Sampling::default() },
     };
     let limits = Limits { max_tokens, stop_tokens: vec![TokenId(3)], min_tokens: 4 };
-    Submission { prompt, sampling, limits }
+    Submission { prompt, sampling, limits, ..Submission::default() }
 }

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_engine::{Budget, Engine, EngineHandle, Output, SizeRequest, Sizes, Submission};
+use nuthatch_engine::{
+    Budget, Engine, EngineHandle, EngineOptions, Eviction, Hints, Output, Policy, SizeRequest,
+    Sizes, Submission, Tenant,
+};
 use nuthatch_model::ModelFiles;
 use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
 use safetensors::SafeTensors;
@@ -29,11 +32,20 @@ fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
 
 /// Steps of ten tokens, so that every prompt is cut.
 fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
-    spawn_with_host(path, kv_pages, 0)
+    spawn_with(path, kv_pages, 0, &EngineOptions::default())
 }
 
 /// The same with pages of the host.
 fn spawn_with_host(path: &Path, kv_pages: u32, host_pages: u32) -> EngineHandle {
+    spawn_with(path, kv_pages, host_pages, &EngineOptions::default())
+}
+
+fn spawn_with(
+    path: &Path,
+    kv_pages: u32,
+    host_pages: u32,
+    options: &EngineOptions,
+) -> EngineHandle {
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
     let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
@@ -42,12 +54,12 @@ fn spawn_with_host(path: &Path, kv_pages: u32, host_pages: u32) -> EngineHandle 
     let sizes = Sizes::compute(&request).unwrap();
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
     let clock = Arc::new(SystemClock::start());
-    Engine::load(backend, &files, &sizes, clock).unwrap().spawn().unwrap()
+    Engine::load(backend, &files, &sizes, options, clock).unwrap().spawn().unwrap()
 }
 
 fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {
     let limits = Limits { max_tokens: 16, ..Limits::default() };
-    Submission { prompt: prompt.to_vec(), sampling, limits }
+    Submission { prompt: prompt.to_vec(), sampling, limits, ..Submission::default() }
 }
 
 #[test]
@@ -127,4 +139,36 @@ fn a_second_request_finds_the_pages_of_the_first() {
     assert!(cached > prompt.len() - 16, "{cached} of {}", prompt.len());
     assert_eq!(warm, cold);
     handle.shutdown().unwrap();
+}
+
+#[test]
+fn no_option_changes_an_answer() {
+    let (prompt, greedy) = golden("llama3");
+    for options in [
+        EngineOptions { prefix_caching: false, ..EngineOptions::default() },
+        EngineOptions { policy: Policy::Priority { boost: 3 }, ..EngineOptions::default() },
+        EngineOptions { policy: Policy::Fair, eviction: Eviction::Lineage, prefix_caching: true },
+    ] {
+        let handle = spawn_with(&folder("llama3"), 64, 0, &options);
+        let ask = |salt: &[u8]| {
+            let hints = Hints { salt: salt.to_vec(), priority: 7, tenant: Tenant(3) };
+            let asked = Submission { hints, ..request(&prompt, Sampling::greedy()) };
+            let answer = Answer::receive(&handle.submit(asked).unwrap()).unwrap();
+            assert_eq!(answer.tokens, greedy, "{options:?}");
+            answer.usage.cached_tokens
+        };
+        // The prompt is cached by the page, and only for the same salt.
+        let n_full = (prompt.len() as u32 - 1) / 16 * 16;
+        let n_cached = if options.prefix_caching { n_full } else { 0 };
+        assert!(n_full > 0, "the prompt fills a page");
+        assert_eq!(ask(b""), 0);
+        assert_eq!(ask(b"one"), 0, "{options:?}");
+        assert_eq!(ask(b"two"), 0, "{options:?}");
+        assert!(ask(b"") >= n_cached, "{options:?}");
+        assert!(ask(b"one") >= n_cached, "{options:?}");
+        if !options.prefix_caching {
+            assert_eq!(ask(b"one"), 0);
+        }
+        handle.shutdown().unwrap();
+    }
 }

@@ -1,0 +1,142 @@
+//! What a step costs, without a model.
+
+use std::fmt;
+use std::time::Duration;
+
+use nuthatch_types::{SeqStep, StepPlan};
+
+/// Microseconds of a step's parts.
+///
+/// The default is SmolLM2-135M (Q4_1 weights, f16 KV) on two threads of a Sapphire Rapids machine;
+/// docs/simulate.md says how it was measured.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Cost {
+    /// Any step.
+    step: f64,
+    /// A token of a prompt.
+    prefill: f64,
+    /// A token of a prompt and one token before it.
+    prefill_kv: f64,
+    /// A token of an answer.
+    decode: f64,
+    /// A cached token that an answer's token reads.
+    decode_kv: f64,
+    /// A page that is copied.
+    copy: f64,
+}
+
+impl Default for Cost {
+    fn default() -> Self {
+        Cost {
+            step: 3600.0,
+            prefill: 850.0,
+            prefill_kv: 0.8,
+            decode: 2200.0,
+            decode_kv: 2.1,
+            copy: 60.0,
+        }
+    }
+}
+
+/// A cost that could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum CostError {
+    /// No part of a step.
+    #[error(
+        "`{0}` is no part of a step; parts are step, prefill, prefill-kv, decode, decode-kv and copy"
+    )]
+    Part(String),
+    /// No number of microseconds.
+    #[error("`{0}` is no number of microseconds from 0 to 1e9")]
+    Number(String),
+}
+
+/// Reads `step=3000,prefill=900`; parts that are not named keep their default.
+pub(crate) fn parse_cost(text: &str) -> Result<Cost, CostError> {
+    let mut cost = Cost::default();
+    for item in text.split(',').filter(|item| !item.trim().is_empty()) {
+        let (part, number) = item.split_once('=').unwrap_or((item, ""));
+        let place = match part.trim() {
+            "step" => &mut cost.step,
+            "prefill" => &mut cost.prefill,
+            "prefill-kv" => &mut cost.prefill_kv,
+            "decode" => &mut cost.decode,
+            "decode-kv" => &mut cost.decode_kv,
+            "copy" => &mut cost.copy,
+            part => return Err(CostError::Part(part.to_owned())),
+        };
+        let micros = number.trim().parse().ok().filter(|micros| (0.0..=1e9).contains(micros));
+        *place = micros.ok_or_else(|| CostError::Number(number.to_owned()))?;
+    }
+    Ok(cost)
+}
+
+impl Cost {
+    /// How long a step takes; at least a nanosecond, so that time goes on. `n_prompt` says how long
+    /// a sequence's prompt is.
+    pub(super) fn of(&self, plan: &StepPlan, n_prompt: impl Fn(&SeqStep) -> u32) -> Duration {
+        let mut micros = self.step + self.copy * plan.copies.len() as f64;
+        for step in &plan.seqs {
+            let (n, start) = (step.tokens.len() as f64, f64::from(step.start));
+            if n == 1.0 && step.start >= n_prompt(step) {
+                micros += self.decode + self.decode_kv * (start + 1.0);
+            } else {
+                let pairs = n * start + n * (n + 1.0) / 2.0;
+                micros += self.prefill * n + self.prefill_kv * pairs;
+            }
+        }
+        Duration::from_nanos(((micros * 1e3).round() as u64).max(1))
+    }
+}
+
+impl fmt::Display for Cost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Cost { step, prefill, prefill_kv, decode, decode_kv, copy } = self;
+        write!(
+            f,
+            "step={step},prefill={prefill},prefill-kv={prefill_kv},decode={decode},\
+             decode-kv={decode_kv},copy={copy}"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::{PageCopy, SeqId, Slot, TableChange, TokenId};
+
+    use super::*;
+
+    #[test]
+    fn a_step_is_the_sum_of_its_parts() {
+        let step = |start, n: u32| SeqStep {
+            seq: SeqId(0),
+            start,
+            tokens: (0..n).map(TokenId).collect(),
+            table: TableChange::default(),
+            sample: true,
+        };
+        let cost = parse_cost("step=1000,prefill=100,prefill-kv=1,decode=10,decode-kv=2,copy=5");
+        let cost = cost.unwrap();
+        let copy = PageCopy { source: Slot(0), target: Slot(1) };
+        let plan = StepPlan {
+            seqs: vec![step(10, 1), step(0, 4), step(6, 1)],
+            copies: vec![copy, copy],
+            ..StepPlan::default()
+        };
+        // Prompts of ten tokens: the first decodes, the others are prefill.
+        let micros = 1000 + 2 * 5 + (10 + 2 * 11) + (400 + 10) + (100 + 7);
+        assert_eq!(cost.of(&plan, |_| 10), Duration::from_micros(micros));
+    }
+
+    #[test]
+    fn costs_are_read_and_written() {
+        let cost = parse_cost("decode=1.5, copy=0").unwrap();
+        assert_eq!((cost.decode, cost.copy, cost.step), (1.5, 0.0, Cost::default().step));
+        assert_eq!(parse_cost(&cost.to_string()), Ok(cost));
+        assert_eq!(parse_cost(""), Ok(Cost::default()));
+        for text in ["steps=1", "step", "step=x", "step=-1", "step=nan", "step=inf"] {
+            assert!(parse_cost(text).is_err(), "{text}");
+        }
+    }
+}

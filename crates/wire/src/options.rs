@@ -1,0 +1,268 @@
+//! What both kinds of request say besides their prompt.
+
+use nuthatch_types::{Sampling, TokenId};
+use serde::Deserialize;
+
+use crate::fields::{List, Pairs, Raw, check_len, field, kind_of, name, number};
+use crate::{RequestError, caps};
+
+/// What both kinds of request say besides their prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// The model that is asked for.
+    pub model: Option<String>,
+    /// Answers to each prompt.
+    pub n: u32,
+    /// Most tokens of an answer.
+    pub max_tokens: Option<u32>,
+    /// Tokens before which no stop token ends an answer.
+    pub min_tokens: u32,
+    /// Whether the model's own end tokens are ignored.
+    pub ignore_eos: bool,
+    /// How tokens are chosen.
+    pub sampling: SamplingFields,
+    /// Texts that end an answer.
+    pub stop: Vec<String>,
+    /// Whether the text that ended an answer is part of it.
+    pub include_stop: bool,
+    /// Further tokens that end an answer.
+    pub stop_tokens: Vec<TokenId>,
+    /// Whether special tokens are left out of the text.
+    pub skip_special: bool,
+    /// Alternatives that are reported with each token; `None` reports nothing.
+    pub logprobs: Option<u32>,
+    /// Whether the answer is sent as it grows.
+    pub stream: bool,
+    /// Whether a streamed answer ends with its usage.
+    pub include_usage: bool,
+    /// Only requests with the same salt share cached pages.
+    pub cache_salt: Option<String>,
+    /// As in vLLM: lower is served earlier, 0 is ordinary.
+    pub priority: i64,
+    /// Who asks.
+    pub user: Option<String>,
+}
+
+impl Options {
+    /// The priority as the scheduler counts it: higher is more urgent, 128 is ordinary.
+    pub fn urgency(&self) -> u8 {
+        u8::try_from(128i64.saturating_sub(self.priority).clamp(0, 255)).unwrap_or(u8::MAX)
+    }
+}
+
+/// How tokens are chosen, as far as the client says; what it leaves open is the model's or ours.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SamplingFields {
+    /// See [`Sampling::temperature`].
+    pub temperature: Option<f32>,
+    /// See [`Sampling::top_k`]; -1 on the wire is 0 here.
+    pub top_k: Option<u32>,
+    /// See [`Sampling::top_p`].
+    pub top_p: Option<f32>,
+    /// See [`Sampling::min_p`].
+    pub min_p: Option<f32>,
+    /// See [`Sampling::repetition_penalty`].
+    pub repetition_penalty: Option<f32>,
+    /// See [`Sampling::frequency_penalty`].
+    pub frequency_penalty: Option<f32>,
+    /// See [`Sampling::presence_penalty`].
+    pub presence_penalty: Option<f32>,
+    /// See [`Sampling::logit_bias`].
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// Seed of the first answer; the next ones count up from it.
+    pub seed: Option<u64>,
+}
+
+impl SamplingFields {
+    /// `base` with everything that the client says.
+    pub fn apply(&self, base: Sampling) -> Sampling {
+        Sampling {
+            temperature: self.temperature.unwrap_or(base.temperature),
+            top_k: self.top_k.unwrap_or(base.top_k),
+            top_p: self.top_p.unwrap_or(base.top_p),
+            min_p: self.min_p.unwrap_or(base.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(base.repetition_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(base.frequency_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(base.presence_penalty),
+            logit_bias: self.logit_bias.clone(),
+            seed: self.seed.unwrap_or(base.seed),
+            n_logprobs: base.n_logprobs,
+        }
+    }
+}
+
+/// The common fields as they come.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct RawOptions<'a> {
+    #[serde(borrow)]
+    model: Raw<'a>,
+    #[serde(borrow)]
+    n: Raw<'a>,
+    #[serde(borrow)]
+    max_tokens: Raw<'a>,
+    #[serde(borrow)]
+    max_completion_tokens: Raw<'a>,
+    #[serde(borrow)]
+    min_tokens: Raw<'a>,
+    #[serde(borrow)]
+    ignore_eos: Raw<'a>,
+    #[serde(borrow)]
+    temperature: Raw<'a>,
+    #[serde(borrow)]
+    top_k: Raw<'a>,
+    #[serde(borrow)]
+    top_p: Raw<'a>,
+    #[serde(borrow)]
+    min_p: Raw<'a>,
+    #[serde(borrow)]
+    repetition_penalty: Raw<'a>,
+    #[serde(borrow)]
+    frequency_penalty: Raw<'a>,
+    #[serde(borrow)]
+    presence_penalty: Raw<'a>,
+    #[serde(borrow)]
+    logit_bias: Raw<'a>,
+    #[serde(borrow)]
+    seed: Raw<'a>,
+    #[serde(borrow)]
+    stop: Raw<'a>,
+    #[serde(borrow)]
+    include_stop_str_in_output: Raw<'a>,
+    #[serde(borrow)]
+    stop_token_ids: Raw<'a>,
+    #[serde(borrow)]
+    skip_special_tokens: Raw<'a>,
+    #[serde(borrow)]
+    stream: Raw<'a>,
+    #[serde(borrow)]
+    stream_options: Raw<'a>,
+    #[serde(borrow)]
+    cache_salt: Raw<'a>,
+    #[serde(borrow)]
+    priority: Raw<'a>,
+    #[serde(borrow)]
+    user: Raw<'a>,
+    /// Each kind of request reads it in its own way.
+    #[serde(borrow)]
+    pub(crate) logprobs: Raw<'a>,
+    #[serde(borrow)]
+    pub(crate) top_logprobs: Raw<'a>,
+    #[serde(borrow)]
+    response_format: Raw<'a>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RawStreamOptions {
+    #[serde(default)]
+    include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RawResponseFormat {
+    r#type: String,
+}
+
+impl RawOptions<'_> {
+    /// Reads every field but the prompt's and `logprobs`.
+    pub(crate) fn read(&self) -> Result<Options, RequestError> {
+        let max_tokens = number(self.max_tokens, "max_tokens", 1..=u32::MAX)?;
+        let max_completion =
+            number(self.max_completion_tokens, "max_completion_tokens", 1..=u32::MAX)?;
+        let stream_options: Option<RawStreamOptions> =
+            field(self.stream_options, "stream_options")?;
+        let salt = name(self.cache_salt, "cache_salt")?;
+        if salt.as_deref() == Some("") {
+            return Err(RequestError::invalid("cache_salt", "is empty"));
+        }
+        self.check_format()?;
+        Ok(Options {
+            model: name(self.model, "model")?,
+            n: number(self.n, "n", 1..=caps::N)?.unwrap_or(1),
+            max_tokens: max_completion.or(max_tokens),
+            min_tokens: field(self.min_tokens, "min_tokens")?.unwrap_or(0),
+            ignore_eos: field(self.ignore_eos, "ignore_eos")?.unwrap_or(false),
+            sampling: self.sampling()?,
+            stop: self.stop()?,
+            include_stop: field(self.include_stop_str_in_output, "include_stop_str_in_output")?
+                .unwrap_or(false),
+            stop_tokens: self.stop_tokens()?,
+            skip_special: field(self.skip_special_tokens, "skip_special_tokens")?.unwrap_or(true),
+            logprobs: None,
+            stream: field(self.stream, "stream")?.unwrap_or(false),
+            include_usage: stream_options.and_then(|o| o.include_usage).unwrap_or(false),
+            cache_salt: salt,
+            priority: field(self.priority, "priority")?.unwrap_or(0),
+            user: name(self.user, "user")?,
+        })
+    }
+
+    fn sampling(&self) -> Result<SamplingFields, RequestError> {
+        let fields = SamplingFields {
+            temperature: field(self.temperature, "temperature")?,
+            top_k: number(self.top_k, "top_k", -1..=i64::from(u32::MAX))?
+                .map(|k| u32::try_from(k).unwrap_or(0)),
+            top_p: field(self.top_p, "top_p")?,
+            min_p: field(self.min_p, "min_p")?,
+            repetition_penalty: field(self.repetition_penalty, "repetition_penalty")?,
+            frequency_penalty: field(self.frequency_penalty, "frequency_penalty")?,
+            presence_penalty: field(self.presence_penalty, "presence_penalty")?,
+            logit_bias: self.logit_bias()?,
+            // OpenAI's seeds are signed, ours are not: the bits are kept.
+            seed: number(self.seed, "seed", i128::from(i64::MIN)..=i128::from(u64::MAX))?
+                .map(|seed| seed as u64),
+        };
+        fields.apply(Sampling::default()).validate().map_err(|error| {
+            let detail = format!("{} must be {}", error.value, error.allowed);
+            RequestError::invalid(error.field, detail)
+        })?;
+        Ok(fields)
+    }
+
+    fn logit_bias(&self) -> Result<Vec<(TokenId, f32)>, RequestError> {
+        const PARAM: &str = "logit_bias";
+        let pairs: Option<Pairs<f32, { caps::LOGIT_BIASES }>> = field(self.logit_bias, PARAM)?;
+        let token = |(key, bias): (String, f32)| {
+            let id = key.trim().parse::<u32>();
+            let id = id.map_err(|_| {
+                let short: String = key.chars().take(32).collect();
+                RequestError::invalid(PARAM, format!("`{short}` is not the number of a token"))
+            })?;
+            Ok((TokenId(id), bias))
+        };
+        pairs.map_or_else(Vec::new, |pairs| pairs.0).into_iter().map(token).collect()
+    }
+
+    fn stop(&self) -> Result<Vec<String>, RequestError> {
+        const PARAM: &str = "stop";
+        let Some(raw) = self.stop else { return Ok(Vec::new()) };
+        let stops = if kind_of(raw) == b'"' {
+            field(self.stop, PARAM)?.into_iter().collect()
+        } else {
+            field::<List<String, { caps::STOPS }>>(self.stop, PARAM)?.map_or_else(Vec::new, |l| l.0)
+        };
+        for stop in &stops {
+            check_len(stop, caps::STOP_BYTES, PARAM)?;
+        }
+        Ok(stops)
+    }
+
+    fn stop_tokens(&self) -> Result<Vec<TokenId>, RequestError> {
+        let ids: Option<List<u32, { caps::STOP_TOKENS }>> =
+            field(self.stop_token_ids, "stop_token_ids")?;
+        Ok(ids.map_or_else(Vec::new, |ids| ids.0.into_iter().map(TokenId).collect()))
+    }
+
+    /// Plain text is the only form that an answer has.
+    fn check_format(&self) -> Result<(), RequestError> {
+        const PARAM: &str = "response_format";
+        let format: Option<RawResponseFormat> = field(self.response_format, PARAM)?;
+        match format {
+            Some(format) if format.r#type != "text" => {
+                let what = format.r#type.chars().take(32).collect();
+                Err(RequestError::Unsupported { param: PARAM, what })
+            }
+            _ => Ok(()),
+        }
+    }
+}
