@@ -76,7 +76,7 @@ const COLOURS: [(&str, &str); 6] = [
 ];
 
 const WIDTH: f64 = 860.0;
-const HEAD: f64 = 66.0;
+const HEAD: f64 = 60.0;
 const PANEL_HEIGHT: f64 = 250.0;
 const N_COLUMNS: usize = 3;
 /// Room around a panel for its numbers and labels.
@@ -131,7 +131,8 @@ impl Figure {
                 escape(&self.title)
             ),
         );
-        push_style(out);
+        // Many small panels need finer lines.
+        push_style(out, if self.panels.len() > 1 { 1.4 } else { 2.0 });
         push(
             out,
             format_args!(
@@ -241,7 +242,7 @@ impl Figure {
 }
 
 /// The rules for colours and sizes; the picture follows the page between light and dark.
-fn push_style(out: &mut String) {
+fn push_style(out: &mut String, line_width: f64) {
     out.push_str(
         "<style>\ntext{font-size:12.5px;fill:#374151}.title{font-size:16px;font-weight:600;\
          fill:#111827}.name{font-weight:600}.tick{font-size:11.5px;fill:#6b7280}\
@@ -252,7 +253,7 @@ fn push_style(out: &mut String) {
         push(
             out,
             format_args!(
-                ".c{i}{{stroke:{light};stroke-width:2;fill:none;stroke-linejoin:round}}\n"
+                ".c{i}{{stroke:{light};stroke-width:{line_width};fill:none;stroke-linejoin:round}}\n"
             ),
         );
     }
