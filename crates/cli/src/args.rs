@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
-use crate::size::{parse_bytes, parse_tokens};
+use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
@@ -196,6 +196,10 @@ pub(crate) struct EngineArgs {
     pub(crate) scheduling_policy: PolicyArg,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
+    /// More memory, for pages that the KV cache has no room for; in GiB if no unit is given
+    #[arg(long, value_name = "SIZE", value_parser = parse_swap, default_value = "0")]
+    #[arg(alias = "kv-offloading-size", alias = "hicache-size")]
+    pub(crate) swap_space: u64,
     /// Stretch the context beyond what the model was trained on
     #[arg(long, value_enum, value_name = "KIND")]
     pub(crate) rope_scaling: Option<RopeScalingArg>,

@@ -56,9 +56,6 @@ pub(crate) enum ConfigError {
         /// Sequences that run at one time.
         n_seqs: u32,
     },
-    /// A host tier, which there is not.
-    #[error("--swap-space is not available yet: preempted sequences are computed again")]
-    SwapSpace,
     /// More alternatives than anybody reads.
     #[error("--logprobs is {0}, but must be at most 100")]
     Logprobs(u32),
@@ -113,6 +110,8 @@ pub(crate) struct EngineConfig {
     pub(crate) kv_dtype: KvDtype,
     /// Asked memory for KV.
     pub(crate) kv_bytes: Option<u64>,
+    /// Memory of the host tier.
+    pub(crate) host_bytes: u64,
     /// Tokens of one step.
     pub(crate) max_rows: u32,
     /// Sequences that the engine knows at one time.
@@ -277,6 +276,7 @@ impl EngineConfig {
                 KvDtypeArg::F32 => KvDtype::F32,
             },
             kv_bytes: args.kv_cache_memory_bytes,
+            host_bytes: args.swap_space,
             max_rows: batch.max_rows,
             max_seqs,
             options: EngineOptions {
@@ -319,10 +319,6 @@ impl BatchSizes {
         }
         if max_rows < n_seqs {
             return Err(ConfigError::Batch { rows: max_rows, seqs: n_seqs });
-        }
-        // The one place where the size goes on: to `SizeRequest`, once that knows a host tier.
-        if args.cache.swap_space > 0 {
-            return Err(ConfigError::SwapSpace);
         }
         Ok(BatchSizes { max_rows, n_seqs })
     }

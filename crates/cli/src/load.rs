@@ -76,6 +76,7 @@ impl Prepared {
             max_context: config.max_context,
             max_seqs: config.max_seqs,
             max_rows: config.max_rows,
+            host_bytes: config.host_bytes,
             budget: config.kv_bytes.map_or(Budget::Share(MEMORY_SHARE), Budget::KvBytes),
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };
@@ -128,8 +129,12 @@ fn describe_model(path: &Path, config: &ModelConfig) -> String {
 }
 
 fn describe_memory(sizes: &Sizes) -> String {
+    let host = match sizes.host_kv {
+        0 => String::new(),
+        bytes => format!(" and {} on the host", Bytes(bytes)),
+    };
     format!(
-        "weights {}, KV {} ({} pages of {} tokens, {}), working memory {}",
+        "weights {}, KV {} ({} pages of {} tokens, {}){host}, working memory {}",
         Bytes(sizes.weights),
         Bytes(sizes.kv),
         sizes.n_pages,

@@ -97,7 +97,7 @@ fn wrong_usage_ends_with_2() {
         (&["run"], "error: the prompt is empty"),
         (&["bench", "--prompt", "0", "--gen", "0"], "error: nothing to measure"),
         (&["run", "--scheduling-policy", "luck", "Hi there"], "possible values: fcfs, priority"),
-        (&["run", "--swap-space", "4", "Hi there"], "error: --swap-space is not available yet"),
+        (&["run", "--swap-space", "4 parsecs", "Hi there"], "unknown unit `parsecs`"),
         (&["batch"], "<FILE>"),
         (&["batch", "x.jsonl", "--max-num-seqs", "0"], "error: --max-num-seqs is 0"),
         (&["simulate", "--cost", "stop=1"], "`stop` is no part of a step"),

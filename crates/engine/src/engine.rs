@@ -176,12 +176,15 @@ impl<E: Execute> Engine<E> {
     }
 
     fn hints(&self, hints: &Hints) -> nuthatch_scheduler::Hints {
-        let salt = match hints.salt.as_slice() {
-            [] => Salt::default(),
-            salt => self.scheduler.cache().salt(salt, &[]),
+        let Hints { cache_salt, retention, priority, tenant } = hints;
+        let (retention, priority, tenant) = (*retention, *priority, *tenant);
+        // All who give no salt share with each other.
+        let salt = if cache_salt.is_empty() {
+            Salt::default()
+        } else {
+            self.scheduler.cache().salt(cache_salt, b"")
         };
-        let (priority, tenant) = (hints.priority, hints.tenant);
-        nuthatch_scheduler::Hints { salt, priority, tenant, ..Default::default() }
+        nuthatch_scheduler::Hints { salt, retention, priority, tenant, ..Default::default() }
     }
 
     fn execute(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {

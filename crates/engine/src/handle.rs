@@ -55,7 +55,7 @@ pub struct Ticket {
 #[derive(Debug)]
 enum Command {
     Submit {
-        submission: Submission,
+        submission: Box<Submission>,
         outputs: Sender<Output>,
         submitted: Duration,
         reply: Sender<Result<SeqId, SubmitError>>,
@@ -81,6 +81,7 @@ impl EngineHandle {
         let submitted = self.clock.0.now();
         let (sender, outputs) = unbounded();
         let (reply, answer) = bounded(1);
+        let submission = Box::new(submission);
         let command = Command::Submit { submission, outputs: sender, submitted, reply };
         self.commands.send(command).map_err(|_| SubmitError::Stopped)?;
         let seq = self.wait(&answer).ok_or(SubmitError::Stopped)??;
@@ -250,7 +251,7 @@ fn take_commands<E: Execute>(engine: &mut Engine<E>, commands: &Receiver<Command
 fn obey<E: Execute>(engine: &mut Engine<E>, command: Command) -> Flow {
     match command {
         Command::Submit { submission, outputs, submitted, reply } => {
-            let answer = engine.submit(submission, outputs, submitted);
+            let answer = engine.submit(*submission, outputs, submitted);
             let _ = reply.send(answer);
         }
         Command::Cancel(seq) => engine.cancel(seq),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use nuthatch_cache::Retention;
 use nuthatch_scheduler::{Tenant, Usage};
 use nuthatch_types::{FinishReason, Limits, Sampling, TokenId};
 
@@ -21,8 +22,10 @@ pub struct Submission {
 /// What a request says about how it is served. The default says nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hints {
-    /// Only requests with the same salt share pages; those without one share them with each other.
-    pub salt: Vec<u8>,
+    /// Only requests with the same bytes share pages.
+    pub cache_salt: Vec<u8>,
+    /// How long the request's pages should stay when it is gone.
+    pub retention: Retention,
     /// How urgent it is under [`Policy::Priority`](nuthatch_scheduler::Policy::Priority); higher is
     /// more.
     pub priority: u8,

@@ -189,9 +189,8 @@ fn depth_costs_nothing() {
         let unknown = format!(
             r#"{{"extra": {deep}, "messages": [{{"role": "user", "content": "", "x": {deep}}}]}}"#
         );
-        // A field that is not known is skipped without recursion; inside a message the parser's
-        // own limit holds.
-        assert_eq!(ChatRequest::parse(unknown.as_bytes()).is_ok(), true, "{n}");
+        // What is not known is skipped without recursion.
+        assert!(ChatRequest::parse(unknown.as_bytes()).is_ok(), "{n}");
         assert!(CompletionRequest::parse(format!(r#"{{"prompt": {deep}}}"#).as_bytes()).is_err());
     }
 }

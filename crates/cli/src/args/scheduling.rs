@@ -3,8 +3,6 @@
 use clap::{Args as ClapArgs, ValueEnum};
 use nuthatch_engine::Eviction;
 
-use crate::size::parse_swap;
-
 /// Who is served next.
 ///
 /// The variants have no documentation of their own, because clap would print it as a long list.
@@ -80,8 +78,4 @@ pub(crate) struct CacheArgs {
     /// Compute every prompt from its beginning, whatever the cache holds
     #[arg(long, overrides_with = "enable_prefix_caching", alias = "disable-radix-cache")]
     pub(crate) no_enable_prefix_caching: bool,
-    /// Host memory for the pages of preempted sequences, in GiB if no unit is given
-    #[arg(long, value_name = "SIZE", value_parser = parse_swap, default_value = "0")]
-    #[arg(alias = "kv-offloading-size", alias = "hicache-size")]
-    pub(crate) swap_space: u64,
 }

@@ -39,6 +39,9 @@ pub(crate) struct SimulateArgs {
     /// Pages of the KV cache, 16 tokens each
     #[arg(long, value_name = "N", default_value_t = 1024, alias = "num-gpu-blocks-override")]
     pub(crate) pages: u32,
+    /// Pages of the host tier, to which preempted sequences may be swapped
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) host_pages: u32,
     /// Microseconds that parts of a step take, such as step=3000,prefill=900
     #[arg(long, value_name = "PART=US,...", value_parser = parse_cost, default_value = "")]
     pub(crate) cost: Cost,

@@ -66,7 +66,9 @@ impl<E: Execute, R: BufRead> Driver<'_, E, R> {
             }
         }
         state.counts.is_interrupted = interrupt.requested();
-        state.counts.preemptions = self.engine.stats().scheduler.counters.preemptions;
+        let counters = self.engine.stats().scheduler.counters;
+        state.counts.preemptions = counters.preemptions;
+        state.counts.swaps = counters.preemptions_swap;
         state.counts.elapsed = state.counts.elapsed.max(Duration::from_nanos(1));
         Ok(state.counts)
     }

@@ -132,7 +132,7 @@ impl Endpoint {
 
 fn hints(options: &Options) -> Hints {
     Hints {
-        salt: options.cache_salt.clone().unwrap_or_default().into_bytes(),
+        cache_salt: options.cache_salt.clone().unwrap_or_default().into_bytes(),
         priority: options.urgency(),
         ..Hints::default()
     }

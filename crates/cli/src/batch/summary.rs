@@ -18,6 +18,8 @@ pub(super) struct Counts {
     pub(super) cached_tokens: u64,
     pub(super) completion_tokens: u64,
     pub(super) preemptions: u64,
+    /// Preemptions whose pages went to the host.
+    pub(super) swaps: u64,
     pub(super) elapsed: Duration,
     pub(super) is_interrupted: bool,
     /// Another model that a request names, and how many do.
@@ -36,6 +38,7 @@ struct Summary<'a> {
     seconds: f64,
     completion_tokens_per_s: f64,
     preemptions: u64,
+    swaps: u64,
     interrupted: bool,
     output: &'a str,
 }
@@ -71,7 +74,7 @@ impl Counts {
         let mut text = format!(
             "{} requests answered in {:.1} s, {} errors, {} answered before\n\
              prompts {} tokens, {} of them cached; answers {} tokens, {:.1} tokens/s; \
-             {} preemptions\nanswers are in {output}\n",
+             {} preemptions, {} of them swapped\nanswers are in {output}\n",
             self.answered,
             self.elapsed.as_secs_f64(),
             self.errors,
@@ -81,6 +84,7 @@ impl Counts {
             self.completion_tokens,
             self.rate(),
             self.preemptions,
+            self.swaps,
         );
         if let Some((model, n)) = &self.other_model {
             text += &format!("{n} requests name another model, such as `{model}`\n");
@@ -103,6 +107,7 @@ impl Counts {
             seconds: self.elapsed.as_secs_f64(),
             completion_tokens_per_s: self.rate(),
             preemptions: self.preemptions,
+            swaps: self.swaps,
             interrupted: self.is_interrupted,
             output,
         })

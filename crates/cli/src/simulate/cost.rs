@@ -39,6 +39,13 @@ impl Default for Cost {
     }
 }
 
+/// How long a step took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Took {
+    pub(super) copies: Duration,
+    pub(super) pass: Duration,
+}
+
 /// A cost that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum CostError {
@@ -73,10 +80,9 @@ pub(crate) fn parse_cost(text: &str) -> Result<Cost, CostError> {
 }
 
 impl Cost {
-    /// How long a step takes; at least a nanosecond, so that time goes on. `n_prompt` says how long
-    /// a sequence's prompt is.
-    pub(super) fn of(&self, plan: &StepPlan, n_prompt: impl Fn(&SeqStep) -> u32) -> Duration {
-        let mut micros = self.step + self.copy * plan.copies.len() as f64;
+    /// How long a step takes. `n_prompt` says how long a sequence's prompt is.
+    pub(super) fn of(&self, plan: &StepPlan, n_prompt: impl Fn(&SeqStep) -> u32) -> Took {
+        let mut micros = self.step;
         for step in &plan.seqs {
             let (n, start) = (step.tokens.len() as f64, f64::from(step.start));
             if n == 1.0 && step.start >= n_prompt(step) {
@@ -86,7 +92,10 @@ impl Cost {
                 micros += self.prefill * n + self.prefill_kv * pairs;
             }
         }
-        Duration::from_nanos(((micros * 1e3).round() as u64).max(1))
+        let nanos = |micros: f64| Duration::from_nanos((micros * 1e3).round() as u64);
+        let copies = nanos(self.copy * plan.copies.len() as f64);
+        // Time goes on, whatever the flags say.
+        Took { copies, pass: nanos(micros).max(Duration::from_nanos(1)) }
     }
 }
 
@@ -125,8 +134,8 @@ mod tests {
             ..StepPlan::default()
         };
         // Prompts of ten tokens: the first decodes, the others are prefill.
-        let micros = 1000 + 2 * 5 + (10 + 2 * 11) + (400 + 10) + (100 + 7);
-        assert_eq!(cost.of(&plan, |_| 10), Duration::from_micros(micros));
+        let pass = Duration::from_micros(1000 + (10 + 2 * 11) + (400 + 10) + (100 + 7));
+        assert_eq!(cost.of(&plan, |_| 10), Took { copies: Duration::from_micros(10), pass });
     }
 
     #[test]

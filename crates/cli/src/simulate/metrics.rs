@@ -19,6 +19,8 @@ pub(super) struct Metrics {
     /// Requests that were refused, later turns of their chats included.
     pub(super) refused: u64,
     pub(super) preemptions: u64,
+    /// Those of them whose pages went to the host.
+    pub(super) swaps: u64,
     /// Tokens that were computed again after a preemption.
     pub(super) recomputed_tokens: u64,
     /// Tokens of prompts.
@@ -90,6 +92,7 @@ impl Metrics {
             answered: n_answered,
             refused: workload.requests.len() as u64 - n_answered,
             preemptions: counters.preemptions,
+            swaps: counters.preemptions_swap,
             recomputed_tokens: counters.recomputed_tokens,
             prompt_tokens: total(|request, _| request.prompt.len() as u64),
             cached_tokens: total(|_, times| u64::from(times.cached)),

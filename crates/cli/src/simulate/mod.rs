@@ -76,7 +76,8 @@ fn setup(args: &SimulateArgs, batch: BatchSizes, policy: PolicyArg) -> anyhow::R
         max_waiting: u32::MAX,
         max_context: args.workload.max_model_len,
     };
-    let cache = nuthatch_cache::Config { page_len: PAGE_LEN, n_pages: args.pages };
+    let (n_pages, n_host_pages) = (args.pages, args.host_pages);
+    let cache = nuthatch_cache::Config { page_len: PAGE_LEN, n_pages, n_host_pages };
     scheduler.validate()?;
     cache.validate()?;
     let options = Options {

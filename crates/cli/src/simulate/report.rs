@@ -20,6 +20,7 @@ pub(super) struct Report<'a> {
     /// Tokens of one page.
     page_len: u32,
     n_pages: u32,
+    n_host_pages: u32,
     max_num_seqs: u32,
     max_num_batched_tokens: u32,
     cost_us: Cost,
@@ -60,6 +61,7 @@ impl<'a> Report<'a> {
             n_requests: workload.requests.len(),
             page_len: PAGE_LEN,
             n_pages: args.pages,
+            n_host_pages: args.host_pages,
             max_num_seqs: batch.n_seqs,
             max_num_batched_tokens: batch.max_rows,
             cost_us: args.cost,
@@ -75,7 +77,7 @@ impl<'a> Report<'a> {
     /// For people.
     pub(super) fn text(&self) -> String {
         format!(
-            "{} requests in {} s of {} tenants, seed {}; {} pages of {} tokens, {} sequences, steps \
+            "{} requests in {} s of {} tenants, seed {}; {} pages of {} tokens, {} on the host, {} sequences, steps \
              of {} tokens; microseconds: {}\n\n{}\nSeconds to the first token, by who asks\n\n{}",
             self.n_requests,
             self.workload.duration,
@@ -83,6 +85,7 @@ impl<'a> Report<'a> {
             self.seed,
             self.n_pages,
             self.page_len,
+            self.n_host_pages,
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.cost_us,
@@ -115,7 +118,7 @@ impl<'a> Report<'a> {
                 seconds(metrics.end_to_end.mean),
                 seconds(metrics.end_to_end.p99),
                 format!("{:.1}", metrics.tokens_per_s),
-                metrics.preemptions.to_string(),
+                format!("{} ({} swapped)", metrics.preemptions, metrics.swaps),
                 format!("{} ({hits:.0} %)", metrics.cached_tokens),
                 format!("{:.3}", metrics.fairness),
                 seconds(metrics.worst_tenant_ttft),

@@ -8,7 +8,7 @@ use nuthatch_cache::{Cache, Options};
 use nuthatch_scheduler::{Config, Hints, Output, Policy, Scheduler, Stats, Submission, Tenant};
 use nuthatch_types::{Limits, Sampled, Sampling, SeqId, StepPlan, StepResult};
 
-use super::cost::Cost;
+use super::cost::{Cost, Took};
 use super::workload::Workload;
 
 /// Intervals of time for which curves have a point, over the workload's duration.
@@ -130,8 +130,9 @@ impl World<'_> {
             return true;
         };
         let n_prompt = |seq: SeqId| self.workload.requests[seq.0 as usize].prompt.len() as u32;
-        self.now += self.cost.of(&plan, |step| n_prompt(step.seq));
-        let result = self.sample(&plan);
+        let took = self.cost.of(&plan, |step| n_prompt(step.seq));
+        self.now += took.copies + took.pass;
+        let result = self.result(&plan, took);
         // Pages are counted before those who end give theirs back.
         let pages_used = self.scheduler.stats().cache.pages_used;
         let bin = self.curves.bin(self.now, self.workload.n_tenants);
@@ -165,15 +166,19 @@ impl World<'_> {
         self.curves.asked[bin][request.tenant as usize] += u64::from(n_answer);
     }
 
-    /// The tokens that the workload has foreseen.
-    fn sample(&self, plan: &StepPlan) -> StepResult {
+    /// The tokens that the workload has foreseen. The times tell the scheduler whether to swap.
+    fn result(&self, plan: &StepPlan, took: Took) -> StepResult {
         let sampled = plan.seqs.iter().filter(|step| step.sample).map(|step| {
             let request = &self.workload.requests[step.seq.0 as usize];
             let position = step.start as usize + step.tokens.len() - request.prompt.len();
             let token = request.answer[position];
             Sampled { seq: step.seq, token, logprob: 0.0, top: Vec::new() }
         });
-        StepResult { sampled: sampled.collect() }
+        StepResult {
+            sampled: sampled.collect(),
+            copy_nanos: took.copies.as_nanos() as u64,
+            compute_nanos: took.pass.as_nanos() as u64,
+        }
     }
 
     fn record(&mut self, output: &Output, bin: usize) {

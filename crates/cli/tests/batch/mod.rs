@@ -119,7 +119,8 @@ fn options_and_policies_change_no_answer() {
     for words in [
         &["--no-enable-prefix-caching"][..],
         &["--scheduling-policy", "priority", "--max-num-seqs", "1"],
-        &["--scheduling-policy", "fair", "--kv-cache-memory-bytes", "300KiB"],
+        &["--scheduling-policy", "fair", "--kv-cache-memory-bytes", "100KiB"],
+        &["--kv-cache-memory-bytes", "100KiB", "--swap-space", "1MiB"],
         &["--scheduling-policy", "mlfq", "--max-num-seqs", "2", "--max-num-batched-tokens", "7"],
         &["--scheduling-policy", "prefix", "--eviction-policy", "lfu"],
     ] {

@@ -151,7 +151,9 @@ fn no_option_changes_an_answer() {
     ] {
         let handle = spawn_with(&folder("llama3"), 64, 0, &options);
         let ask = |salt: &[u8]| {
-            let hints = Hints { salt: salt.to_vec(), priority: 7, tenant: Tenant(3) };
+            let cache_salt = salt.to_vec();
+            let (priority, tenant) = (7, Tenant(3));
+            let hints = Hints { cache_salt, priority, tenant, ..Hints::default() };
             let asked = Submission { hints, ..request(&prompt, Sampling::greedy()) };
             let answer = Answer::receive(&handle.submit(asked).unwrap()).unwrap();
             assert_eq!(answer.tokens, greedy, "{options:?}");
