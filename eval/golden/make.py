@@ -30,7 +30,8 @@ the original one. Greedy tokens are found by passes over sequences padded to the
 every step uses the frequencies of the full length; causal attention does not see the padding.
 
 Beside the folders, `rope.json` has the frequencies of real and odd rotations by transformers' own
-functions, and `quants.json` a few blocks of every quantised type with their values.
+functions, `quants.json` a few blocks of every quantised type with their values, and `beams.json` the
+answers of `generate(num_beams=...)` to the golden prompts of some of the models.
 
 The GGUF models are written by the `gguf` package from the same weights, quantised by it, and the
 reference runs on the dequantised weights.
@@ -42,6 +43,7 @@ import math
 import shutil
 from pathlib import Path
 
+import beams
 import gguf
 import numpy as np
 import torch
@@ -480,6 +482,8 @@ def main():
         make_rope()
     if not only or "quants" in only:
         make_quants(3000)
+    if not only or "beams" in only:
+        beams.make(OUT, 4000)
     size = sum(file.stat().st_size for file in OUT.rglob("*") if file.is_file())
     print(f"{size} bytes in all")
 

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
+use nuthatch_model::{ConfigError, RopeKind};
+
 use crate::size::{parse_bytes, parse_tokens};
 
 const EXAMPLES: &str = "\
@@ -47,7 +49,9 @@ from stdin, or a chat begins if stdin is a terminal.
 
 Examples:
   nuthatch run \"Why is the sky blue?\"
-  nuthatch run model.gguf --greedy -n 100 \"Once upon a time\" --raw
+  nuthatch run model.gguf --greedy --max-tokens 100 \"Once upon a time\" --raw
+  nuthatch run -n 3 \"Name a bird\"
+  nuthatch run --beam-width 4 --length-penalty 1.2 \"Translate to French: good morning\"
   git diff | nuthatch run --system \"Write a commit message\"
   nuthatch run --rope-scaling yarn --rope-scale 4 --ctx-size 32K";
 
@@ -118,8 +122,22 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) stop: Vec<String>,
     /// Most tokens of an answer [default: what the context holds]
-    #[arg(short = 'n', long, visible_alias = "n-predict", value_name = "N")]
+    #[arg(long, visible_alias = "n-predict", value_name = "N")]
     pub(crate) max_tokens: Option<u32>,
+    /// Answers to the same prompt; the second has the seed plus 1, and so on
+    #[arg(short = 'n', long = "n", value_name = "N", default_value_t = 1)]
+    pub(crate) n: u32,
+    /// Search for the most probable answers, following this many, instead of sampling
+    #[arg(long, visible_alias = "num-beams", value_name = "N")]
+    pub(crate) beam_width: Option<u32>,
+    /// Above 0 the search prefers longer answers, below 0 shorter ones [default: 1]
+    #[arg(long, value_name = "F", allow_negative_numbers = true, requires = "beam_width")]
+    pub(crate) length_penalty: Option<f32>,
+    /// Whether the search ends as soon as enough answers are complete; `never` goes on as long as
+    /// a better one could come [default: false]
+    #[arg(long, value_enum, value_name = "WHEN", requires = "beam_width")]
+    #[arg(num_args = 0..=1, default_missing_value = "true", require_equals = true)]
+    pub(crate) early_stopping: Option<EarlyStoppingArg>,
     /// Report each token's log probability and the N best alternatives, as JSON lines on stderr
     #[arg(long, value_name = "N")]
     pub(crate) logprobs: Option<u32>,
@@ -146,12 +164,27 @@ pub(crate) enum KvDtypeArg {
 }
 
 /// How positions beyond the trained context are rotated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RopeScalingArg {
-    None,
-    Linear,
-    Dynamic,
-    Yarn,
+    /// By the scaling of this name.
+    Named(RopeKind),
+    /// As a JSON object says.
+    Json(String),
+}
+
+fn parse_rope_scaling(text: &str) -> Result<RopeScalingArg, ConfigError> {
+    if text.trim_start().starts_with('{') {
+        return Ok(RopeScalingArg::Json(text.to_owned()));
+    }
+    text.parse().map(RopeScalingArg::Named)
+}
+
+/// When beam search ends, in Hugging Face's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EarlyStoppingArg {
+    True,
+    False,
+    Never,
 }
 
 #[derive(Clone, Debug, ClapArgs)]
@@ -182,8 +215,9 @@ pub(crate) struct EngineArgs {
     /// Most sequences at one time
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) max_num_seqs: u32,
-    /// Stretch the context beyond what the model was trained on
-    #[arg(long, value_enum, value_name = "KIND")]
+    /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
+    /// llama3, or an object as config.json has it under rope_scaling
+    #[arg(long, value_name = "KIND|JSON", value_parser = parse_rope_scaling)]
     pub(crate) rope_scaling: Option<RopeScalingArg>,
     /// By how much to stretch it
     #[arg(long, value_name = "FACTOR")]

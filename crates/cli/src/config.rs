@@ -2,11 +2,12 @@
 //!
 //! `Args` -> [`RunConfig`], [`BenchConfig`] -> the engine's `Sizes`; nothing is written back.
 
-use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeKind, RopeOverride};
-use nuthatch_types::{KvDtype, Sampling, SamplingError};
+use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeOverride};
+use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError};
 
 use crate::args::{
-    BenchArgs, DeviceArg, EngineArgs, KvDtypeArg, RopeScalingArg, RunArgs, SamplingArgs,
+    BenchArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, RopeScalingArg, RunArgs,
+    SamplingArgs,
 };
 use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
 
@@ -42,6 +43,14 @@ pub(crate) enum ConfigError {
         rows: u32,
         /// Sequences at one time.
         seqs: u32,
+    },
+    /// More answers than the search follows.
+    #[error("-n is {n}, but must be at most --beam-width ({width})")]
+    Beams {
+        /// Answers.
+        n: u32,
+        /// Answers that are followed.
+        width: u32,
     },
     /// More alternatives than anybody reads.
     #[error("--logprobs is {0}, but must be at most 100")]
@@ -132,11 +141,14 @@ impl RunConfig {
             None if stdin_is_terminal => Prompt::Chat,
             None => Prompt::Stdin,
         };
-        for (flag, is_set) in [("--json", args.json), ("--raw", args.raw)] {
+        let is_many = args.sampling.n > 1;
+        for (flag, is_set) in [("--json", args.json), ("--raw", args.raw), ("-n", is_many)] {
             if is_set && prompt == Prompt::Chat {
                 return Err(ConfigError::NeedsPrompt(flag).into());
             }
         }
+        let sampling = SamplingConfig::new(&args.sampling)?;
+        let engine = EngineConfig::new(&args.engine)?.for_answers(&sampling)?;
         Ok(RunConfig {
             model: model_or_default(model.as_deref())?,
             prompt,
@@ -144,8 +156,8 @@ impl RunConfig {
             is_raw: args.raw,
             with_stats: args.stats,
             as_json: args.json,
-            sampling: SamplingConfig::new(&args.sampling)?,
-            engine: EngineConfig::new(&args.engine)?,
+            sampling,
+            engine,
         })
     }
 }
@@ -185,10 +197,36 @@ impl SamplingConfig {
         if let Some(n) = args.logprobs.filter(|&n| n > 100) {
             return Err(ConfigError::Logprobs(n));
         }
+        if args.n == 0 {
+            return Err(ConfigError::Zero("-n"));
+        }
         let config =
             SamplingConfig { args: args.clone(), seed: args.seed.unwrap_or_else(random_seed) };
         config.sampling(&GenerationDefaults::default()).validate()?;
+        if let Some(beam) = config.beam() {
+            beam.validate()?;
+            if args.n > beam.width {
+                return Err(ConfigError::Beams { n: args.n, width: beam.width });
+            }
+        }
         Ok(config)
+    }
+
+    /// Answers to each prompt.
+    pub(crate) fn n(&self) -> u32 {
+        self.args.n
+    }
+
+    /// The search, if one was asked for.
+    pub(crate) fn beam(&self) -> Option<BeamParams> {
+        let args = &self.args;
+        let early_stopping = match args.early_stopping {
+            Some(EarlyStoppingArg::True) => EarlyStopping::Yes,
+            Some(EarlyStoppingArg::False) | None => EarlyStopping::No,
+            Some(EarlyStoppingArg::Never) => EarlyStopping::Never,
+        };
+        let length_penalty = args.length_penalty.unwrap_or(1.0);
+        args.beam_width.map(|width| BeamParams { width, length_penalty, early_stopping })
     }
 
     /// What was typed, then what the model's makers recommend, then what suits most models.
@@ -212,7 +250,8 @@ impl SamplingConfig {
             presence_penalty: args.presence_penalty.unwrap_or(0.0),
             logit_bias: Vec::new(),
             seed: self.seed,
-            n_logprobs: args.logprobs.unwrap_or(0),
+            n_logprobs: args.logprobs,
+            n_candidates: 0,
         }
     }
 
@@ -269,17 +308,35 @@ impl EngineConfig {
             max_rows: rows,
             max_seqs: seqs,
             rope: RopeOverride {
-                scaling: args.rope_scaling.map(|kind| match kind {
-                    RopeScalingArg::None => RopeKind::None,
-                    RopeScalingArg::Linear => RopeKind::Linear,
-                    RopeScalingArg::Dynamic => RopeKind::Dynamic,
-                    RopeScalingArg::Yarn => RopeKind::Yarn,
-                }),
+                scaling: match args.rope_scaling {
+                    Some(RopeScalingArg::Named(kind)) => Some(kind),
+                    Some(RopeScalingArg::Json(_)) | None => None,
+                },
+                parameters: match &args.rope_scaling {
+                    Some(RopeScalingArg::Json(object)) => Some(object.clone()),
+                    Some(RopeScalingArg::Named(_)) | None => None,
+                },
                 scale: args.rope_scale,
                 theta: args.rope_freq_base,
                 original: args.rope_original_context,
             },
         })
+    }
+}
+
+/// Most answers that run side by side unless the user says more; others follow when one ends.
+const SIDE_BY_SIDE: u32 = 16;
+
+impl EngineConfig {
+    /// The same with seats for all answers to a prompt.
+    fn for_answers(mut self, sampling: &SamplingConfig) -> Result<Self, ConfigError> {
+        let n_seats = match sampling.beam() {
+            Some(beam) => beam.width,
+            None => sampling.n().min(SIDE_BY_SIDE),
+        };
+        self.max_seqs = self.max_seqs.max(n_seats);
+        let (rows, seqs) = (self.max_rows, self.max_seqs);
+        if rows < seqs { Err(ConfigError::Batch { rows, seqs }) } else { Ok(self) }
     }
 }
 

@@ -9,7 +9,8 @@
 //! Code map: [`Engine`] is the loop; [`Executor`] carries out a plan on anything that can
 //! [`Forward`], such as a
 //! [`LoadedModel`]; `batch` lays a plan out in rows; [`sample`] chooses
-//! tokens; [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything
+//! tokens; `requests` knows who waits for which sequence, and `beam` which answers a search follows;
+//! [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything
 //! is, once, at the start.
 //!
 //! One thread owns all mutable state, so there is no lock. The crate speaks tokens: it has never
@@ -17,6 +18,7 @@
 //! [`Clock`](nuthatch_types::Clock) that it is given.
 
 mod batch;
+mod beam;
 mod engine;
 mod error;
 mod executor;
@@ -24,6 +26,7 @@ mod handle;
 mod loaded;
 mod memory;
 mod output;
+mod requests;
 pub mod sample;
 
 pub use engine::{Engine, EngineStats, SharedClock};
@@ -32,5 +35,6 @@ pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::LoadedModel;
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
-pub use nuthatch_scheduler::Usage;
-pub use output::{Output, Submission, Timings};
+pub use nuthatch_cache::Retention;
+pub use nuthatch_scheduler::{Tenant, Usage};
+pub use output::{Hints, Output, Submission, Timings, best_of};

@@ -14,6 +14,8 @@ use nuthatch_types::{LayerIdx, TokenId};
 use crate::error::ConfigError;
 use crate::rope::{Rope, RopeOverride};
 
+pub(crate) use from_json::parse_scaling;
+
 /// A family of models that the forward pass knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {

@@ -99,7 +99,7 @@ fn run(n_seqs: u32) -> Result<Vec<Times>, Box<dyn std::error::Error>> {
 fn answer(plan: &StepPlan, n_step: u32) -> StepResult {
     let sample = |seq: SeqId| {
         let token = TokenId(seq.0 as u32 + n_step);
-        Sampled { seq, token, logprob: 0.0, top: Vec::new() }
+        Sampled { seq, token, logprob: None, top: Vec::new() }
     };
     let asked = plan.seqs.iter().filter(|step| step.sample);
     let sampled = asked.map(|step| sample(step.seq)).collect();

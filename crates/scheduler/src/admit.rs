@@ -9,7 +9,7 @@ use crate::step::Step;
 use crate::{Hints, Scheduler};
 
 /// How a waiting sequence gets its pages.
-enum Entry {
+pub(crate) enum Entry {
     /// It has none: some are found, the others are computed.
     New(Admission),
     /// It was swapped: they come back.
@@ -60,7 +60,8 @@ impl Scheduler {
         }
         // Decoding comes first, so each running sequence may need a token.
         let budget = step.budget.saturating_sub(self.running.len() as u32);
-        let Some((seq, rank)) = self.next_waiting().filter(|_| budget > 0) else { return };
+        let next = self.next_waiting(self.may_start());
+        let Some((seq, rank)) = next.filter(|_| budget > 0) else { return };
         if self.has_seat() && self.fitting(seq, self.outstanding()).is_some() {
             return;
         }
@@ -89,26 +90,31 @@ impl Scheduler {
     /// through its prompt; the first that does not fit ends the search, so that no long request
     /// waits for ever.
     pub(crate) fn admit_waiting(&mut self, step: &mut Step) {
-        while self.has_seat()
+        while (self.has_seat() || self.n_guided > 0)
             && step.budget > 0
-            && let Some((seq, rank)) = self.next_waiting()
-            && let Some(entry) = self.fitting(seq, step.promised)
+            && let Some((seq, rank)) = self.next_to_admit(step)
+            && let Some(entry) = self.make_room(seq, rank, step)
         {
             self.admit(seq, rank, entry, step);
             step.promised += self.pages_outstanding(seq);
         }
     }
 
-    fn has_seat(&self) -> bool {
+    pub(crate) fn has_seat(&self) -> bool {
         (self.running.len() as u32) < self.config.max_seqs.min(self.queue.max_running())
     }
 
+    /// Whether the executor has room for a sequence that it does not know.
+    pub(crate) fn may_start(&self) -> bool {
+        self.n_started + self.n_unstarted < self.config.max_seqs
+    }
+
     /// Who is next, and the rank with which it will run.
-    fn next_waiting(&mut self) -> Option<(SeqId, Rank)> {
+    pub(crate) fn next_waiting(&mut self, may_start: bool) -> Option<(SeqId, Rank)> {
         let Scheduler { queue, cache, seqs, .. } = self;
         let step = self.counters.steps;
         let ask = Ask {
-            may_start: self.n_started + self.n_unstarted < self.config.max_seqs,
+            may_start,
             step,
             n_found: &|seq| {
                 let admission = cache.plan_admit(seq, prompt(&seqs[&seq]));
@@ -120,7 +126,7 @@ impl Scheduler {
     }
 
     /// How a waiting sequence gets its pages, if all its tokens fit beside `promised` pages.
-    fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
+    pub(crate) fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
         let room = self.cache.n_available().saturating_sub(promised);
         let savings = self.cache.n_savings();
         if self.blocked.is_some_and(|blocked| blocked.holds(seq, room, savings)) {
@@ -157,7 +163,7 @@ impl Scheduler {
                 let Admitted { n_found, .. } = self.cache.admit(admission);
                 let sequence = self.seq_mut(seq);
                 sequence.computed = n_found;
-                if !sequence.is_started() {
+                if !sequence.is_started {
                     sequence.cached = n_found.min(sequence.n_prompt);
                 }
             }
@@ -187,7 +193,7 @@ impl Scheduler {
     pub(crate) fn admit_by_force(&mut self, step: &mut Step) {
         while self.running.is_empty()
             && self.cache.n_loads() == 0
-            && let Some((seq, _)) = self.next_waiting()
+            && let Some((seq, _)) = self.next_waiting(self.may_start())
             && self.drop_swapped(Some(seq))
         {
             self.admit_waiting(step);

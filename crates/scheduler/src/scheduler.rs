@@ -35,6 +35,10 @@ pub struct Scheduler {
     pub(crate) is_unsorted: bool,
     /// Sequences that the executor knows.
     pub(crate) n_started: u32,
+    /// Sequences whose tokens the caller chooses.
+    pub(crate) n_guided: u32,
+    /// Those of them that have given their pages up until the caller has chosen.
+    pub(crate) n_parked: u32,
     /// Running sequences that the executor does not know, because they have been loading so far.
     pub(crate) n_unstarted: u32,
     /// Sequences of which the executor knows and that it has not been told to forget.
@@ -50,7 +54,7 @@ pub struct Scheduler {
     pub(crate) loads: Vec<Load>,
     /// The request that did not fit when it was its turn.
     pub(crate) blocked: Option<Blocked>,
-    n_arrivals: u64,
+    pub(crate) n_arrivals: u64,
 }
 
 /// A request, in tokens.
@@ -119,6 +123,33 @@ pub enum SubmitError {
         /// Tokens of one page.
         page_len: u32,
     },
+    /// The answers that are followed at one time do not fit into the empty cache.
+    #[error(
+        "{width} answers to a prompt of {prompt} tokens, up to {max_len} tokens long with it, need \
+         {needed} pages of {page_len} tokens, but the cache has {n_pages}"
+    )]
+    ExceedsCacheWide {
+        /// Tokens of the prompt.
+        prompt: u32,
+        /// Answers that are followed at one time.
+        width: u32,
+        /// Most tokens of prompt and answer together.
+        max_len: u32,
+        /// Pages they need if nothing but the prompt is shared.
+        needed: u64,
+        /// Pages that they may have.
+        n_pages: u32,
+        /// Tokens of one page.
+        page_len: u32,
+    },
+    /// More answers than may run at one time are to be followed.
+    #[error("{width} answers are to be followed, but only {max_seqs} sequences run at one time")]
+    TooWide {
+        /// Answers that are followed at one time.
+        width: u32,
+        /// Sequences that may run at one time.
+        max_seqs: u32,
+    },
     /// Too many requests wait. The same request may be accepted later.
     #[error("{waiting} requests are waiting, and no more may")]
     QueueFull {
@@ -158,6 +189,8 @@ impl Scheduler {
             is_unsorted: false,
             n_started: 0,
             n_unstarted: 0,
+            n_guided: 0,
+            n_parked: 0,
             ended: Vec::new(),
             in_flight: None,
             counters: Counters::default(),
@@ -196,7 +229,7 @@ impl Scheduler {
         let place = if n_common > 0 { Place::Held } else { Place::Waiting };
         let sequence = Sequence {
             id: seq,
-            rank: self.queue.rank(Arrival(self.n_arrivals), &hints, n_prompt),
+            rank: self.queue.rank(Arrival::nth(self.n_arrivals), &hints, n_prompt),
             n_since_rank: 0,
             place,
             since: self.counters.steps,
@@ -214,14 +247,19 @@ impl Scheduler {
             limits,
             hints: Box::new(hints),
             n_common,
-            sampling: Some(Box::new(sampling)),
+            is_guided: sampling.n_candidates > 0,
+            sampling: Box::new(sampling),
+            is_started: false,
             protected: false,
             last_step: 0,
         };
         match place {
             Place::Held => self.held.push(seq),
-            Place::Waiting | Place::Swapped | Place::Running => self.queue.push(sequence.waiter()),
+            Place::Waiting | Place::Swapped | Place::Running | Place::Parked => {
+                self.queue.push(sequence.waiter());
+            }
         }
+        self.n_guided += u32::from(sequence.is_guided);
         self.seqs.insert(seq, sequence);
         Ok(())
     }
@@ -313,6 +351,7 @@ impl Scheduler {
             waiting: self.n_waiting(),
             swapped: self.swapped.len() as u32,
             running: self.running.len() as u32,
+            parked: self.n_parked,
             cache,
             counters: self.counters,
         }
@@ -330,7 +369,7 @@ impl Scheduler {
     }
 
     /// The most tokens that the request's sequence may have, or why it is refused.
-    fn check(&self, submission: &Submission) -> Result<u32, SubmitError> {
+    pub(crate) fn check(&self, submission: &Submission) -> Result<u32, SubmitError> {
         submission.sampling.validate()?;
         if submission.prompt.is_empty() {
             return Err(SubmitError::EmptyPrompt);
@@ -378,11 +417,13 @@ impl Scheduler {
                 self.cache.release(seq);
             }
             Place::Running => {
-                self.n_unstarted -= u32::from(!sequence.is_started());
+                self.n_unstarted -= u32::from(!sequence.is_started);
                 self.cache.release(seq);
             }
+            Place::Parked => self.n_parked -= 1,
         }
-        if sequence.is_started() {
+        self.n_guided -= u32::from(sequence.is_guided);
+        if sequence.is_started {
             self.n_started -= 1;
             self.ended.push(seq);
         }

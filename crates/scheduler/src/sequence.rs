@@ -49,9 +49,13 @@ pub(crate) struct Sequence {
     pub(crate) hints: Box<Hints>,
     /// Tokens that it has in common with the sequence that it forks.
     pub(crate) n_common: u32,
-    /// How tokens are chosen, until the executor was told. Boxed because it is large and needed
-    /// once, where the rest is needed in every step.
-    pub(crate) sampling: Option<Box<Sampling>>,
+    /// How tokens are chosen. Boxed because it is large and needed only when the executor is told,
+    /// where the rest is needed in every step.
+    pub(crate) sampling: Box<Sampling>,
+    /// Whether the executor knows it.
+    pub(crate) is_started: bool,
+    /// Whether the caller chooses its tokens.
+    pub(crate) is_guided: bool,
     /// Whether the sequence was preempted and has sampled nothing since.
     pub(crate) protected: bool,
     /// The last step that gave it tokens to compute.
@@ -69,6 +73,8 @@ pub(crate) enum Place {
     Swapped,
     /// It has its pages on the device.
     Running,
+    /// It has given its pages up and waits for the caller to choose its next token.
+    Parked,
 }
 
 /// Why a sequence has lost what was computed for it.
@@ -90,14 +96,9 @@ impl Sequence {
             seq: self.id,
             rank: self.rank,
             tenant: self.hints.tenant,
-            is_started: self.is_started(),
+            is_started: self.is_started,
             since: self.since,
         }
-    }
-
-    /// Whether the executor knows it.
-    pub(crate) fn is_started(&self) -> bool {
-        self.sampling.is_none()
     }
 
     /// Whether the executor has all of its table, when it has spare places, which end with a page.
@@ -108,6 +109,11 @@ impl Sequence {
     /// Tokens that are not computed.
     pub(crate) fn pending(&self) -> u32 {
         self.tokens.len() as u32 - self.computed
+    }
+
+    /// Whether it has pages and waits for the caller to choose its next token.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.place == Place::Running && self.pending() == 0
     }
 
     /// Whether only the last sampled token is not computed.

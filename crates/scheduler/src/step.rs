@@ -33,7 +33,7 @@ pub(crate) struct Flight {
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) plan: StepPlan,
-    flights: Vec<Flight>,
+    pub(crate) flights: Vec<Flight>,
     work: Work,
     n_tokens: u32,
     /// Tokens that may still be added.
@@ -72,8 +72,9 @@ impl Scheduler {
                 break;
             }
         }
-        if step.n_preempted == 0 || self.running.is_empty() {
+        if step.n_preempted == 0 || self.all_paused() {
             self.admit_waiting(&mut step);
+            self.admit_over_paused(&mut step);
             self.admit_by_force(&mut step);
         }
         // Loads begin only when copies from their slots have been carried out.
@@ -81,9 +82,10 @@ impl Scheduler {
         if step.flights.is_empty() && !awaits_copies {
             // What loads hold is not there for others.
             if self.cache.n_loads() == 0 {
-                assert!(self.running.is_empty(), "the first sequence alone always fits");
+                assert!(self.all_paused(), "the first sequence alone always fits");
                 assert_eq!(self.queue.len(), 0, "an empty cache holds every accepted request");
-                assert!(self.held.is_empty(), "who waits for another is released when it ends");
+                let is_free = self.held.is_empty() || self.n_guided > 0;
+                assert!(is_free, "who waits for another is released when it ends");
             }
             self.counters.steps -= 1;
             return None;
@@ -180,9 +182,13 @@ impl Scheduler {
         let Ok(n_pages) = self.cache.extend(seq, n_places) else { return false };
         self.n_spare = self.n_spare + n_places - n_tokens;
         sequence.n_spare = sequence.n_spare + n_places - n_tokens;
-        if let Some(sampling) = sequence.sampling.take() {
-            let history = sequence.tokens.clone();
-            step.plan.started.push(SeqStart { seq, sampling: *sampling, history });
+        if !std::mem::replace(&mut sequence.is_started, true) {
+            step.plan.started.push(SeqStart {
+                seq,
+                sampling: (*sequence.sampling).clone(),
+                history: sequence.tokens.clone(),
+                n_prompt: sequence.n_prompt,
+            });
             self.n_started += 1;
             self.n_unstarted -= 1;
         }

@@ -35,7 +35,7 @@ fn shape(plan: &StepPlan) -> Vec<(u64, u32, usize, bool)> {
 /// Gives `token` to every sequence that asked for one.
 fn answer(scheduler: &mut Scheduler, plan: &StepPlan, token: TokenId) -> Vec<Output> {
     let asked = plan.seqs.iter().filter(|step| step.sample);
-    let sample = |seq| Sampled { seq, token, logprob: 0.0, top: vec![] };
+    let sample = |seq| Sampled { seq, token, logprob: None, top: vec![] };
     let sampled = asked.map(|step| sample(step.seq)).collect();
     let outputs = scheduler.commit(StepResult { sampled, ..StepResult::default() });
     scheduler.verify().expect("sound after a commit");
@@ -382,7 +382,7 @@ fn pages_are_computed_again_when_the_host_has_no_room_or_copies_are_dear() {
         let sampled = plan.seqs.iter().filter(|step| step.sample).map(|step| Sampled {
             seq: step.seq,
             token: TokenId(5),
-            logprob: 0.0,
+            logprob: None,
             top: vec![],
         });
         let copy_nanos = page_nanos as u64 * plan.copies.len() as u64;

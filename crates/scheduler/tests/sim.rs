@@ -150,9 +150,7 @@ impl World {
             }
             Err(SubmitError::ExceedsCache { needed, n_pages, .. }) => assert!(needed > n_pages),
             Err(SubmitError::QueueFull { .. }) => assert!(waiting >= self.config.max_waiting),
-            Err(error @ (SubmitError::DuplicateSeq { .. } | SubmitError::Sampling(_))) => {
-                panic!("{error}")
-            }
+            Err(error) => panic!("{error}"),
         }
     }
 
@@ -285,6 +283,7 @@ impl World {
             assert_eq!(request.finished, None, "no news after the last");
             match output {
                 Output::Token { token, .. } => request.answer.push(token),
+                Output::Candidates { .. } => panic!("nobody asked to choose"),
                 Output::Finished { reason, usage, .. } => {
                     request.finished = Some(reason);
                     let expected = Usage {

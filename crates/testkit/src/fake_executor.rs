@@ -42,6 +42,7 @@ struct FakeSeq {
 
 impl FakeSeq {
     fn new(start: &SeqStart) -> Self {
+        assert!(start.n_prompt as usize <= start.history.len(), "more prompt than history");
         let mut seq = FakeSeq {
             sampling: start.sampling.clone(),
             history: Vec::new(),
@@ -111,6 +112,7 @@ impl FakeExecutor {
         let n_tokens: usize = plan.seqs.iter().map(|step| step.tokens.len()).sum();
         StepResult {
             sampled,
+            failed: Vec::new(),
             copy_nanos: self.page_nanos * plan.copies.len() as u64,
             compute_nanos: self.token_nanos * n_tokens as u64,
         }
@@ -155,6 +157,10 @@ impl FakeExecutor {
         let start = step.start as usize;
         let end = start + step.tokens.len();
         assert!(start < end, "{id:?} computes nothing");
+        if seq.sampling.n_candidates > 0 && end == seq.history.len() + 1 {
+            // The caller's choice is told by computing it.
+            seq.push(step.tokens[end - start - 1]);
+        }
         assert!(end <= seq.history.len(), "{id:?} computes tokens that are not known");
         assert_eq!(step.tokens[..], seq.history[start..end], "{id:?} computes other tokens");
         assert_eq!(seq.table.len(), end.div_ceil(self.page_len), "{id:?} has unused entries");
@@ -183,9 +189,28 @@ impl FakeExecutor {
             return None;
         }
         let token = next_token(last?, seq.sampling.seed, self.n_vocab);
-        seq.push(token);
-        Some(Sampled { seq: id, token, logprob: -1.0, top: Vec::new() })
+        let top = candidates(token, &seq.sampling, self.n_vocab);
+        if top.is_empty() {
+            seq.push(token);
+        }
+        Some(Sampled { seq: id, token, logprob: None, top })
     }
+}
+
+/// The candidates that a [`FakeExecutor`] gives after `tokens`, which are not empty.
+pub fn candidates_after(
+    tokens: &[TokenId],
+    sampling: &Sampling,
+    n_vocab: u32,
+) -> Vec<(TokenId, f32)> {
+    let kv = tokens.iter().fold(None, |kv, &token| Some(kv_of(kv, token)));
+    let best = next_token(kv.expect("there is a token"), sampling.seed, n_vocab);
+    candidates(best, sampling, n_vocab)
+}
+
+fn candidates(best: TokenId, sampling: &Sampling, n_vocab: u32) -> Vec<(TokenId, f32)> {
+    let n = sampling.n_candidates.min(n_vocab);
+    (0..n).map(|i| (TokenId((best.0 + i) % n_vocab), -1.0 - i as f32)).collect()
 }
 
 /// The answer that a [`FakeExecutor`] gives to a prompt when nothing else is running, at most
@@ -233,7 +258,12 @@ mod tests {
 
     fn start(mut plan: StepPlan, history: &[TokenId]) -> StepPlan {
         let sampling = Sampling::default();
-        plan.started.push(SeqStart { seq: SeqId(1), sampling, history: history.to_vec() });
+        plan.started.push(SeqStart {
+            seq: SeqId(1),
+            sampling,
+            history: history.to_vec(),
+            n_prompt: history.len() as u32,
+        });
         plan
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Nothing here allocates on a device, does I/O, or depends on another crate of this workspace.
 
+mod beam;
 mod clock;
 mod fast_map;
 mod id;
@@ -10,6 +11,7 @@ mod sampling;
 mod shape;
 mod step_tokens;
 
+pub use beam::{BeamParams, EarlyStopping};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use fast_map::{FastMap, FastSet};
 pub use id::{LayerIdx, PageId, SeqId, Slot, TokenId};

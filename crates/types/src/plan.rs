@@ -27,8 +27,12 @@ pub struct SeqStart {
     pub seq: SeqId,
     /// How its tokens are chosen.
     pub sampling: Sampling,
-    /// The tokens that penalties look back on; sampled ones are added by the executor.
+    /// The tokens that penalties look back on: the prompt, then what was generated before the
+    /// sequence came to the executor. Later ones are added by the executor, when they are sampled
+    /// or, if they are the caller's choice, when they are computed.
     pub history: Vec<TokenId>,
+    /// How many of `history` are the prompt's.
+    pub n_prompt: u32,
 }
 
 /// What one sequence does in one step.
@@ -68,8 +72,12 @@ pub struct PageCopy {
 /// What the executor gives back.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepResult {
-    /// One entry for each [`SeqStep`] that asked for a sample, in the order of the plan.
+    /// One entry for each [`SeqStep`] that asked for a sample and is not in `failed`, in the order
+    /// of the plan.
     pub sampled: Vec<Sampled>,
+    /// Sequences whose logits were no numbers to choose by, in the order of the plan. They end; the
+    /// others are as if these were not there.
+    pub failed: Vec<SeqId>,
     /// What the plan's copies took, in nanoseconds; 0 when it was not measured.
     pub copy_nanos: u64,
     /// What the pass took, in nanoseconds; 0 when it was not measured.
@@ -81,10 +89,12 @@ pub struct StepResult {
 pub struct Sampled {
     /// The sequence.
     pub seq: SeqId,
-    /// The token.
+    /// The token. Where the caller chooses ([`Sampling::n_candidates`]), the best candidate.
     pub token: TokenId,
-    /// Natural logarithm of the token's probability before temperature and filters.
-    pub logprob: f32,
-    /// The most probable tokens and their logarithms, as many as were asked for, best first.
+    /// Natural logarithm of the token's probability before penalties, temperature and filters, if
+    /// logarithms were asked for.
+    pub logprob: Option<f32>,
+    /// The most probable tokens and their logarithms, as many as were asked for, best first. Where
+    /// the caller chooses, the candidates and their scores.
     pub top: Vec<(TokenId, f32)>,
 }

@@ -103,7 +103,8 @@ impl Bench {
         // Other tokens each time, so that nothing of it is in the cache.
         let prompt = (0..n_prompt).map(|_| self.random_token()).collect();
         let limits = Limits { max_tokens: n_answer, ..Limits::default() };
-        let submission = Submission { prompt, sampling: Sampling::greedy(), limits };
+        let sampling = Sampling::greedy();
+        let submission = Submission { prompt, sampling, limits, ..Submission::default() };
         let (sender, outputs) = crossbeam_channel::unbounded();
         self.engine.submit(submission, sender, self.clock.0.now())?;
         let mut steps = Vec::new();

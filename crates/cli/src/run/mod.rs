@@ -43,6 +43,8 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         text: &text,
         interrupt: fetch.interrupt,
         sampling: config.sampling.sampling(&prepared.files.config().generation),
+        n: config.sampling.n(),
+        beam: config.sampling.beam(),
         stops: config.sampling.stops(),
         max_tokens: config.sampling.max_tokens(),
         max_context: prepared.sizes.max_context,

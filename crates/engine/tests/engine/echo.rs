@@ -3,6 +3,7 @@
 //! A page that is overwritten, a table that is out of date or a row of the wrong sequence changes
 //! the answer, and [`Answer::of`], which reads no page, says what it should have been.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -32,6 +33,8 @@ pub(crate) struct Script {
     pub(crate) fault_at: Option<u64>,
     /// The model panics in this step.
     pub(crate) panic_at: Option<u64>,
+    /// Counts the pages copied.
+    pub(crate) n_copies: Arc<AtomicU64>,
     /// Disconnected when the model is dropped.
     #[expect(dead_code, reason = "held for what its drop tells")]
     pub(crate) alive: Option<Sender<()>>,
@@ -80,6 +83,7 @@ impl Forward for Echo {
     }
 
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        self.script.n_copies.fetch_add(copies.len() as u64, Ordering::SeqCst);
         for copy in copies {
             let (source, target) = (copy.source.0 as usize, copy.target.0 as usize);
             let n = self.page_len;
@@ -140,7 +144,7 @@ fn echo_logits(tokens: &[TokenId]) -> Vec<f32> {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Answer {
     pub(crate) tokens: Vec<TokenId>,
-    pub(crate) logprobs: Vec<f32>,
+    pub(crate) logprobs: Vec<Option<f32>>,
     pub(crate) reason: FinishReason,
     pub(crate) usage: Usage,
 }
@@ -148,7 +152,7 @@ pub(crate) struct Answer {
 impl Answer {
     /// The answer to a request that is alone in the world.
     pub(crate) fn of(submission: &Submission, max_context: u32) -> Self {
-        let Submission { prompt, sampling, limits } = submission;
+        let Submission { prompt, sampling, limits, .. } = submission;
         let mut sampler = Sampler::new(sampling.clone(), prompt, &[]);
         let mut scratch = Scratch::with_vocab(VOCAB as usize);
         let mut all = prompt.clone();
@@ -186,7 +190,8 @@ impl Answer {
                     tokens.push(token);
                     logprobs.push(logprob);
                 }
-                Output::Finished { reason, usage, .. } => {
+                Output::Finished { index, reason, usage, score, .. } => {
+                    assert_eq!((index, score), (0, None));
                     assert_eq!(ticket.recv(), None, "nothing after the end");
                     // What the cache held depends on who came before.
                     let usage = Usage { cached_tokens: 0, ..usage };
@@ -195,6 +200,37 @@ impl Answer {
             }
         }
     }
+}
+
+/// All answers that a ticket has, with their scores. `None` if the engine was lost.
+pub(crate) fn receive_all(ticket: &Ticket) -> Option<Vec<(Answer, Option<f32>)>> {
+    collect_all(std::iter::from_fn(|| ticket.recv()))
+}
+
+/// All answers of a request, in order of their indices, with their scores. `None` if one has not
+/// ended.
+pub(crate) fn collect_all(
+    outputs: impl Iterator<Item = Output>,
+) -> Option<Vec<(Answer, Option<f32>)>> {
+    let mut open: BTreeMap<u32, (Vec<TokenId>, Vec<Option<f32>>)> = BTreeMap::new();
+    let mut all = BTreeMap::new();
+    for output in outputs {
+        match output {
+            Output::Token { index, token, logprob, .. } => {
+                assert!(!all.contains_key(&index), "no token after the end");
+                let (tokens, logprobs) = open.entry(index).or_default();
+                tokens.push(token);
+                logprobs.push(logprob);
+            }
+            Output::Finished { index, reason, usage, score, .. } => {
+                let (tokens, logprobs) = open.remove(&index).unwrap_or_default();
+                let answer = Answer { tokens, logprobs, reason, usage };
+                assert!(all.insert(index, (answer, score)).is_none(), "one end for each answer");
+            }
+        }
+    }
+    let n = all.len() as u32;
+    (open.is_empty() && n > 0 && all.keys().copied().eq(0..n)).then(|| all.into_values().collect())
 }
 
 /// A clock that tests move by hand.
@@ -240,9 +276,15 @@ pub(crate) fn submission(seed: u64, n_prompt: u32, max_tokens: u32) -> Submissio
     let prompt = (0..n_prompt).map(|i| TokenId((seed as u32 * 7 + i * i) % 59)).collect();
     let sampling = match seed % 3 {
         0 => Sampling::greedy(),
-        1 => Sampling { seed, top_p: 0.9, repetition_penalty: 1.2, ..Sampling::default() },
+        1 => Sampling {
+            seed,
+            top_p: 0.9,
+            repetition_penalty: 1.2,
+            n_logprobs: Some(0),
+            ..Sampling::default()
+        },
         _ => Sampling { seed, top_k: 20, frequency_penalty: 0.5, ..Sampling::default() },
     };
     let limits = Limits { max_tokens, stop_tokens: vec![TokenId(3)], min_tokens: 4 };
-    Submission { prompt, sampling, limits }
+    Submission { prompt, sampling, limits, ..Submission::default() }
 }

@@ -17,7 +17,7 @@ fn executor(script: Script) -> Executor<Echo> {
 }
 
 fn start(seq: u64) -> SeqStart {
-    SeqStart { seq: SeqId(seq), sampling: Sampling::greedy(), history: vec![] }
+    SeqStart { seq: SeqId(seq), sampling: Sampling::greedy(), history: vec![], n_prompt: 0 }
 }
 
 fn step(seq: u64, start: u32, tokens: &[TokenId], keep: u32, push: &[u32]) -> SeqStep {

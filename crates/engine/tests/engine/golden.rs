@@ -4,19 +4,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_engine::{Budget, Engine, EngineHandle, Output, SizeRequest, Sizes, Submission};
+use nuthatch_engine::{
+    Budget, Engine, EngineHandle, Executor, LoadedModel, Output, SizeRequest, Sizes, Submission,
+};
 use nuthatch_model::ModelFiles;
 use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
 use safetensors::SafeTensors;
 
 use crate::echo::Answer;
 
-fn folder(name: &str) -> PathBuf {
+pub(crate) fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden").join(name)
 }
 
 /// The golden prompt and the sixteen tokens after it.
-fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
+pub(crate) fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
     let bytes = std::fs::read(folder(name).join("golden.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let tokens = |key: &str| -> Vec<TokenId> {
@@ -27,27 +29,40 @@ fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
     (tokens("prompt"), tokens("greedy"))
 }
 
-/// Steps of ten tokens, so that every prompt is cut.
-fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
-    spawn_with_host(path, kv_pages, 0)
+/// How large an engine is.
+#[derive(Clone, Copy)]
+pub(crate) struct Pool {
+    pub(crate) kv_pages: u32,
+    pub(crate) host_pages: u32,
+    pub(crate) max_seqs: u32,
 }
 
-/// The same with pages of the host.
-fn spawn_with_host(path: &Path, kv_pages: u32, host_pages: u32) -> EngineHandle {
+fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
+    spawn_with(path, Pool { kv_pages, host_pages: 0, max_seqs: 4 })
+}
+
+pub(crate) fn spawn_with(path: &Path, pool: Pool) -> EngineHandle {
+    load(path, pool).spawn().unwrap()
+}
+
+/// Steps of ten tokens, so that every prompt is cut.
+pub(crate) fn load(path: &Path, pool: Pool) -> Engine<Executor<LoadedModel<Cpu>>> {
+    let Pool { kv_pages, host_pages, max_seqs } = pool;
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
     let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
     let (budget, host_bytes) = (Budget::KvBytes(bytes(kv_pages)), bytes(host_pages));
-    let request = SizeRequest { max_seqs: 4, max_rows: 10, budget, host_bytes, ..request };
+    let request = SizeRequest { max_seqs, max_rows: 10, budget, host_bytes, ..request };
     let sizes = Sizes::compute(&request).unwrap();
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
     let clock = Arc::new(SystemClock::start());
-    Engine::load(backend, &files, &sizes, clock).unwrap().spawn().unwrap()
+    Engine::load(backend, &files, &sizes, clock).unwrap()
 }
 
 fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {
     let limits = Limits { max_tokens: 16, ..Limits::default() };
-    Submission { prompt: prompt.to_vec(), sampling, limits }
+    let sampling = Sampling { n_logprobs: sampling.n_logprobs.or(Some(0)), ..sampling };
+    Submission { prompt: prompt.to_vec(), sampling, limits, ..Submission::default() }
 }
 
 #[test]
@@ -75,7 +90,7 @@ fn company_and_preemption_change_nothing() {
         .map(|i| match i % 2 {
             0 => request(&prompt, Sampling::greedy()),
             _ => {
-                let sampling = Sampling { seed: i, n_logprobs: 3, ..Sampling::default() };
+                let sampling = Sampling { seed: i, n_logprobs: Some(3), ..Sampling::default() };
                 request(&prompt[i as usize..], sampling)
             }
         })
@@ -90,7 +105,7 @@ fn company_and_preemption_change_nothing() {
     assert_eq!(alone[0].tokens, greedy);
     // All at once, in pages for less than two of them, with little or much room on the host.
     for host_pages in [0, 3, 30] {
-        let handle = spawn_with_host(&path, 7, host_pages);
+        let handle = spawn_with(&path, Pool { kv_pages: 7, host_pages, max_seqs: 4 });
         let tickets: Vec<_> = requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
         for (ticket, alone) in tickets.iter().zip(&alone) {
             let together = Answer::receive(ticket).unwrap();
@@ -115,7 +130,9 @@ fn a_second_request_finds_the_pages_of_the_first() {
         let mut answer = Vec::new();
         loop {
             match ticket.recv().unwrap() {
-                Output::Token { token, logprob, .. } => answer.push((token, logprob.to_bits())),
+                Output::Token { token, logprob, .. } => {
+                    answer.push((token, logprob.map(f32::to_bits)));
+                }
                 Output::Finished { usage, .. } => return (answer, usage.cached_tokens as usize),
             }
         }

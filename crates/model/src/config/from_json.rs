@@ -200,6 +200,20 @@ fn rope(
     Ok((rope, max_context))
 }
 
+/// The scaling that the text of a `rope_scaling` object describes for a model of `position_limit`
+/// tokens, and the base of the frequencies if it is among the keys.
+pub(crate) fn parse_scaling(
+    text: &str,
+    position_limit: u32,
+) -> Result<(RopeScaling, Option<f64>), ConfigError> {
+    let value: Value = serde_json::from_str(text)?;
+    let object = value.as_object().ok_or_else(|| invalid("rope scaling", "no object", "one"))?;
+    let beside = serde_json::Map::new();
+    let rope = Fields { prefix: "rope_scaling.", object };
+    let scaling = scaling(Fields { prefix: "", object: &beside }, rope, position_limit)?;
+    Ok((scaling, rope.f64("rope_theta")?))
+}
+
 fn scaling(
     fields: Fields<'_>,
     rope: Fields<'_>,
