@@ -151,6 +151,44 @@ fn sequences_of_two_requests_do_not_wait_for_each_other() {
 }
 
 #[test]
+fn later_requests_give_way_at_once_and_not_only_when_nothing_runs() {
+    let mut scheduler = scheduler(4, 32, Config { max_seqs: 3, ..Config::default() });
+    scheduler.submit(ordinary(1, 4, 100)).expect("fits");
+    scheduler.submit_wide(guided(2, 4, 9), Hints::default(), 2).expect("fits");
+    scheduler.submit_wide(guided(11, 4, 9), Hints::default(), 2).expect("fits");
+    let (_, outputs) = step(&mut scheduler);
+    assert_eq!(paused(&outputs), [2, 11]);
+    // All seats are taken, and the first request would keep its own for a hundred steps.
+    scheduler.fork(SeqId(2), SeqId(3), TokenId(8));
+    let (plan, outputs) = step(&mut scheduler);
+    assert_eq!(shape(&plan), [(1, 4, 1), (3, 4, 1)]);
+    assert_eq!((plan.ended, paused(&outputs)), (vec![SeqId(11)], vec![3]));
+    assert_eq!(scheduler.stats().parked, 1);
+    // The sequences of one request do not give way to each other while something runs.
+    scheduler.fork(SeqId(2), SeqId(4), TokenId(9));
+    let (plan, _) = step(&mut scheduler);
+    assert_eq!(shape(&plan), [(1, 5, 1)]);
+    assert_eq!((scheduler.stats().parked, scheduler.stats().waiting), (1, 1));
+}
+
+#[test]
+fn a_fork_comes_before_requests_that_came_after_its_own() {
+    let mut scheduler = scheduler(4, 32, Config { max_seqs: 2, ..Config::default() });
+    scheduler.submit(ordinary(1, 4, 3)).expect("fits");
+    scheduler.submit_wide(guided(2, 4, 9), Hints::default(), 2).expect("fits");
+    scheduler.submit(ordinary(11, 4, 9)).expect("fits");
+    let (_, outputs) = step(&mut scheduler);
+    assert_eq!(paused(&outputs), [2]);
+    scheduler.fork(SeqId(2), SeqId(3), TokenId(8));
+    let mut seen = Vec::new();
+    while !seen.contains(&3) && !seen.contains(&11) {
+        let (plan, _) = step(&mut scheduler);
+        seen.extend(plan.seqs.iter().map(|step| step.seq.0));
+    }
+    assert!(seen.contains(&3), "{seen:?}");
+}
+
+#[test]
 fn what_can_never_run_together_is_refused_with_the_numbers() {
     let mut scheduler = scheduler(4, 8, Config { max_seqs: 4, ..Config::default() });
     let mut submit = |n_prompt, max_tokens, width| {
