@@ -45,6 +45,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// A short name of the device and what it uses, for people.
     fn name(&self) -> String;
+    /// Whether products with F16 and BF16 weights take the activations rounded to bf16, as tensor
+    /// cores do. Products with F32 weights never do; those with quantised weights may round
+    /// activations to eight bits in blocks of 32, or to bf16, which is closer.
+    fn rounds_activations(&self) -> bool {
+        false
+    }
 
     // Memory.
 

@@ -1,0 +1,275 @@
+// out[t, row] = sum_k W[row, k] x[t, k] + bias[row], or added to what is there.
+//
+// W packed (weights.cuh), x [T, stride] bf16, out [T, out_stride]. One source for all batch sizes:
+// a block takes 16 WM MT rows of W and 8 WN NT rows of x, a warp 16 MT by 8 NT of these, and walks
+// along k through a ring of stages in shared memory.
+//
+// An output is one chain of m16n8k16 instructions along k, whatever the tile; with quantised
+// weights the chain is one run long, and runs are added with one fused multiply-add each:
+//
+//   16 bits   acc = mma(acc, W, x)                     f16 weights as the sum of two bf16
+//   8, 4      acc = fma(offset, sum(x), fma(scale, mma(0, codes, x), acc))
+//
+// So a row has the same bits in any batch. Reads W once per column of blocks, and x once per row of
+// blocks.
+
+struct MatmulParams {
+    const u8* packed;
+    const float* bias;  // or null
+    const u16* x;
+    float* out;
+    u32 rows;        // of this part of the weight
+    u32 cells;       // of 64 columns
+    u32 n_x;         // rows of x
+    u32 x_stride;    // in elements
+    u32 out_stride;  // in elements
+    u32 out_first;   // first output of this part
+    u32 is_added;
+    u32 padding;
+};
+static_assert(sizeof(MatmulParams) == MATMUL_PARAMS_SIZE, "the host's MatmulParams differs");
+
+#if BITS < 16
+// The matrix instruction's operand for one step of a cell, from the lane's codes of that step.
+DEVICE void decode(const uint4& codes, u32 step, u32 (&a)[4]) {
+#if BITS == 4
+    const u32 word = step == 0 ? codes.x : step == 1 ? codes.y : step == 2 ? codes.z : codes.w;
+    UNROLL
+    for (int reg = 0; reg < 4; reg++) {
+        // The bits of 128 + code; subtracting leaves the code, exactly.
+        const u32 biased = (word >> (4 * reg) & 0x000F000Fu) | 0x43004300u;
+        const u32 minus = ZERO == 8 ? 0xC308C308u : 0xC300C300u;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+            : "=r"(a[reg])
+            : "r"(biased), "r"(0x3F803F80u), "r"(minus));
+    }
+#else
+    const u32 words[2] = {step % 2 ? codes.z : codes.x, step % 2 ? codes.w : codes.y};
+    UNROLL
+    for (int reg = 0; reg < 4; reg++) {
+        const u32 word = words[reg / 2], first = reg % 2 * 2;
+        // The bits of 2^23 + code + 128 as a float.
+        const u32 low = __byte_perm(word, 0x4B000000u, 0x7540 + first);
+        const u32 high = __byte_perm(word, 0x4B000000u, 0x7540 + first + 1);
+        const float x = __uint_as_float(low) - 8388736.0f;
+        const float y = __uint_as_float(high) - 8388736.0f;
+        // Eight bits fit the upper half of a float, so dropping the lower one is exact.
+        a[reg] = __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632);
+    }
+#endif
+}
+#endif
+
+#if TYPE == F16
+// An f16 as the sum of two bf16, exactly: eleven bits are eight and three.
+DEVICE void split(const uint4& bits, u32 (&high)[4], u32 (&low)[4]) {
+    const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+    UNROLL
+    for (int reg = 0; reg < 4; reg++) {
+        const float x = f16_to_float(words[reg] & 0xFFFF), y = f16_to_float(words[reg] >> 16);
+        high[reg] = bf16x2(x, y);
+        low[reg] = bf16x2(x - bf16_to_float(high[reg] & 0xFFFF), y - bf16_to_float(high[reg] >> 16));
+    }
+}
+#endif
+
+template <int WM, int WN, int MT, int NT, int KS, int STAGES, int SHARED>
+struct Tile {
+    static const int THREADS = 32 * WM * WN;
+    static const int TILES = WM * MT;
+    static const int COLUMNS = 8 * WN * NT;
+    static const int W_BYTES = TILES * KS * CELL_BYTES;
+    static const int X_ROW = KS * 128;
+    static const int STAGE_BYTES = W_BYTES + COLUMNS * X_ROW;
+    static_assert(STAGE_BYTES * STAGES == SHARED, "the host's amount of shared memory differs");
+
+    // Where the sixteen bytes `chunk` of a cell's activations lie in a row: neighbouring rows use
+    // different halves of the banks.
+    DEVICE u32 x_chunk(u32 row, u32 chunk) { return (chunk ^ (row & 1) << 2) * 16; }
+
+    DEVICE void load(const MatmulParams& p, u32 stage, u32 first_cell) {
+        const u32 tiles = (p.rows + 15) / 16;
+        const u32 first_tile = blockIdx.x * TILES;
+        for (u32 i = threadIdx.x; i < W_BYTES / 16; i += THREADS) {
+            const u32 tile = i / (KS * CELL_BYTES / 16), within = i % (KS * CELL_BYTES / 16);
+            const bool inside = first_tile + tile < tiles &&
+                                first_cell + within / (CELL_BYTES / 16) < p.cells;
+            const u64 source =
+                ((u64)(first_tile + tile) * p.cells + first_cell) * CELL_BYTES + within * 16;
+            copy_async(stage + i * 16, p.packed + (inside ? source : 0), inside ? 16 : 0);
+        }
+        for (u32 i = threadIdx.x; i < COLUMNS * KS * 8; i += THREADS) {
+            const u32 column = i / (KS * 8), cell = i % (KS * 8) / 8, chunk = i % 8;
+            const u32 row = blockIdx.y * COLUMNS + column;
+            const bool inside = row < p.n_x && first_cell + cell < p.cells;
+            const u64 source = (u64)row * p.x_stride + (first_cell + cell) * 64 + chunk * 8;
+            const u32 target = W_BYTES + column * X_ROW + cell * 128 + x_chunk(column, chunk);
+            copy_async(stage + target, p.x + (inside ? source : 0), inside ? 16 : 0);
+        }
+        copy_commit();
+    }
+
+    // Adds one cell's products; `w` is the warp's first tile, `x` its first column.
+    DEVICE void multiply(const u8* w, const u8* x, float (&acc)[MT][NT][4]) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#if BITS == 16
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+            uint4 b[NT];
+            UNROLL
+            for (int j = 0; j < NT; j++)
+                b[j] = *(const uint4*)(x + (j * 8 + g) * X_ROW + x_chunk(g, half * 4 + t));
+            UNROLL
+            for (int s = 0; s < 2; s++) {
+                UNROLL
+                for (int i = 0; i < MT; i++) {
+                    const u32 at = ((half * 2 + s) * 32 + lane) * 16;
+                    const uint4 bits = *(const uint4*)(w + i * KS * CELL_BYTES + at);
+#if TYPE == BF16
+                    const u32 a[4] = {bits.x, bits.y, bits.z, bits.w};
+                    UNROLL
+                    for (int j = 0; j < NT; j++)
+                        mma_bf16(acc[i][j], a, s ? b[j].z : b[j].x, s ? b[j].w : b[j].y);
+#else
+                    u32 high[4], low[4];
+                    split(bits, high, low);
+                    UNROLL
+                    for (int j = 0; j < NT; j++) {
+                        mma_bf16(acc[i][j], high, s ? b[j].z : b[j].x, s ? b[j].w : b[j].y);
+                        mma_bf16(acc[i][j], low, s ? b[j].z : b[j].x, s ? b[j].w : b[j].y);
+                    }
+#endif
+                }
+            }
+        }
+#else
+        const u32 ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
+        UNROLL
+        for (int run = 0; run < 64 / RUN; run++) {
+            const int STEPS = RUN / 16;
+            u32 b[NT][STEPS][2];
+            UNROLL
+            for (int j = 0; j < NT; j++) {
+                const u8* row = x + (j * 8 + g) * X_ROW;
+#if RUN == 32
+                const uint4 bits = *(const uint4*)(row + x_chunk(g, run * 4 + t));
+                b[j][0][0] = bits.x, b[j][0][1] = bits.y;
+                b[j][STEPS - 1][0] = bits.z, b[j][STEPS - 1][1] = bits.w;
+#else
+                const uint2 bits =
+                    *(const uint2*)(row + x_chunk(g, run * 2 + t / 2) + t % 2 * 8);
+                b[j][0][0] = bits.x, b[j][0][1] = bits.y;
+#endif
+            }
+            float sums[NT][4];
+            if (HAS_OFFSET) {
+                UNROLL
+                for (int j = 0; j < NT; j++) {
+                    UNROLL
+                    for (int e = 0; e < 4; e++) sums[j][e] = 0.0f;
+                    UNROLL
+                    for (int s = 0; s < STEPS; s++) mma_bf16(sums[j], ones, b[j][s][0], b[j][s][1]);
+                }
+            }
+            UNROLL
+            for (int i = 0; i < MT; i++) {
+                const u8* cell = w + i * KS * CELL_BYTES;
+                float part[NT][4];
+                UNROLL
+                for (int j = 0; j < NT; j++)
+                    UNROLL
+                    for (int e = 0; e < 4; e++) part[j][e] = 0.0f;
+                UNROLL
+                for (int s = 0; s < STEPS; s++) {
+                    const int step = run * STEPS + s;
+                    const u32 at = BITS == 4 ? lane * 16 : (step / 2 * 32 + lane) * 16;
+                    u32 a[4];
+                    decode(*(const uint4*)(cell + at), step, a);
+                    UNROLL
+                    for (int j = 0; j < NT; j++) mma_bf16(part[j], a, b[j][s][0], b[j][s][1]);
+                }
+                UNROLL
+                for (int r = 0; r < 2; r++) {
+                    const float scale = cell_scale(cell, run, g + 8 * r);
+                    const float offset = HAS_OFFSET ? cell_offset(cell, run, g + 8 * r) : 0.0f;
+                    UNROLL
+                    for (int j = 0; j < NT; j++) {
+                        UNROLL
+                        for (int e = 2 * r; e < 2 * r + 2; e++) {
+                            float sum = __fmaf_rn(scale, part[j][e], acc[i][j][e]);
+                            if (HAS_OFFSET) sum = __fmaf_rn(offset, sums[j][e], sum);
+                            acc[i][j][e] = sum;
+                        }
+                    }
+                }
+            }
+        }
+#endif
+    }
+
+    DEVICE void store(const MatmulParams& p, const float (&acc)[MT][NT][4]) {
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+        const u32 first_row = (blockIdx.x * TILES + warp % WM * MT) * 16;
+        const u32 first_column = blockIdx.y * COLUMNS + warp / WM * NT * 8;
+        UNROLL
+        for (int i = 0; i < MT; i++) {
+            UNROLL
+            for (int r = 0; r < 2; r++) {
+                const u32 row = first_row + i * 16 + r * 8 + g;
+                if (row >= p.rows) continue;
+                const float bias = p.bias ? p.bias[row] : 0.0f;
+                UNROLL
+                for (int j = 0; j < NT; j++) {
+                    UNROLL
+                    for (int e = 0; e < 2; e++) {
+                        const u32 column = first_column + j * 8 + t * 2 + e;
+                        if (column >= p.n_x) continue;
+                        float* out = p.out + (u64)column * p.out_stride + p.out_first + row;
+                        float sum = acc[i][j][2 * r + e] + bias;
+                        if (p.is_added) sum += *out;
+                        *out = sum;
+                    }
+                }
+            }
+        }
+    }
+
+    DEVICE void run(const MatmulParams& p) {
+        extern __shared__ __align__(128) u8 shared[];
+        const u32 ring = shared_address(shared);
+        const u32 warp = threadIdx.x / 32;
+        const u32 n_stages = (p.cells + KS - 1) / KS;
+        float acc[MT][NT][4];
+        UNROLL
+        for (int i = 0; i < MT; i++)
+            UNROLL
+            for (int j = 0; j < NT; j++)
+                UNROLL
+                for (int e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
+        for (u32 s = 0; s < STAGES - 1; s++) load(p, ring + s * STAGE_BYTES, s * KS);
+        for (u32 s = 0; s < n_stages; s++) {
+            copy_wait<STAGES - 2>();
+            // Everybody's copies of this stage are there, and nobody reads the one before it.
+            __syncthreads();
+            const u32 next = s + STAGES - 1;
+            if (next < n_stages)
+                load(p, ring + next % STAGES * STAGE_BYTES, next * KS);
+            else
+                copy_commit();
+            const u8* stage = shared + s % STAGES * STAGE_BYTES;
+            const u8* w = stage + warp % WM * MT * KS * CELL_BYTES;
+            const u8* x = stage + W_BYTES + warp / WM * NT * 8 * X_ROW;
+            UNROLL
+            for (int cell = 0; cell < KS; cell++)
+                multiply(w + cell * CELL_BYTES, x + cell * 128, acc);
+        }
+        store(p, acc);
+    }
+};
+
+// The tiles for up to 8, 16, 32 and 64 rows of x, and for more.
+#define ENTRY(name, WM, WN, MT, NT, KS, STAGES, SHARED)                                       \
+    extern "C" __global__ void __launch_bounds__(32 * WM * WN) name(MatmulParams p) {         \
+        Tile<WM, WN, MT, NT, KS, STAGES, SHARED>::run(p);                                     \
+    }
+MATMUL_ENTRIES

@@ -1,0 +1,263 @@
+//! The device, its one stream, its memory, and the fault that ends it.
+
+use std::mem::size_of_val;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig,
+    PushKernelArg as _, result, sys,
+};
+use cudarc::nvrtc::Ptx;
+use nuthatch_backend::DeviceError;
+
+use crate::error::OpenError;
+
+/// The driver that the bindings were made for, in the driver's way of counting.
+const DRIVER_NEEDED: i32 = 13_000;
+
+/// A device with one stream, on which everything is ordered.
+pub(crate) struct Device {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    name: String,
+    /// Compute capability.
+    capability: (i32, i32),
+    /// The first fault, in the driver's words. Afterwards nothing is done.
+    fault: Mutex<Option<String>>,
+}
+
+impl Device {
+    /// Opens a device, and says in words why not.
+    pub(crate) fn open(ordinal: usize) -> Result<Self, OpenError> {
+        let found = driver_version().ok_or(OpenError::NoDriver)?;
+        if found < DRIVER_NEEDED {
+            return Err(OpenError::OldDriver { found });
+        }
+        let driver = |e: DriverError| OpenError::Driver(e.to_string());
+        let count = CudaContext::device_count().map_err(driver)?;
+        let count = usize::try_from(count).unwrap_or(0);
+        if ordinal >= count {
+            return Err(OpenError::NoDevice { ordinal, count });
+        }
+        let context = CudaContext::new(ordinal).map_err(driver)?;
+        let name = context.name().map_err(driver)?;
+        let (major, minor) = context.compute_capability().map_err(driver)?;
+        if major < 8 {
+            return Err(OpenError::OldDevice { name, major, minor });
+        }
+        let stream = context.new_stream().map_err(driver)?;
+        let capability = (major, minor);
+        Ok(Device { context, stream, name, capability, fault: Mutex::new(None) })
+    }
+
+    /// The device's name and compute capability.
+    pub(crate) fn describe(&self) -> (&str, (i32, i32)) {
+        (&self.name, self.capability)
+    }
+
+    /// What to compile for: the architecture with all its own instructions.
+    pub(crate) fn arch(&self) -> String {
+        let (major, minor) = self.capability;
+        // From Hopper on, some instructions belong to one architecture only.
+        let own = if major >= 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{own}")
+    }
+
+    /// Free and total bytes.
+    pub(crate) fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        self.enter()?;
+        self.check(result::mem_get_info())
+    }
+
+    /// Loads machine code.
+    pub(crate) fn load(&self, cubin: Vec<u8>) -> Result<Arc<CudaModule>, DeviceError> {
+        self.enter()?;
+        self.check(self.context.load_module(Ptx::from_binary(cubin)))
+    }
+
+    /// One kernel of a module, allowed to use `shared_bytes` of dynamic shared memory.
+    pub(crate) fn kernel(
+        &self,
+        module: &Arc<CudaModule>,
+        name: &str,
+        shared_bytes: usize,
+    ) -> Result<Kernel, DeviceError> {
+        self.enter()?;
+        let function = self.check(module.load_function(name))?;
+        let attribute =
+            sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let n_bytes = i32::try_from(shared_bytes).unwrap_or(i32::MAX);
+        if let Err(e) = function.set_attribute(attribute, n_bytes) {
+            let fault = format!("{name} needs {shared_bytes} bytes of shared memory: {e}");
+            return Err(DeviceError::Fault(fault));
+        }
+        let shared_bytes = n_bytes.cast_unsigned();
+        Ok(Kernel { function, shared_bytes })
+    }
+
+    /// Allocates bytes, all zero.
+    pub(crate) fn alloc(&self, bytes: usize, what: &'static str) -> Result<Memory, DeviceError> {
+        self.enter()?;
+        // The driver does not hand out nothing.
+        let bytes = bytes.max(16);
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the memory is zeroed below, before anybody else has its address.
+        let allocated = unsafe { result::malloc_sync(bytes) };
+        let address = match allocated {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                return Err(DeviceError::OutOfMemory { bytes, what });
+            }
+            other => self.check(other)?,
+        };
+        let memory = Memory { address, bytes, context: Arc::clone(&self.context) };
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the memory was just allocated with this size.
+        let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) };
+        self.check(zeroed)?;
+        Ok(memory)
+    }
+
+    /// Copies host values into device memory, from byte `start` on.
+    pub(crate) fn upload<T: Copy>(
+        &self,
+        target: &Memory,
+        start: usize,
+        source: &[T],
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        assert!(start + size_of_val(source) <= target.bytes, "the target is too small");
+        if source.is_empty() {
+            return Ok(());
+        }
+        let (address, stream) = (target.address + start as u64, self.stream.cu_stream());
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the range is inside the allocation, as asserted. The source is pageable memory,
+        // which the driver has read when the call returns.
+        let copied = unsafe { result::memcpy_htod_async(address, source, stream) };
+        self.check(copied)
+    }
+
+    /// Copies the start of device memory to the host, and waits.
+    pub(crate) fn download(&self, source: &Memory, target: &mut [f32]) -> Result<(), DeviceError> {
+        self.enter()?;
+        assert!(size_of_val(target) <= source.bytes, "the source is too small");
+        if target.is_empty() {
+            return self.wait();
+        }
+        let stream = self.stream.cu_stream();
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the range is inside the allocation, as asserted, and `wait` comes before the
+        // borrow of the target ends.
+        let copied = unsafe { result::memcpy_dtoh_async(target, source.address, stream) };
+        self.check(copied)?;
+        self.wait()
+    }
+
+    /// Waits until everything queued is done.
+    pub(crate) fn wait(&self) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.check(self.stream.synchronize())
+    }
+
+    /// Queues a kernel with one block of parameters.
+    ///
+    /// # Safety
+    ///
+    /// `params` must be what the kernel takes, and everything that the kernel does with the
+    /// addresses in it must stay inside live allocations.
+    #[expect(unsafe_code, reason = "kernels use raw device memory")]
+    pub(crate) unsafe fn launch<P: DeviceRepr>(
+        &self,
+        kernel: &Kernel,
+        grid: (u32, u32),
+        threads: u32,
+        params: &P,
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        let config = LaunchConfig {
+            grid_dim: (grid.0, grid.1, 1),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes: kernel.shared_bytes,
+        };
+        let mut builder = self.stream.launch_builder(&kernel.function);
+        builder.arg(params);
+        // SAFETY: the caller's promise.
+        let launched = unsafe { builder.launch(config) };
+        self.check(launched.map(drop))
+    }
+
+    /// Refuses work after a fault, and makes the device current on this thread.
+    fn enter(&self) -> Result<(), DeviceError> {
+        if let Some(fault) = &*self.fault.lock().unwrap_or_else(PoisonError::into_inner) {
+            return Err(DeviceError::Fault(fault.clone()));
+        }
+        self.check(self.context.bind_to_thread())
+    }
+
+    /// Remembers a fault.
+    fn check<T>(&self, outcome: Result<T, DriverError>) -> Result<T, DeviceError> {
+        outcome.map_err(|e| {
+            let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+            DeviceError::Fault(fault.get_or_insert(e.to_string()).clone())
+        })
+    }
+}
+
+/// A kernel that can be queued.
+pub(crate) struct Kernel {
+    function: CudaFunction,
+    /// Dynamic shared memory of a block.
+    shared_bytes: u32,
+}
+
+/// Device memory. Dropping it frees it, once nothing that is queued can use it.
+pub(crate) struct Memory {
+    address: u64,
+    bytes: usize,
+    context: Arc<CudaContext>,
+}
+
+impl Memory {
+    /// Where it is, for a kernel's parameters.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// How much it is.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // After a fault nothing can be freed, and the driver frees all of it with the process.
+        if self.context.bind_to_thread().is_ok() {
+            #[expect(unsafe_code, reason = "raw device memory")]
+            // SAFETY: allocated in `Device::alloc`, and freed here only. The call waits for what is
+            // queued.
+            let freed = unsafe { result::free_sync(self.address) };
+            let _ = freed;
+        }
+    }
+}
+
+/// What the driver says about itself, or nothing if there is none.
+///
+/// The bindings expect every function of the version that they were made for, and panic where one
+/// is missing; so the version is asked for without them.
+fn driver_version() -> Option<i32> {
+    type GetVersion = unsafe extern "C" fn(*mut i32) -> i32;
+    let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
+    #[expect(unsafe_code, reason = "loads the driver")]
+    // SAFETY: the driver's initialisers have no requirements.
+    let library = unsafe { libloading::Library::new(name) }.ok()?;
+    #[expect(unsafe_code, reason = "a function of the driver")]
+    // SAFETY: this is the function's type in every version of the driver.
+    let get = unsafe { library.get::<GetVersion>(b"cuDriverGetVersion\0") }.ok()?;
+    let mut version = 0;
+    #[expect(unsafe_code, reason = "a call of the C interface")]
+    // SAFETY: the pointer is to a live integer.
+    let status = unsafe { get(&mut version) };
+    (status == 0).then_some(version)
+}
