@@ -92,6 +92,50 @@ DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Copies of whole runs by the copy engine, which tell a barrier in shared memory when they are there.
+
+#if __CUDA_ARCH__ >= 900
+#define HAS_BULK 1
+
+DEVICE void barrier_init(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and says how many bytes are to come.
+DEVICE void barrier_expect(u32 barrier, u32 n_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(n_bytes)
+                 : "memory");
+}
+
+// Waits for the end of a phase; phases are counted modulo two.
+DEVICE void barrier_wait(u32 barrier, u32 phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+
+DEVICE void bulk_copy(u32 shared, const void* global, u32 n_bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared),
+        "l"(global), "r"(n_bytes), "r"(barrier)
+        : "memory");
+}
+
+// Ordinary writes before this come before copies of the engine after it.
+DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+#define HAS_BULK 0
+#endif
+
 DEVICE u32 shared_address(const void* pointer) {
     return (u32)__cvta_generic_to_shared(pointer);
 }

@@ -22,6 +22,8 @@ pub(crate) struct Device {
     name: String,
     /// Compute capability.
     capability: (i32, i32),
+    /// Most dynamic shared memory of a block.
+    shared_bytes_max: usize,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
 }
@@ -45,14 +47,27 @@ impl Device {
         if major < 8 {
             return Err(OpenError::OldDevice { name, major, minor });
         }
-        let stream = context.new_stream().map_err(driver)?;
-        let capability = (major, minor);
-        Ok(Device { context, stream, name, capability, fault: Mutex::new(None) })
+        let shared =
+            sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let shared = context.attribute(shared).map_err(driver)?;
+        Ok(Device {
+            stream: context.new_stream().map_err(driver)?,
+            context,
+            name,
+            capability: (major, minor),
+            shared_bytes_max: usize::try_from(shared).unwrap_or(0),
+            fault: Mutex::new(None),
+        })
     }
 
     /// The device's name and compute capability.
     pub(crate) fn describe(&self) -> (&str, (i32, i32)) {
         (&self.name, self.capability)
+    }
+
+    /// Most dynamic shared memory of a block.
+    pub(crate) fn shared_bytes_max(&self) -> usize {
+        self.shared_bytes_max
     }
 
     /// What to compile for: the architecture with all its own instructions.

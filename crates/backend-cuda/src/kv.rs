@@ -50,6 +50,11 @@ impl CudaKv {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
             return Err(DeviceError::Fault(fault));
         }
+        if !shape.head_dim.is_multiple_of(8) {
+            let fault =
+                format!("heads of width {}; this device needs a multiple of 8", shape.head_dim);
+            return Err(DeviceError::Fault(fault));
+        }
         let page = PageShape::of(&shape);
         let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
         let bytes = page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);

@@ -31,7 +31,7 @@ use device::{Device, Kernel, Memory};
 pub use error::{CompileError, OpenError};
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{Attend, AttendKernels};
+use launch::attend::{Attend, AttendKernels, Attention};
 use launch::matmul::{Rows, Target};
 use launch::round::Rounding;
 use launch::{attend, copy, embed, gather, matmul, norm, rope, round, swiglu};
@@ -253,9 +253,9 @@ impl AttendKernels {
         let attend = match page.dtype {
             nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
-                split: kernel("attend_split", attend::shared_bytes(page, 1))?,
-                tile: kernel("attend_tile", attend::tile_shared_bytes(page))?,
-                merge: kernel("merge", 0)?,
+                split: kernel("attend_split", attend::SPLIT.shared_bytes(page))?,
+                tile: kernel("attend_tile", attend::TILE.shared_bytes(page))?,
+                merge: kernel("merge", attend::merge_shared_bytes(page))?,
             },
         };
         Ok(AttendKernels { rope: kernel("rope_append", 0)?, attend })
@@ -432,7 +432,7 @@ impl Backend for Cuda {
         kv: &CudaKv,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        attend::attend(&self.device, plan, layer, spec, (qkv, kv), out)
+        Attention { device: &self.device, plan, layer, spec, qkv, kv }.run(out)
     }
 
     fn swiglu(

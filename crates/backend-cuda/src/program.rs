@@ -65,6 +65,7 @@ impl Program {
         let constants = [
             ("TYPE", dtype.to_string()),
             ("CELL_BYTES", matmul::cell_bytes(dtype).to_string()),
+            ("SEGMENTS", matmul::SEGMENTS.to_string()),
             ("MATMUL_ENTRIES", matmul::entries(dtype)),
             ("MATMUL_PARAMS_SIZE", size_of::<matmul::MatmulParams>().to_string()),
             ("PACK_PARAMS_SIZE", size_of::<pack::PackParams>().to_string()),
@@ -90,6 +91,10 @@ impl Program {
             ("KV", kv.to_owned()),
             ("HEAD_DIM", page.head_dim.to_string()),
             ("HEAD_PAGE_BYTES", page.bytes().to_string()),
+            ("SPLIT_STAGES", attend::SPLIT.stages.to_string()),
+            ("SPLIT_SHARED", attend::SPLIT.shared_bytes(page).to_string()),
+            ("TILE_STAGES", attend::TILE.stages.to_string()),
+            ("TILE_SHARED", attend::TILE.shared_bytes(page).to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),

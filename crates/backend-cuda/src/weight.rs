@@ -64,7 +64,9 @@ impl WeightKernels {
         dtype: WeightType,
     ) -> Result<Self, DeviceError> {
         let module = device.load(cubin)?;
-        let matmul = tiles(dtype).into_iter().map(|tile| {
+        // Where a device has too little shared memory, the next tile does the same, more slowly.
+        let fits = |tile: &Tile| tile.shared_bytes(dtype) <= device.shared_bytes_max();
+        let matmul = tiles(dtype).into_iter().filter(fits).map(|tile| {
             let kernel = device.kernel(&module, tile.name, tile.shared_bytes(dtype))?;
             Ok((tile, kernel))
         });

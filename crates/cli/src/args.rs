@@ -1,6 +1,7 @@
 //! What was typed. `config` makes sense of it; nothing here is checked against anything else.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
@@ -144,11 +145,30 @@ pub(crate) struct SamplingArgs {
 }
 
 /// Where the model runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum DeviceArg {
     #[default]
     Auto,
     Cpu,
+    /// One of the machine's GPUs.
+    Cuda(u32),
+}
+
+impl FromStr for DeviceArg {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(DeviceArg::Auto),
+            "cpu" => Ok(DeviceArg::Cpu),
+            "cuda" => Ok(DeviceArg::Cuda(0)),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|ordinal| ordinal.parse().ok())
+                .map(DeviceArg::Cuda)
+                .ok_or("use auto, cpu, cuda or cuda:N"),
+        }
+    }
 }
 
 /// How keys and values are stored; `Auto` is f16.
@@ -190,9 +210,12 @@ pub(crate) enum EarlyStoppingArg {
 #[derive(Clone, Debug, ClapArgs)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct EngineArgs {
-    /// Where to run
-    #[arg(long, value_enum, default_value_t)]
+    /// Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceArg,
+    /// On a GPU, multiply with all bits of the activations instead of rounding them to bf16
+    #[arg(long)]
+    pub(crate) exact_activations: bool,
     /// Threads [default: the machine's cores]
     #[arg(short, long, value_name = "N")]
     pub(crate) threads: Option<u32>,

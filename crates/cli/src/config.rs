@@ -99,6 +99,8 @@ pub(crate) struct SamplingConfig {
 #[derive(Clone, Debug)]
 pub(crate) struct EngineConfig {
     pub(crate) device: DeviceArg,
+    /// Whether a GPU takes all bits of the activations.
+    pub(crate) is_exact: bool,
     /// 0 means all cores.
     pub(crate) threads: u32,
     /// Asked context; the model's if not given.
@@ -297,6 +299,7 @@ impl EngineConfig {
         }
         Ok(EngineConfig {
             device: args.device,
+            is_exact: args.exact_activations,
             threads: args.threads.unwrap_or(0),
             max_context: args.max_model_len,
             kv_dtype: match args.kv_cache_dtype {

@@ -50,6 +50,23 @@ pub struct EngineStats {
     pub error: Option<String>,
 }
 
+impl<E> Engine<E> {
+    /// The same engine with another executor around its own: for those who choose a device at run
+    /// time, and want one type of engine for all of them.
+    pub fn map_executor<F>(self, wrap: impl FnOnce(E) -> F) -> Engine<F> {
+        Engine {
+            scheduler: self.scheduler,
+            executor: wrap(self.executor),
+            clock: self.clock,
+            requests: self.requests,
+            next_seq: self.next_seq,
+            step_time: self.step_time,
+            execute_time: self.execute_time,
+            error: self.error,
+        }
+    }
+}
+
 impl<E: Execute> Engine<E> {
     /// An engine without requests.
     pub fn new(scheduler: Scheduler, executor: E, clock: SharedClock) -> Self {

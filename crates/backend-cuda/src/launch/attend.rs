@@ -96,15 +96,16 @@ params! {
 pub(crate) const CHUNK: usize = 256;
 /// Lines of one warp.
 pub(crate) const WARP_LINES: usize = 16;
-/// Warps of a block of `attend_tile`.
-const TILE_WARPS: usize = 4;
+/// Warps of a block; `TEAM` of `attend.cu`.
+const WARPS: usize = 4;
 /// Lines of a block of `attend_tile`.
-pub(crate) const TILE_LINES: usize = WARP_LINES * TILE_WARPS;
+pub(crate) const TILE_LINES: usize = WARP_LINES * WARPS;
 /// Threads of a block of `merge`.
 const MERGE_THREADS: u32 = 128;
-/// Keys of one step, and steps in shared memory; `STEP` and `STAGES` of `attend.cu`.
-const STEP: usize = 64;
-const STAGES: usize = 2;
+/// Keys of one step; `STEP` of `attend.cu`.
+const STEP: usize = 32;
+/// Chunks of one batch of `merge`; `BATCH` of `attend.cu`.
+const BATCH: usize = 32;
 
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
@@ -127,116 +128,165 @@ pub(crate) enum Attend {
     },
 }
 
-/// Dynamic shared memory of a block of some warps.
-pub(crate) fn shared_bytes(page: PageShape, warps: usize) -> usize {
-    let parts = if page.dtype == KvDtype::F16 { 2 } else { 3 };
-    let queries = page.width() / 16 * parts * 512;
-    STAGES * (STEP / PAGE_LEN) * page.bytes() + warps * queries
+/// How the warps of a block share a task.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Team {
+    /// Sets of sixteen lines: one for each warp, or one for all.
+    line_sets: usize,
+    /// Steps in shared memory.
+    pub(crate) stages: usize,
+    /// Bytes in which the warps give each other scores.
+    scores: usize,
 }
 
-/// The same for a block of `attend_tile`.
-pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
-    shared_bytes(page, TILE_WARPS)
+/// The team of `attend_split`.
+pub(crate) const SPLIT: Team = Team { line_sets: 1, stages: 3, scores: 2 * WARPS * 512 };
+/// The team of `attend_tile`.
+pub(crate) const TILE: Team = Team { line_sets: WARPS, stages: 2, scores: 0 };
+
+impl Team {
+    /// Dynamic shared memory of a block: pages, queries, scores, barriers.
+    pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
+        let parts = if page.dtype == KvDtype::F16 { 2 } else { 3 };
+        let queries = page.width() / 16 * parts * 512;
+        let pages = self.stages * (STEP / PAGE_LEN) * page.bytes();
+        pages + self.line_sets * queries + self.scores + 64
+    }
 }
 
-/// `out[t, h] = softmax(scale q[t, h] K) V` for every row of the plan.
-pub(crate) fn attend(
-    device: &Device,
-    plan: &CudaPlan,
-    layer: LayerIdx,
-    spec: &AttnSpec<'_, Cuda>,
-    (qkv, kv): (&CudaBuf, &CudaKv),
-    out: &mut CudaBuf,
-) -> Result<(), DeviceError> {
-    let (d, n_heads) = (kv.page.head_dim as usize, spec.n_heads);
-    let n_kv_heads = kv.shape.n_kv_heads;
-    let (rows, group) = (plan.n_rows(), n_heads / n_kv_heads);
-    assert!(rows * (n_heads + 2 * n_kv_heads) as usize * d <= qkv.len, "the rows are in qkv");
-    assert!(rows * n_heads as usize * d <= out.len, "the rows fit out");
-    assert!(plan.page == kv.page, "the plan is for this arena");
-    assert_eq!(plan.group(), group as usize, "the plan is for these heads");
-    out.set_fresh(rows * n_heads as usize * d);
-    let scale = spec.scale * std::f32::consts::LOG2_E;
-    let window = spec.window.unwrap_or(u32::MAX);
-    let (split, tile, merge) = match &plan.kernels.attend {
-        Attend::F32(kernel) => {
-            let params = AttendF32Params {
-                qkv: qkv.floats.address(),
-                layer: kv.layer_address(layer.0),
-                out: out.floats.address(),
-                rounded: out.rounded.address(),
-                positions: plan.positions(),
-                table_rows: plan.table_rows(),
-                tables: plan.tables,
-                head_bytes: kv.head_bytes(),
-                table_len: plan.table_len,
-                n_kv_heads,
-                group,
-                window,
-                scale,
-                padding: 0,
-            };
-            #[expect(unsafe_code, reason = "a kernel")]
-            // SAFETY: rows and heads were asserted to be in qkv and out; slots come from the
-            // plan's tables, whose entries the executor has checked against the arena.
-            return unsafe { device.launch(kernel, (count(rows), n_heads), 32, &params) };
-        }
-        Attend::Mma { split, tile, merge } => (split, tile, merge),
-    };
-    let params = |tasks: Address| AttendParams {
-        qkv: qkv.floats.address(),
-        layer: kv.layer_address(layer.0),
-        out: out.floats.address(),
-        rounded: out.rounded.address(),
-        partials: plan.partials.address(),
-        sums: plan.sums.address(),
-        tasks,
-        tables: plan.tables,
-        head_bytes: kv.head_bytes(),
-        table_len: plan.table_len,
-        n_kv_heads,
-        group,
-        window,
-        scale,
-        padding: 0,
-    };
-    let (splits, n_splits) = plan.splits();
-    if n_splits > 0 {
-        #[expect(unsafe_code, reason = "a kernel")]
-        // SAFETY: tasks are rows of the batch, asserted to be in qkv; partial results have their
-        // places in the plan, counted when the tasks were made; slots are as above.
-        unsafe {
-            device.launch(split, (n_splits, n_kv_heads), 32, &params(splits))?;
+/// Dynamic shared memory of a block of `merge`.
+pub(crate) fn merge_shared_bytes(page: PageShape) -> usize {
+    2 * BATCH * page.width() * 4
+}
+
+/// One layer's attention.
+pub(crate) struct Attention<'a> {
+    pub(crate) device: &'a Device,
+    pub(crate) plan: &'a CudaPlan,
+    pub(crate) layer: LayerIdx,
+    pub(crate) spec: &'a AttnSpec<'a, Cuda>,
+    pub(crate) qkv: &'a CudaBuf,
+    pub(crate) kv: &'a CudaKv,
+}
+
+impl Attention<'_> {
+    /// `out[t, h] = softmax(scale q[t, h] K) V` for every row of the plan.
+    pub(crate) fn run(&self, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        let (plan, kv) = (self.plan, self.kv);
+        let (d, n_heads) = (kv.page.head_dim as usize, self.spec.n_heads);
+        let all_heads = (n_heads + 2 * kv.shape.n_kv_heads) as usize;
+        assert!(plan.n_rows() * all_heads * d <= self.qkv.len, "the rows are in qkv");
+        assert!(plan.n_rows() * n_heads as usize * d <= out.len, "the rows fit out");
+        assert!(plan.page == kv.page, "the plan is for this arena");
+        assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
+        out.set_fresh(plan.n_rows() * n_heads as usize * d);
+        match &plan.kernels.attend {
+            Attend::F32(kernel) => self.attend_f32(kernel, out),
+            Attend::Mma { split, tile, merge } => {
+                self.attend(split, plan.splits(), out)?;
+                self.attend(tile, plan.tiles(), out)?;
+                self.merge(merge, out)
+            }
         }
     }
-    let (tiles, n_tiles) = plan.tiles();
-    if n_tiles > 0 {
-        let threads = count(32 * TILE_WARPS);
+
+    fn group(&self) -> u32 {
+        self.spec.n_heads / self.kv.shape.n_kv_heads
+    }
+
+    /// What scores are multiplied with: exponents are of two.
+    fn scale(&self) -> f32 {
+        self.spec.scale * std::f32::consts::LOG2_E
+    }
+
+    fn window(&self) -> u32 {
+        self.spec.window.unwrap_or(u32::MAX)
+    }
+
+    /// Tasks of one kind.
+    fn attend(
+        &self,
+        kernel: &Kernel,
+        (tasks, n_tasks): (Address, u32),
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        if n_tasks == 0 {
+            return Ok(());
+        }
+        let params = AttendParams {
+            qkv: self.qkv.floats.address(),
+            layer: self.kv.layer_address(self.layer.0),
+            out: out.floats.address(),
+            rounded: out.rounded.address(),
+            partials: self.plan.partials.address(),
+            sums: self.plan.sums.address(),
+            tasks,
+            tables: self.plan.tables,
+            head_bytes: self.kv.head_bytes(),
+            table_len: self.plan.table_len,
+            n_kv_heads: self.kv.shape.n_kv_heads,
+            group: self.group(),
+            window: self.window(),
+            scale: self.scale(),
+            padding: 0,
+        };
+        let (grid, threads) = ((n_tasks, params.n_kv_heads), count(32 * WARPS));
         #[expect(unsafe_code, reason = "a kernel")]
-        // SAFETY: tasks are rows of the batch, asserted to be in qkv and out; slots are as above.
+        // SAFETY: tasks are rows of the batch, asserted to be in qkv and out; partial results have
+        // their places in the plan, counted when the tasks were made; slots come from the plan's
+        // tables, whose entries the executor has checked against the arena.
         unsafe {
-            device.launch(tile, (n_tiles, n_kv_heads), threads, &params(tiles))?;
+            self.device.launch(kernel, grid, threads, &params)
         }
     }
-    let (merges, n_merges) = plan.merges();
-    if n_merges > 0 {
+
+    /// Brings the splits of each row together.
+    fn merge(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        let (merges, n_merges) = self.plan.merges();
+        if n_merges == 0 {
+            return Ok(());
+        }
         let params = MergeParams {
-            partials: plan.partials.address(),
-            sums: plan.sums.address(),
+            partials: self.plan.partials.address(),
+            sums: self.plan.sums.address(),
             merges,
             out: out.floats.address(),
             rounded: out.rounded.address(),
-            n_kv_heads,
-            group,
+            n_kv_heads: self.kv.shape.n_kv_heads,
+            group: self.group(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: merges are rows of the batch, asserted to fit out, and partial results that the
         // splits have written.
         unsafe {
-            device.launch(merge, (n_merges, n_heads), MERGE_THREADS, &params)?;
+            self.device.launch(kernel, (n_merges, self.spec.n_heads), MERGE_THREADS, &params)
         }
     }
-    Ok(())
+
+    fn attend_f32(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        let params = AttendF32Params {
+            qkv: self.qkv.floats.address(),
+            layer: self.kv.layer_address(self.layer.0),
+            out: out.floats.address(),
+            rounded: out.rounded.address(),
+            positions: self.plan.positions(),
+            table_rows: self.plan.table_rows(),
+            tables: self.plan.tables,
+            head_bytes: self.kv.head_bytes(),
+            table_len: self.plan.table_len,
+            n_kv_heads: self.kv.shape.n_kv_heads,
+            group: self.group(),
+            window: self.window(),
+            scale: self.scale(),
+            padding: 0,
+        };
+        let grid = (count(self.plan.n_rows()), self.spec.n_heads);
+        #[expect(unsafe_code, reason = "a kernel")]
+        // SAFETY: rows and heads were asserted to be in qkv and out; slots are as above.
+        unsafe {
+            self.device.launch(kernel, grid, 32, &params)
+        }
+    }
 }
 
 #[cfg(test)]
@@ -248,7 +298,7 @@ mod tests {
         for (dtype, head_dim) in
             [(KvDtype::F16, 64), (KvDtype::F16, 128), (KvDtype::Bf16, 128), (KvDtype::Bf16, 256)]
         {
-            let bytes = tile_shared_bytes(PageShape { dtype, head_dim });
+            let bytes = TILE.shared_bytes(PageShape { dtype, head_dim });
             assert!(bytes <= 227 * 1024, "{dtype} {head_dim}: {bytes}");
         }
     }

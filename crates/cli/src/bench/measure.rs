@@ -8,7 +8,7 @@ use nuthatch_engine::{SharedClock, Submission};
 use nuthatch_types::{Limits, Sampling, TokenId};
 
 use crate::config::WARM_UP_TOKENS;
-use crate::load::CpuEngine;
+use crate::device::AnyEngine;
 
 /// What a test measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -55,7 +55,7 @@ struct Step {
 /// An engine under measurement.
 #[derive(Debug)]
 pub(super) struct Bench {
-    engine: CpuEngine,
+    engine: AnyEngine,
     clock: Clock,
     vocab: u32,
     random: u64,
@@ -71,7 +71,7 @@ impl fmt::Debug for Clock {
 }
 
 impl Bench {
-    pub(super) fn new(engine: CpuEngine, clock: SharedClock, vocab: u32) -> Self {
+    pub(super) fn new(engine: AnyEngine, clock: SharedClock, vocab: u32) -> Self {
         Bench { engine, clock: Clock(clock), vocab, random: 1 }
     }
 

@@ -32,7 +32,7 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
     // Speed does not depend on whether the model makes sense at this length.
     let asked = engine_config.max_context.unwrap_or(0);
     engine_config.max_context = Some(asked.max(config.longest()));
-    let prepared = Prepared::with_files(files, &engine_config)?;
+    let prepared = Prepared::with_files(files, &engine_config, fetch.env)?;
     let loaded = prepared.load()?;
     let model = prepared.files.config();
     let mut bench = Bench::new(loaded.engine, loaded.clock, model.vocab);
