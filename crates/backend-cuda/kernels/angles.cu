@@ -15,6 +15,7 @@ struct AnglesParams {
 static_assert(sizeof(AnglesParams) == ANGLES_PARAMS_SIZE, "the host's AnglesParams differs");
 
 extern "C" __global__ void rope_angles(AnglesParams p) {
+    begin();
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)p.rows * p.half) return;
     const float angle = __fmul_rn((float)p.positions[at / p.half], p.inv_freq[at % p.half]);

@@ -9,8 +9,8 @@
 //   l, o                sums of p and of p V; p is split as q is; one chain along the keys
 //
 // and chunks are merged from left to right. The four warps of a block share the pages. In a *tile*
-// (many lines, all chunks) each warp has its own lines. In a *split* (the lines of one token, one
-// chunk; `merge` does the rest) all have the same lines: each scores eight of a step's keys, and
+// (many lines, all chunks) each warp has its own lines. In a *split* (the lines of one token, some
+// chunks; `merge` does the rest) all have the same lines: each scores eight of a step's keys, and
 // mixes a quarter of the columns. Both do the same arithmetic in the same order. Masked keys have p = 0, and adding zero changes nothing. So a row
 // has the same bits however it came to be computed.
 //
@@ -23,7 +23,7 @@ struct Task {
     u32 position;  // of the sequence's first row
     u32 table_row;
     u32 first_chunk, end_chunk;
-    u32 partial;  // where a split's result goes
+    u32 partial;  // where the result of a split's first chunk goes
 };
 
 struct AttendParams {
@@ -362,10 +362,32 @@ struct Attention {
         }
     }
 
+    // Writes what a split knows of one chunk.
+    DEVICE void store_partial(const AttendParams& p, const Task& task, u32 chunk,
+                              const Total (&total)[2], const float (&o)[2 * MIXED][4]) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u64 partial = task.partial + chunk - task.first_chunk;
+        UNROLL
+        for (int r = 0; r < 2; r++) {
+            if (g + 8 * r >= task.n_lines) continue;
+            const u64 at = (partial * p.n_kv_heads + blockIdx.y) * p.group + task.first_line + g +
+                           8 * r;
+            if (threadIdx.x < 32 && t == 0)
+                *(float2*)(p.sums + at * 2) = make_float2(total[r].m, total[r].l);
+            UNROLL
+            for (int n = 0; n < 2 * MIXED; n++)
+                if (pair_at(n / 2) < PAIRS)
+                    *(float2*)(p.partials + at * WIDTH + pair_at(n / 2) * 16 + n % 2 * 8 + t * 2) =
+                        make_float2(o[n][2 * r], o[n][2 * r + 1]);
+        }
+    }
+
     DEVICE void run(const AttendParams& p) {
         extern __shared__ __align__(128) u8 shared[];
+        allow_next();
+        // Tasks and tables were there before the step began.
         const Task task = p.tasks[blockIdx.x];
-        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
         const u32 own = IS_SPLIT ? 0 : warp;
         const u32 ring = shared_address(shared);
         u32* operands = (u32*)(shared + STAGES * STAGE_BYTES + own * Q_BYTES);
@@ -396,6 +418,7 @@ struct Attention {
             for (u32 i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + i * 8);
         __syncthreads();
 #endif
+        wait_for_previous();
         for (u32 i = 0; i < STAGES - 1; i++) load(pages, ring, i, first_step + i, end_step);
         float factor[2];
         load_queries(p, task, first_line, n_lines, operands, factor);
@@ -408,6 +431,10 @@ struct Attention {
         for (int n = 0; n < 2 * MIXED; n++)
             UNROLL
             for (int e = 0; e < 4; e++) all[n][e] = o[n][e] = 0.0f;
+        // Chunks that lie before the window have nothing to say.
+        for (u32 i = task.first_chunk; IS_SPLIT && i < min(first_step * STEP / CHUNK, task.end_chunk);
+             i++)
+            store_partial(p, task, i, chunk, o);
         for (u32 step = first_step; step < end_step; step++) {
             const u32 at = step - first_step, next = (at + STAGES - 1) % STAGES;
             const u8* stage = shared + at % STAGES * STAGE_BYTES;
@@ -436,53 +463,51 @@ struct Attention {
             soften(step * STEP, start, end, factor, s, chunk, down);
             mix_values(stage, s, down, o);
             const bool is_chunk_end = (step + 1) % (CHUNK / STEP) == 0 || step + 1 == end_step;
-            if (!IS_SPLIT && is_chunk_end) {
+            if (!is_chunk_end) continue;
+            if constexpr (IS_SPLIT) {
+                store_partial(p, task, step * STEP / CHUNK, chunk, o);
+            } else {
                 Weights w[2];
                 UNROLL
                 for (int r = 0; r < 2; r++) {
                     w[r] = weigh(total[r].m, chunk[r].m);
                     total[r].l = mix(total[r].l, chunk[r].l, w[r]);
                     total[r].m = w[r].m;
-                    chunk[r].m = -INFINITE;
-                    chunk[r].l = 0.0f;
                 }
                 UNROLL
                 for (int n = 0; n < 2 * MIXED; n++)
                     UNROLL
-                    for (int e = 0; e < 4; e++) {
-                        all[n][e] = mix(all[n][e], o[n][e], w[e / 2]);
-                        o[n][e] = 0.0f;
-                    }
+                    for (int e = 0; e < 4; e++) all[n][e] = mix(all[n][e], o[n][e], w[e / 2]);
             }
+            UNROLL
+            for (int r = 0; r < 2; r++) chunk[r].m = -INFINITE, chunk[r].l = 0.0f;
+            UNROLL
+            for (int n = 0; n < 2 * MIXED; n++)
+                UNROLL
+                for (int e = 0; e < 4; e++) o[n][e] = 0.0f;
         }
+        if constexpr (!IS_SPLIT) store_lines(p, task, first_line, n_lines, total, all);
+    }
+
+    // Writes the outputs of a tile's lines.
+    DEVICE void store_lines(const AttendParams& p, const Task& task, u32 first_line, u32 n_lines,
+                            const Total (&total)[2], const float (&all)[2 * MIXED][4]) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         UNROLL
         for (int r = 0; r < 2; r++) {
             if (g + 8 * r >= n_lines) continue;
             const u32 line = first_line + g + 8 * r;
-            if (IS_SPLIT) {
-                const u64 at = ((u64)task.partial * p.n_kv_heads + blockIdx.y) * p.group + line;
-                if (threadIdx.x % 32 == g * 4 && warp == 0) {
-                    p.sums[at * 2] = chunk[r].m;
-                    p.sums[at * 2 + 1] = chunk[r].l;
-                }
-                UNROLL
-                for (int n = 0; n < 2 * MIXED; n++)
-                    if (pair_at(n / 2) < PAIRS)
-                        *(float2*)(p.partials + at * WIDTH + pair_at(n / 2) * 16 + n % 2 * 8 +
-                                   t * 2) = make_float2(o[n][2 * r], o[n][2 * r + 1]);
-            } else {
-                const u64 row = task.first_row + line / p.group;
-                const u32 head = blockIdx.y * p.group + line % p.group;
-                const u64 at = (row * p.n_kv_heads * p.group + head) * HEAD_DIM;
-                const float inverse = 1.0f / total[r].l * (1.0f / P_SCALE);
-                UNROLL
-                for (int n = 0; n < 2 * MIXED; n++) {
-                    const u32 i = n * 8 + t * 2;
-                    if (i >= HEAD_DIM) continue;
-                    const float x = all[n][2 * r] * inverse, y = all[n][2 * r + 1] * inverse;
-                    *(float2*)(p.out + at + i) = make_float2(x, y);
-                    *(u32*)(p.rounded + at + i) = bf16x2(x, y);
-                }
+            const u64 row = task.first_row + line / p.group;
+            const u32 head = blockIdx.y * p.group + line % p.group;
+            const u64 at = (row * p.n_kv_heads * p.group + head) * HEAD_DIM;
+            const float inverse = 1.0f / total[r].l * (1.0f / P_SCALE);
+            UNROLL
+            for (int n = 0; n < 2 * MIXED; n++) {
+                const u32 i = n * 8 + t * 2;
+                if (i >= HEAD_DIM) continue;
+                const float x = all[n][2 * r] * inverse, y = all[n][2 * r + 1] * inverse;
+                *(float2*)(p.out + at + i) = make_float2(x, y);
+                *(u32*)(p.rounded + at + i) = bf16x2(x, y);
             }
         }
     }
@@ -539,6 +564,7 @@ DEVICE void load_batch(const MergeParams& p, u64 first, u64 stride, u32 n, float
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p) {
     extern __shared__ __align__(128) float batches[];  // [2][BATCH][WIDTH]
+    begin();
     __shared__ float before[BATCH], after[BATCH], lengths[BATCH], largest;
     const Merge task = p.merges[blockIdx.x];
     const u32 head = blockIdx.y, thread = threadIdx.x;

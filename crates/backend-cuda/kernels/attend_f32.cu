@@ -24,6 +24,7 @@ static_assert(sizeof(AttendF32Params) == ATTEND_F32_PARAMS_SIZE, "the host's par
 #define PIECES ((HEAD_DIM + 31) / 32)
 
 extern "C" __global__ void __launch_bounds__(32) attend_f32(AttendF32Params p) {
+    begin();
     __shared__ float q[HEAD_DIM];
     const u32 row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
     const u32 width = (p.group + 2) * p.n_kv_heads * HEAD_DIM;

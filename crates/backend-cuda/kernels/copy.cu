@@ -14,6 +14,7 @@ struct CopyParams {
 static_assert(sizeof(CopyParams) == COPY_PARAMS_SIZE, "the host's CopyParams differs");
 
 extern "C" __global__ void copy_pages(CopyParams p) {
+    begin();
     u8* head = p.arena + blockIdx.x * p.head_bytes;
     for (u32 i = 0; i < p.n_copies; i++) {
         const uint2 copy = p.copies[i];

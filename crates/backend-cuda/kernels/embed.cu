@@ -12,6 +12,7 @@ struct EmbedParams {
 static_assert(sizeof(EmbedParams) == EMBED_PARAMS_SIZE, "the host's EmbedParams differs");
 
 extern "C" __global__ void embed(EmbedParams p) {
+    begin();
     const u32 token = p.tokens[blockIdx.x];
     const u32 row = token % 16;
     const u8* tile = p.packed + (u64)(token / 16) * p.cells * CELL_BYTES;

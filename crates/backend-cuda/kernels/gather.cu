@@ -12,6 +12,7 @@ struct GatherParams {
 static_assert(sizeof(GatherParams) == GATHER_PARAMS_SIZE, "the host's GatherParams differs");
 
 extern "C" __global__ void gather_rows(GatherParams p) {
+    begin();
     const u64 source = (u64)p.output_rows[blockIdx.x] * p.d;
     const u64 target = (u64)blockIdx.x * p.d;
     for (u32 i = threadIdx.x; i < p.d; i += blockDim.x) p.out[target + i] = p.x[source + i];

@@ -201,8 +201,8 @@ struct Few {
     static_assert(STAGE_BYTES * STAGES * SEGMENTS == SHARED, "the host's shared memory differs");
     static_assert(SUMS * 4 <= STAGE_BYTES * STAGES, "the sums fit where the stages were");
 
-    // One cell of each tile and of each row of x, by one warp.
-    DEVICE void load(const MatmulParams& p, u32 stage, u32 cell) {
+    // One cell of each tile, by one warp.
+    DEVICE void load_w(const MatmulParams& p, u32 stage, u32 cell) {
         const u32 lane = threadIdx.x % 32;
         const u32 tiles = (p.rows + 15) / 16;
         UNROLL
@@ -217,6 +217,11 @@ struct Few {
                                inside ? 16 : 0);
             }
         }
+    }
+
+    // One cell of each row of x.
+    DEVICE void load_x(const MatmulParams& p, u32 stage, u32 cell) {
+        const u32 lane = threadIdx.x % 32;
         UNROLL
         for (int i = 0; i < 2 * NT; i++) {
             const u32 column = i * 4 + lane / 8, row = blockIdx.y * 8 * NT + column;
@@ -226,7 +231,6 @@ struct Few {
             const u32 target = MT * CELL_BYTES + column * 128 + x_chunk(column, lane % 8);
             copy_async(stage + target, source, inside ? 16 : 0);
         }
-        copy_commit();
     }
 
     DEVICE void run(const MatmulParams& p) {
@@ -242,22 +246,27 @@ struct Few {
             for (int j = 0; j < NT; j++)
                 UNROLL
                 for (int e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
+        // Weights do not depend on what was computed before.
+        allow_next();
+        for (u32 s = 0; s < STAGES - 1; s++)
+            if (first + s < end) load_w(p, address + s * STAGE_BYTES, first + s);
+        wait_for_previous();
         for (u32 s = 0; s < STAGES - 1; s++) {
-            if (first + s < end)
-                load(p, address + s * STAGE_BYTES, first + s);
-            else
-                copy_commit();
+            if (first + s < end) load_x(p, address + s * STAGE_BYTES, first + s);
+            copy_commit();
         }
         u32 slot = 0;
         for (u32 cell = first; cell < end; cell++) {
             copy_wait<STAGES - 2>();
             // Every lane's copies of this stage are there, and no lane reads the one before it.
             __syncwarp();
-            const u32 free = slot == 0 ? STAGES - 1 : slot - 1;
-            if (cell + STAGES - 1 < end)
-                load(p, address + free * STAGE_BYTES, cell + STAGES - 1);
-            else
-                copy_commit();
+            const u32 free = address + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE_BYTES;
+            const u32 next = cell + STAGES - 1;
+            if (next < end) {
+                load_w(p, free, next);
+                load_x(p, free, next);
+            }
+            copy_commit();
             const u8* stage = ring + slot * STAGE_BYTES;
             multiply<MT, NT, CELL_BYTES>(stage, stage + MT * CELL_BYTES, acc);
             slot = slot == STAGES - 1 ? 0 : slot + 1;
@@ -319,6 +328,7 @@ struct Many {
     }
 
     DEVICE void run(const MatmulParams& p) {
+        begin();
         extern __shared__ __align__(128) u8 shared[];
         const u32 ring = shared_address(shared);
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;

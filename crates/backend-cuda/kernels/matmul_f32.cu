@@ -20,6 +20,7 @@ static_assert(sizeof(MatmulF32Params) == MATMUL_F32_PARAMS_SIZE, "the host's par
 #define COLUMNS 8
 
 extern "C" __global__ void matmul_f32(MatmulF32Params p) {
+    begin();
     const u32 row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     const u32 lane = threadIdx.x % 32;
     const u32 first = blockIdx.y * COLUMNS;
@@ -57,6 +58,7 @@ struct EmbedF32Params {
 static_assert(sizeof(EmbedF32Params) == EMBED_F32_PARAMS_SIZE, "the host's params differ");
 
 extern "C" __global__ void embed_f32(EmbedF32Params p) {
+    begin();
     const u64 source = (u64)p.tokens[blockIdx.x] * p.d, target = (u64)blockIdx.x * p.d;
     for (u32 i = threadIdx.x; i < p.d; i += blockDim.x) p.out[target + i] = p.table[source + i];
 }

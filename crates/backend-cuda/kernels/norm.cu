@@ -17,6 +17,7 @@ static_assert(sizeof(NormParams) == NORM_PARAMS_SIZE, "the host's NormParams dif
 #define THREADS 256
 
 extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(NormParams p) {
+    begin();
     __shared__ float sums[THREADS / 32];
     const u64 start = (u64)blockIdx.x * p.d;
     float sum = 0.0f;

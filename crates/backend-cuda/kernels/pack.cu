@@ -30,6 +30,7 @@ DEVICE u32 code_at(const PackParams& p, u32 row, u32 k) {
 }
 
 extern "C" __global__ void pack(PackParams p) {
+    begin();
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 cell_idx = thread / 32;
     if (cell_idx >= (u64)p.tiles * p.cells) return;

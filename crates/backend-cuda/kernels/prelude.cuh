@@ -77,6 +77,27 @@ DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Kernels are queued so that one may begin before the one before it has ended. `allow_next` lets the
+// next one do so, and `wait_for_previous` comes before the first look at what the previous one wrote, and
+// before the first write.
+
+DEVICE void allow_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void begin() {
+    allow_next();
+    wait_for_previous();
+}
+
 // Copies of sixteen bytes that do not wait; `n_bytes` below sixteen fills with zeros.
 
 DEVICE void copy_async(u32 shared, const void* global, u32 n_bytes) {

@@ -28,6 +28,7 @@ static_assert(sizeof(RopeParams) == ROPE_PARAMS_SIZE, "the host's RopeParams dif
 #define WARPS 4
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams p) {
+    begin();
     __shared__ float heads[WARPS][HEAD_DIM];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 all = p.n_heads + 2 * p.n_kv_heads;

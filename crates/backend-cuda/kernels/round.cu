@@ -17,6 +17,7 @@ struct RoundParams {
 static_assert(sizeof(RoundParams) == ROUND_PARAMS_SIZE, "the host's RoundParams differs");
 
 extern "C" __global__ void round_rows(RoundParams p) {
+    begin();
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)p.rows * p.stride) return;
     const u64 row = at / p.stride, i = at % p.stride;
@@ -43,6 +44,7 @@ struct SumParams {
 static_assert(sizeof(SumParams) == SUM_PARAMS_SIZE, "the host's SumParams differs");
 
 extern "C" __global__ void sum_rows(SumParams p) {
+    begin();
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)p.rows * p.n) return;
     const u64 row = at / p.n, i = at % p.n;

@@ -12,6 +12,7 @@ struct SwigluParams {
 static_assert(sizeof(SwigluParams) == SWIGLU_PARAMS_SIZE, "the host's SwigluParams differs");
 
 extern "C" __global__ void swiglu(SwigluParams p) {
+    begin();
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)p.rows * p.f) return;
     const u64 row = at / p.f, i = at % p.f;

@@ -4,8 +4,7 @@ use std::mem::size_of_val;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig,
-    PushKernelArg as _, result, sys,
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, result, sys,
 };
 use cudarc::nvrtc::Ptx;
 use nuthatch_backend::DeviceError;
@@ -24,6 +23,7 @@ pub(crate) struct Device {
     capability: (i32, i32),
     /// Most dynamic shared memory of a block.
     shared_bytes_max: usize,
+    n_multiprocessors: usize,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
 }
@@ -50,12 +50,16 @@ impl Device {
         let shared =
             sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let shared = context.attribute(shared).map_err(driver)?;
+        let multiprocessors =
+            sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let multiprocessors = context.attribute(multiprocessors).map_err(driver)?;
         Ok(Device {
             stream: context.new_stream().map_err(driver)?,
             context,
             name,
             capability: (major, minor),
             shared_bytes_max: usize::try_from(shared).unwrap_or(0),
+            n_multiprocessors: usize::try_from(multiprocessors).unwrap_or(1),
             fault: Mutex::new(None),
         })
     }
@@ -68,6 +72,11 @@ impl Device {
     /// Most dynamic shared memory of a block.
     pub(crate) fn shared_bytes_max(&self) -> usize {
         self.shared_bytes_max
+    }
+
+    /// Processors that each run some blocks at a time.
+    pub(crate) fn n_multiprocessors(&self) -> usize {
+        self.n_multiprocessors
     }
 
     /// What to compile for: the architecture with all its own instructions.
@@ -174,7 +183,8 @@ impl Device {
         self.check(self.stream.synchronize())
     }
 
-    /// Queues a kernel with one block of parameters.
+    /// Queues a kernel with one block of parameters. It may begin before the one before it has
+    /// ended; every kernel waits for that before it looks at anything another one wrote.
     ///
     /// # Safety
     ///
@@ -189,16 +199,31 @@ impl Device {
         params: &P,
     ) -> Result<(), DeviceError> {
         self.enter()?;
-        let config = LaunchConfig {
-            grid_dim: (grid.0, grid.1, 1),
-            block_dim: (threads, 1, 1),
-            shared_mem_bytes: kernel.shared_bytes,
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let mut builder = self.stream.launch_builder(&kernel.function);
-        builder.arg(params);
-        // SAFETY: the caller's promise.
-        let launched = unsafe { builder.launch(config) };
-        self.check(launched.map(drop))
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: kernel.shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: &mut early,
+            // Older devices have no instruction to wait with.
+            numAttrs: u32::from(self.capability.0 >= 9),
+        };
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
+        let (function, arguments) = (kernel.function.cu_function(), arguments.as_mut_ptr());
+        // SAFETY: the configuration, its attribute and the parameters outlive the call, which copies
+        // them; the rest is the caller's promise.
+        let launched =
+            unsafe { sys::cuLaunchKernelEx(&config, function, arguments, std::ptr::null_mut()) };
+        self.check(launched.result())
     }
 
     /// Refuses work after a fault, and makes the device current on this thread.

@@ -120,6 +120,8 @@ impl Part {
             }
         };
         let bias = load_bias(device, matrices)?;
+        // Kernels that multiply look at weights before the kernels in front of them have ended.
+        device.wait()?;
         Ok(Part { first, rows, cols, memory, bias, kernels })
     }
 }

@@ -297,6 +297,7 @@ Tests are named as llama-bench names them: pp512 is the prefill of 512 tokens, t
 Examples:
   nuthatch bench
   nuthatch bench model.gguf --prompt 512,2048 --gen 128 --depth 0,2048,8000 --threads 8
+  nuthatch bench --shape llama3-8b --random-weights --depth 8192,32768
   nuthatch bench --json results.json";
 
 #[derive(Debug, ClapArgs)]
@@ -308,6 +309,12 @@ pub(crate) struct BenchArgs {
     /// The model, said explicitly
     #[arg(short, long, value_name = "MODEL")]
     pub(crate) model: Option<String>,
+    /// Measure a built-in shape (see `nuthatch plan --help`) instead of a model
+    #[arg(long, value_name = "SHAPE", requires = "random_weights", conflicts_with_all = ["first", "model"])]
+    pub(crate) shape: Option<String>,
+    /// Make up the weights of the shape, in bf16; no files are needed
+    #[arg(long, requires = "shape")]
+    pub(crate) random_weights: bool,
     /// Tokens of the prefill tests; 0 for none
     #[arg(short, long, value_name = "N,...", value_delimiter = ',', default_value = "512")]
     pub(crate) prompt: Vec<u32>,

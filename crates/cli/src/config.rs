@@ -122,6 +122,8 @@ pub(crate) const WARM_UP_TOKENS: u32 = 80;
 #[derive(Clone, Debug)]
 pub(crate) struct BenchConfig {
     pub(crate) model: ModelSpec,
+    /// A built-in shape with random weights, instead of the model.
+    pub(crate) shape: Option<String>,
     /// Tokens of prefill tests.
     pub(crate) prompts: Vec<u32>,
     /// Tokens of decode tests.
@@ -363,6 +365,7 @@ impl BenchConfig {
         }
         Ok(BenchConfig {
             model: model_or_default(model)?,
+            shape: args.shape.clone(),
             prompts,
             generates,
             depths: args.depth.clone(),

@@ -22,7 +22,7 @@ params! {
         table_row: u32,
         first_chunk: u32,
         end_chunk: u32,
-        /// Where a split's result goes.
+        /// Where the result of a split's first chunk goes.
         partial: u32,
     }
 }
@@ -119,7 +119,7 @@ pub(crate) enum Attend {
     F32(Kernel),
     /// Tensor cores.
     Mma {
-        /// One token, one chunk.
+        /// One token, some chunks.
         split: Kernel,
         /// Many lines, all chunks.
         tile: Kernel,

@@ -122,6 +122,35 @@ impl BuiltIn {
     }
 }
 
+impl BuiltIn {
+    /// What a `config.json` of this shape says.
+    pub(super) fn config_json(self) -> String {
+        let Sizes { n_layers, hidden, ff, vocab, n_heads, n_kv_heads, head_dim, tied, .. } =
+            self.sizes;
+        let model_type = match (self.sizes.qkv_bias, self.sizes.qk_norm) {
+            (true, _) => "qwen2",
+            (false, true) => "qwen3",
+            (false, false) => "llama",
+        };
+        let context = self.context;
+        serde_json::json!({
+            "model_type": model_type,
+            "num_hidden_layers": n_layers,
+            "hidden_size": hidden,
+            "intermediate_size": ff,
+            "vocab_size": vocab,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "tie_word_embeddings": tied,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": context,
+        })
+        .to_string()
+    }
+}
+
 /// The shape with this name, whatever its case.
 pub(super) fn find(name: &str) -> Option<BuiltIn> {
     BUILT_IN.iter().copied().find(|model| model.name.eq_ignore_ascii_case(name))
@@ -175,7 +204,7 @@ impl BuiltIn {
 const K: u32 = 1024;
 
 /// Sizes as their makers published them.
-pub(super) const BUILT_IN: [BuiltIn; 14] = [
+pub(super) const BUILT_IN: [BuiltIn; 15] = [
     llama("smollm2-135m", [30, 576, 1536, 49_152], [9, 3, 64], 8 * K).tied(),
     llama("llama2-7b", [32, 4096, 11_008, 32_000], [32, 32, 128], 4 * K),
     llama("llama2-13b", [40, 5120, 13_824, 32_000], [40, 40, 128], 4 * K),
@@ -187,6 +216,7 @@ pub(super) const BUILT_IN: [BuiltIn; 14] = [
     llama("mistral-7b", [32, 4096, 14_336, 32_000], [32, 8, 128], 32 * K).window(4 * K),
     llama("qwen2.5-0.5b", [24, 896, 4864, 151_936], [14, 2, 64], 32 * K).qkv_bias().tied(),
     llama("qwen2.5-7b", [28, 3584, 18_944, 152_064], [28, 4, 128], 32 * K).qkv_bias(),
+    llama("qwen2.5-14b", [48, 5120, 13_824, 152_064], [40, 8, 128], 32 * K).qkv_bias(),
     llama("qwen2.5-72b", [80, 8192, 29_568, 152_064], [64, 8, 128], 32 * K).qkv_bias(),
     llama("qwen3-0.6b", [28, 1024, 3072, 151_936], [16, 8, 128], 40 * K).qk_norm().tied(),
     llama("qwen3-8b", [36, 4096, 12_288, 151_936], [32, 8, 128], 40 * K).qk_norm(),
@@ -208,6 +238,7 @@ mod tests {
             ("mistral-7b", 7_241_732_096),
             ("qwen2.5-0.5b", 494_032_768),
             ("qwen2.5-7b", 7_615_616_512),
+            ("qwen2.5-14b", 14_770_033_664),
             ("qwen3-0.6b", 596_049_920),
             ("Qwen3-8B", 8_190_735_360),
         ] {
