@@ -23,7 +23,6 @@ pub(crate) struct Device {
     capability: (i32, i32),
     /// Most dynamic shared memory of a block.
     shared_bytes_max: usize,
-    n_multiprocessors: usize,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
 }
@@ -50,16 +49,12 @@ impl Device {
         let shared =
             sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let shared = context.attribute(shared).map_err(driver)?;
-        let multiprocessors =
-            sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        let multiprocessors = context.attribute(multiprocessors).map_err(driver)?;
         Ok(Device {
             stream: context.new_stream().map_err(driver)?,
             context,
             name,
             capability: (major, minor),
             shared_bytes_max: usize::try_from(shared).unwrap_or(0),
-            n_multiprocessors: usize::try_from(multiprocessors).unwrap_or(1),
             fault: Mutex::new(None),
         })
     }
@@ -72,11 +67,6 @@ impl Device {
     /// Most dynamic shared memory of a block.
     pub(crate) fn shared_bytes_max(&self) -> usize {
         self.shared_bytes_max
-    }
-
-    /// Processors that each run some blocks at a time.
-    pub(crate) fn n_multiprocessors(&self) -> usize {
-        self.n_multiprocessors
     }
 
     /// What to compile for: the architecture with all its own instructions.

@@ -1,6 +1,6 @@
 //! One step's batch as the kernels read it: one upload of tokens, positions and attention tasks.
 //!
-//! A sequence with one row is *split*: tasks of some chunks of its keys, then a merge. A sequence
+//! A sequence with one row is *split*: a task for each chunk of its keys, then a merge. A sequence
 //! with more rows is cut into *tiles* that walk their chunks alone. Both give the same bits, so
 //! that the choice is only about filling the device.
 
@@ -16,12 +16,6 @@ use crate::launch::attend::{AttendKernels, CHUNK, Merge, TILE_LINES, Task, WARP_
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
 const MAX_PARTIALS: usize = 8192;
-
-/// Blocks of `attend_split` that a multiprocessor runs at a time, at a head width of 128.
-const BLOCKS_AT_A_TIME: usize = 3;
-/// Most chunks of one task. A block that goes on to the next chunk loses no time at its start, but a
-/// device with too few blocks loses more.
-const TASK_CHUNKS_MAX: usize = 8;
 
 /// Words of a task and of a merge.
 const TASK_WORDS: usize = size_of::<Task>() / 4;
@@ -172,7 +166,7 @@ impl CudaPlan {
         self.word(3 * self.parts.n_rows)
     }
 
-    /// Tasks of one token and some chunks.
+    /// Tasks of one token and one chunk.
     pub(crate) fn splits(&self) -> (u64, u32) {
         (self.word(self.parts.splits), self.parts.n_splits as u32)
     }
@@ -185,17 +179,6 @@ impl CudaPlan {
     /// Rows whose chunks are merged.
     pub(crate) fn merges(&self) -> (u64, u32) {
         (self.word(self.parts.merges), self.parts.n_merges as u32)
-    }
-
-    /// Chunks of one split task: as many as leave the device full.
-    fn task_chunks(&self, device: &Device, layout: &BatchLayout) -> usize {
-        let rows = layout.query_start.windows(2).map(|pair| pair[1] - pair[0]);
-        let decoding = rows.zip(&layout.kv_len).filter(|(rows, _)| *rows == 1);
-        let n_chunks: usize = decoding.map(|(_, &len)| (len as usize).div_ceil(CHUNK)).sum();
-        let n_blocks =
-            n_chunks * self.group().div_ceil(WARP_LINES) * self.shape.kv.n_kv_heads as usize;
-        let at_a_time = BLOCKS_AT_A_TIME * device.n_multiprocessors();
-        (n_blocks / at_a_time).clamp(1, TASK_CHUNKS_MAX)
     }
 
     /// Works out the tasks of a batch and uploads everything.
@@ -212,11 +195,7 @@ impl CudaPlan {
         assert!(layout.output_rows.iter().all(|&row| (row as usize) < n_rows), "rows of the batch");
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
         let mut table_rows = vec![0; n_rows];
-        let mut tasks = Tasks {
-            group: self.group(),
-            task_chunks: self.task_chunks(device, layout),
-            ..Tasks::default()
-        };
+        let mut tasks = Tasks { group: self.group(), ..Tasks::default() };
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;
             let kv_len = layout.kv_len[i] as usize;
@@ -282,8 +261,6 @@ struct Seq {
 #[derive(Default)]
 struct Tasks {
     group: usize,
-    /// Chunks of one split.
-    task_chunks: usize,
     splits: Vec<Task>,
     tiles: Vec<Task>,
     merges: Vec<Merge>,
@@ -291,16 +268,15 @@ struct Tasks {
 }
 
 impl Tasks {
-    /// The sequence's only row, tasks of some chunks each.
+    /// The sequence's only row, a task for each chunk.
     fn split(&mut self, seq: &Seq, n_chunks: usize) {
-        for chunk in (0..n_chunks).step_by(self.task_chunks) {
+        for chunk in 0..n_chunks {
             let partial = self.n_partials + chunk;
-            let chunks = chunk..n_chunks.min(chunk + self.task_chunks);
             for first_line in (0..self.group).step_by(WARP_LINES) {
                 let n_lines = WARP_LINES.min(self.group - first_line);
                 let lines = first_line..first_line + n_lines;
                 self.splits
-                    .push(Task { partial: partial as u32, ..task(seq, lines, chunks.clone()) });
+                    .push(Task { partial: partial as u32, ..task(seq, lines, chunk..chunk + 1) });
             }
         }
         self.merges.push(Merge {
@@ -352,17 +328,18 @@ mod tests {
 
     #[test]
     fn a_long_row_is_split_and_a_prompt_is_tiled() {
-        let mut tasks = Tasks { group: 20, task_chunks: 2, ..Tasks::default() };
+        let mut tasks = Tasks { group: 20, ..Tasks::default() };
         let row = Seq { first_row: 3, n_rows: 1, position: 600, table_row: 9 };
         tasks.split(&row, 3);
-        // Twenty lines are two tasks for each two of three chunks.
+        // Twenty lines are two warps for each of three chunks.
         let found: Vec<_> = tasks
             .splits
             .iter()
             .map(|t| (t.first_line, t.n_lines, t.first_chunk, t.end_chunk, t.partial))
             .collect();
-        let expected = [(0, 16, 0, 2, 0), (16, 4, 0, 2, 0), (0, 16, 2, 3, 2), (16, 4, 2, 3, 2)];
-        assert_eq!(found, expected);
+        let expected = [(0, 16, 0, 1, 0), (16, 4, 0, 1, 0), (0, 16, 1, 2, 1), (16, 4, 1, 2, 1)];
+        assert_eq!(found[..4], expected);
+        assert_eq!(found.len(), 6);
         assert_eq!((tasks.merges[0].row, tasks.merges[0].n_partials), (3, 3));
 
         let prompt = Seq { first_row: 4, n_rows: 7, position: 0, table_row: 1 };
