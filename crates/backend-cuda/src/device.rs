@@ -131,6 +131,28 @@ impl Device {
         Ok(memory)
     }
 
+    /// Allocates pinned memory of the host that the device sees at the same addresses.
+    pub(crate) fn alloc_pinned(
+        &self,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<PinnedMemory, DeviceError> {
+        self.enter()?;
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        #[expect(unsafe_code, reason = "raw pinned memory")]
+        // SAFETY: nobody reads the memory before a kernel has written to it.
+        let allocated = unsafe { result::malloc_host(bytes, flags) };
+        match allocated {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                Err(DeviceError::OutOfMemory { bytes, what })
+            }
+            other => {
+                let address = self.check(other)? as u64;
+                Ok(PinnedMemory { address, context: Arc::clone(&self.context) })
+            }
+        }
+    }
+
     /// Copies host values into device memory, from byte `start` on.
     pub(crate) fn upload<T: Copy>(
         &self,
@@ -267,6 +289,31 @@ impl Drop for Memory {
             // SAFETY: allocated in `Device::alloc`, and freed here only. The call waits for what is
             // queued.
             let freed = unsafe { result::free_sync(self.address) };
+            let _ = freed;
+        }
+    }
+}
+
+/// Pinned memory of the host. Dropping it frees it.
+pub(crate) struct PinnedMemory {
+    address: u64,
+    context: Arc<CudaContext>,
+}
+
+impl PinnedMemory {
+    /// Where it is, for a kernel's parameters.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            #[expect(unsafe_code, reason = "raw pinned memory")]
+            // SAFETY: allocated in `Device::alloc_pinned`, and freed here only. The call waits for
+            // what is queued.
+            let freed = unsafe { result::free_host(self.address as *mut std::ffi::c_void) };
             let _ = freed;
         }
     }

@@ -2,9 +2,9 @@
 //! that `kernels/kv.cuh` draws.
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::{KvDtype, KvShape};
+use nuthatch_types::{KvDtype, KvShape, KvSlots};
 
-use crate::device::{Device, Memory};
+use crate::device::{Device, Memory, PinnedMemory};
 
 /// Tokens of a page.
 pub(crate) const PAGE_LEN: usize = 16;
@@ -40,12 +40,18 @@ impl PageShape {
 pub struct CudaKv {
     pub(crate) shape: KvShape,
     pub(crate) page: PageShape,
-    pub(crate) n_slots: u32,
+    pub(crate) slots: KvSlots,
     pub(crate) arena: Memory,
+    /// The pages that wait on the host, in the same order.
+    pub(crate) host: Option<PinnedMemory>,
 }
 
 impl CudaKv {
-    pub(crate) fn new(device: &Device, shape: KvShape, n_slots: u32) -> Result<Self, DeviceError> {
+    pub(crate) fn new(
+        device: &Device,
+        shape: KvShape,
+        slots: KvSlots,
+    ) -> Result<Self, DeviceError> {
         if shape.page_len as usize != PAGE_LEN {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
             return Err(DeviceError::Fault(fault));
@@ -57,14 +63,19 @@ impl CudaKv {
         }
         let page = PageShape::of(&shape);
         let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
-        let bytes = page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
-        let arena = device.alloc(bytes, "the KV cache")?;
-        Ok(CudaKv { shape, page, n_slots, arena })
+        let bytes =
+            |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
+        let arena = device.alloc(bytes(slots.device), "the KV cache")?;
+        let host = match slots.host {
+            0 => None,
+            n => Some(device.alloc_pinned(bytes(n), "the host's KV pages")?),
+        };
+        Ok(CudaKv { shape, page, slots, arena, host })
     }
 
-    /// Bytes of all slots of one head.
+    /// Bytes of all device slots of one head.
     pub(crate) fn head_bytes(&self) -> u64 {
-        self.page.bytes() as u64 * u64::from(self.n_slots)
+        self.page.bytes() as u64 * u64::from(self.slots.device)
     }
 
     /// Where the heads of a layer start.

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, WeightType,
 };
-use nuthatch_types::{KvShape, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
 
 pub use buf::CudaBuf;
 use device::{Device, Kernel, Memory};
@@ -325,8 +325,8 @@ impl Backend for Cuda {
         Ok(weight)
     }
 
-    fn alloc_kv(&self, shape: KvShape, n_slots: u32) -> Result<CudaKv, DeviceError> {
-        CudaKv::new(&self.device, shape, n_slots)
+    fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
+        CudaKv::new(&self.device, shape, slots)
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<CudaTables, DeviceError> {

@@ -56,6 +56,7 @@ judged! {
     rope_matches,
     rope_rows_agree,
     copy_pages_matches,
+    copy_tiers_match,
     layers_match,
     attend_reads_queries_only,
     attend_decode_matches,

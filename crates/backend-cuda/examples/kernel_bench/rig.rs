@@ -4,7 +4,7 @@ use std::error::Error;
 
 use nuthatch_backend::{AttnSpec, Backend, BatchLayout, PlanShape, RopeSpec, RopeStyle};
 use nuthatch_backend_cuda::Cuda;
-use nuthatch_types::{KvShape, LayerIdx, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, Slot};
 
 use crate::{Outcome, random, time};
 
@@ -54,7 +54,7 @@ impl<'a> Rig<'a> {
             let slots: Vec<Slot> = (0..pages).map(slot).collect();
             cuda.write_table(&mut tables, seq as u32, 0, &slots)?;
         }
-        let kv = cuda.alloc_kv(shape, n_slots as u32)?;
+        let kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
         let plan = cuda.alloc_plan(&plan_shape)?;
         let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads };
         let width = (n_heads + 2 * shape.n_kv_heads) as usize * shape.head_dim as usize;

@@ -1,18 +1,20 @@
-//! `copy.cu`: whole pages inside the arena.
+//! `copy.cu`: whole pages inside a tier and between tiers.
 
 use nuthatch_backend::DeviceError;
 use nuthatch_types::PageCopy;
 
 use super::{Address, count, params};
-use crate::device::{Device, Kernel};
+use crate::device::{Device, Kernel, PinnedMemory};
 use crate::kv::CudaKv;
 
 params! {
     /// Mirrors `CopyParams`.
     CopyParams {
-        arena: Address,
+        device: Address,
+        host: Address,
         copies: Address,
-        head_bytes: u64,
+        n_device: u32,
+        n_host: u32,
         page_bytes: u32,
         n_copies: u32,
     }
@@ -31,19 +33,21 @@ pub(crate) fn copy_pages(
         return Ok(());
     }
     let list: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.source.0, copy.target.0]).collect();
-    assert!(list.as_flattened().iter().all(|&slot| slot < kv.n_slots), "slots of the arena");
+    assert!(list.as_flattened().iter().all(|&slot| slot < kv.slots.total()), "slots of the arena");
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
     let params = CopyParams {
-        arena: kv.arena.address(),
+        device: kv.arena.address(),
+        host: kv.host.as_ref().map_or(0, PinnedMemory::address),
         copies: on_device.address(),
-        head_bytes: kv.head_bytes(),
+        n_device: kv.slots.device,
+        n_host: kv.slots.host,
         page_bytes: count(kv.page.bytes()),
         n_copies: count(list.len()),
     };
     let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
     #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: block `i` touches the asserted slots of head `i` of the arena. The list is freed
+    // SAFETY: block `i` touches the asserted slots of head `i` of both tiers. The list is freed
     // after the kernel has run, because freeing waits.
     unsafe {
         device.launch(kernel, (heads, 1), THREADS, &params)
