@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, WeightType,
 };
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use buf::CudaBuf;
 use device::{Device, Kernel, Memory};
@@ -341,6 +341,18 @@ impl Backend for Cuda {
         slots: &[Slot],
     ) -> Result<(), DeviceError> {
         tables.write(&self.device, row, start, slots)
+    }
+
+    fn shift_pages(
+        &self,
+        _plan: &CudaPlan,
+        _kv: &mut CudaKv,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError> {
+        if shifts.is_empty() {
+            return Ok(());
+        }
+        Err(DeviceError::Fault("streaming has no kernel on this device yet".to_owned()))
     }
 
     fn copy_pages(&self, kv: &mut CudaKv, copies: &[PageCopy]) -> Result<(), DeviceError> {

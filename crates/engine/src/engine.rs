@@ -60,6 +60,7 @@ impl<E> Engine<E> {
             clock: self.clock,
             requests: self.requests,
             next_seq: self.next_seq,
+            n_checks: self.n_checks,
             step_time: self.step_time,
             execute_time: self.execute_time,
             error: self.error,
@@ -99,9 +100,12 @@ impl<E: Execute> Engine<E> {
         if let Some(error) = &self.error {
             return Err(SubmitError::Failed { reason: error.to_string() });
         }
-        let Submission { prompt, sampling, limits, n, beam, hints } = submission;
+        let Submission { prompt, sampling, limits, n, beam, streaming, hints } = submission;
         if n == 0 {
             return Err(SubmitError::NoAnswers);
+        }
+        if beam.is_some() && streaming.is_some() {
+            return Err(SubmitError::StreamingBeams);
         }
         let vocab = self.executor.vocab();
         let bias = sampling.logit_bias.iter().map(|&(token, _)| token);
@@ -110,7 +114,7 @@ impl<E: Execute> Engine<E> {
         }
         let seq = SeqId(self.next_seq);
         let submission = nuthatch_scheduler::Submission { seq, prompt, sampling, limits };
-        let hints = self.scheduler_hints(&hints);
+        let hints = nuthatch_scheduler::Hints { streaming, ..self.scheduler_hints(&hints) };
         let search = match beam {
             Some(params) => Some(self.submit_beams(submission, hints, params, n)?),
             None => {

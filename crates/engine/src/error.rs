@@ -36,6 +36,9 @@ pub enum SubmitError {
         /// Answers that are followed at one time.
         width: u32,
     },
+    /// Beams share what they have in common, and a stream drops it.
+    #[error("a beam search cannot stream")]
+    StreamingBeams,
     /// The engine failed before and does no more work.
     #[error("the engine has failed: {reason}")]
     Failed {

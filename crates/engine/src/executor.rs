@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use nuthatch_backend::{BatchLayout, DeviceError};
 use nuthatch_types::{
-    FastMap, PageCopy, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult,
+    FastMap, PageCopy, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult,
 };
 
 use crate::SharedClock;
@@ -36,6 +36,8 @@ pub trait Forward {
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError>;
     /// Copies whole pages inside a tier and between tiers, in order, and waits for the end.
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
+    /// Writes whole pages from others inside the arena with their keys at other positions, in order.
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError>;
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
@@ -48,7 +50,7 @@ pub struct Capacity {
     pub max_rows: u32,
     /// Sequences that it knows at one time; each has a table.
     pub max_seqs: u32,
-    /// Tokens of one sequence.
+    /// Tokens of one sequence's table.
     pub max_context: u32,
     /// Tokens of one page.
     pub page_len: u32,
@@ -104,8 +106,9 @@ impl Known {
         scratch: &mut Scratch,
     ) -> Result<Choice, SampleError> {
         // What the sampler drew it knows. What the caller chose comes here for the first time.
-        let position = step.start + step.tokens.len() as u32;
-        for &token in step.tokens.iter().skip(self.n_known.saturating_sub(step.start) as usize) {
+        let start = step.start + step.shift;
+        let position = start + step.tokens.len() as u32;
+        for &token in step.tokens.iter().skip(self.n_known.saturating_sub(start) as usize) {
             self.sampler.remember(token);
         }
         let choice = self.sampler.sample(logits, position, scratch)?;
@@ -166,6 +169,9 @@ impl<F: Forward> Executor<F> {
         if plan.seqs.is_empty() {
             return Ok(StepResult { copy_nanos, ..StepResult::default() });
         }
+        if !plan.shifts.is_empty() {
+            self.shift_pages(&plan.shifts)?;
+        }
         self.batch.clear();
         for step in &plan.seqs {
             let row = self.change_table(step)?;
@@ -206,6 +212,14 @@ impl<F: Forward> Executor<F> {
             assert!(copy.target.0 < self.capacity.n_slots, "target slot outside the arena");
         }
         self.forward.copy_pages(copies)
+    }
+
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
+        for shift in shifts {
+            assert!(shift.source.0 < self.capacity.n_slots, "source slot outside the arena");
+            assert!(shift.target.0 < self.capacity.n_slots, "target slot outside the arena");
+        }
+        self.forward.shift_pages(shifts)
     }
 
     /// Checks a sequence's step, brings its table up to date, and returns the table's row.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use nuthatch_cache::Retention;
 use nuthatch_scheduler::{Tenant, Usage};
-use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, TokenId};
+use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, Streaming, TokenId};
 
 /// A request, in tokens.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,6 +22,10 @@ pub struct Submission {
     /// Searches for the `n` most probable answers instead of sampling. `n` may not be more than the
     /// width. Temperature, filters and seed do not count; penalties and bias do.
     pub beam: Option<BeamParams>,
+    /// Keeps only the first and the last tokens in the cache (StreamingLLM), so that neither the
+    /// context nor the cache bounds prompt and answer. An approximation: what was dropped is not
+    /// seen again. Not for a beam search.
+    pub streaming: Option<Streaming>,
     /// How the request is served.
     pub hints: Hints,
 }
@@ -34,6 +38,7 @@ impl Default for Submission {
             limits: Limits::default(),
             n: 1,
             beam: None,
+            streaming: None,
             hints: Hints::default(),
         }
     }

@@ -245,6 +245,7 @@ fn a_changed_detail_is_noticed() {
         ("yarn-mscale", r#""mscale": 0.7"#, r#""mscale": 0.8"#),
         ("dynamic", r#""factor": 2.0"#, r#""factor": 2.01"#),
         ("longrope", r#""factor": 4.0"#, r#""factor": 5.0"#),
+        ("kv-shared-map", "2,\n    0\n  ]", "2,\n    2\n  ]"),
     ] {
         let mut golden = Golden::read(name);
         let dir = tempfile::TempDir::new().unwrap();

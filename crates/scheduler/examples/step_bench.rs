@@ -65,6 +65,7 @@ fn run(n_seqs: u32) -> Result<Vec<Times>, Box<dyn std::error::Error>> {
         max_seqs: n_seqs,
         max_waiting: n_seqs,
         max_context: n_tokens,
+        window: None,
     };
     let mut scheduler = Scheduler::new(config, cache)?;
     for seq in 0..n_seqs {

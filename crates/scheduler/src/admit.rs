@@ -1,7 +1,7 @@
 //! Letting those who wait in.
 
 use nuthatch_cache::{Admission, Admitted, Prompt, SwapIn};
-use nuthatch_types::SeqId;
+use nuthatch_types::{SeqId, Window};
 
 use crate::policy::{Ask, Rank};
 use crate::sequence::{Place, Sequence};
@@ -117,7 +117,8 @@ impl Scheduler {
             may_start,
             step,
             n_found: &|seq| {
-                let admission = cache.plan_admit(seq, prompt(&seqs[&seq]));
+                // What is found does not depend on how much of it is kept.
+                let admission = cache.plan_admit(seq, prompt(&seqs[&seq], None));
                 admission.miss().map_or(0, |miss| miss.at)
             },
         };
@@ -127,25 +128,30 @@ impl Scheduler {
 
     /// How a waiting sequence gets its pages, if all its tokens fit beside `promised` pages.
     pub(crate) fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
-        let room = self.cache.n_available().saturating_sub(promised);
+        let is_new = self.seq(seq).place != Place::Swapped;
+        let n_extra = if is_new { self.seq(seq).n_roll_pages() } else { 0 };
+        let room = self.cache.n_available().saturating_sub(promised.saturating_add(n_extra));
         let savings = self.cache.n_savings();
         if self.blocked.is_some_and(|blocked| blocked.holds(seq, room, savings)) {
             return None;
         }
-        let (entry, n_pages) = if self.seq(seq).place == Place::Swapped {
-            let swap = self.cache.plan_swap_in(seq);
-            let n_pages = swap.n_pages() + self.pages_outstanding(seq);
-            (Entry::Back(swap), n_pages)
-        } else {
+        let (entry, n_pages) = if is_new {
             let mut admission = self.plan_admission(seq);
             if admission.n_pages() > room {
                 admission = admission.without_copy();
             }
             let n_pages = admission.n_pages();
             (Entry::New(admission), n_pages)
+        } else {
+            let swap = self.cache.plan_swap_in(seq);
+            let n_pages = swap.n_pages() + self.pages_outstanding(seq);
+            (Entry::Back(swap), n_pages)
         };
         if n_pages > room {
-            self.blocked = Some(Blocked { seq, n_pages, savings });
+            // With a window, what a request needs may fall by more than is counted.
+            if self.config.window.is_none() {
+                self.blocked = Some(Blocked { seq, n_pages, savings });
+            }
             return None;
         }
         Some(entry)
@@ -204,18 +210,20 @@ impl Scheduler {
     /// sequence that it forks has, whichever is more.
     fn plan_admission(&self, seq: SeqId) -> Admission {
         let sequence = self.seq(seq);
-        let found = self.cache.plan_admit(seq, prompt(sequence));
+        let found = self.cache.plan_admit(seq, prompt(sequence, self.window(&sequence.hints)));
         let n_found = found.miss().map_or(0, |miss| miss.at);
         if self.n_stored(sequence) * self.cache.config().page_len > n_found {
             // What is loaded follows full pages.
             return found.without_copy();
         }
         let Some(source) = self.fork_source(seq) else { return found };
-        let n_shared = sequence.n_common.min(source.computed);
-        if n_shared <= n_found {
+        let n_tokens = sequence.n_sharable() as u32;
+        // The last token is computed, and a table is not full before it has dropped anything.
+        let n_shared = sequence.n_common.min(source.computed).min(n_tokens - 1);
+        if n_shared <= n_found || !self.cache.can_fork(source.id, n_shared) {
             return found;
         }
-        self.cache.plan_fork(source.id, seq, n_shared, sequence.tokens.len() as u32)
+        self.cache.plan_fork(source.id, seq, n_shared, n_tokens)
     }
 
     /// Pages that the running sequences still need for the tokens they have.
@@ -234,7 +242,7 @@ impl Scheduler {
     }
 }
 
-fn prompt(sequence: &Sequence) -> Prompt<'_> {
+fn prompt(sequence: &Sequence, window: Option<Window>) -> Prompt<'_> {
     let Hints { salt, retention, .. } = *sequence.hints;
-    Prompt { tokens: &sequence.tokens, salt, retention }
+    Prompt { tokens: &sequence.tokens[..sequence.n_sharable()], salt, retention, window }
 }

@@ -81,6 +81,9 @@ impl Scheduler {
                 sequence.table_known = sequence.table_known.min(first_changed);
             }
         }
+        if self.config.window.is_some() {
+            self.cache.slide(flight.seq, end);
+        }
         if self.queue.counts_service() {
             self.is_unsorted |= serve(self.queue.as_mut(), sequence, flight);
         }

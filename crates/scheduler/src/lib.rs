@@ -18,8 +18,9 @@
 //!
 //! Code map: [`Scheduler`] is the facade; `sequence` holds what is known of one request, `step`
 //! fills one plan, `admit` lets those who wait in, `policy` says who is next, `preempt` chooses who
-//! gives way and how, `cost` knows what moving and computing cost, `load` waits for pages of slower
-//! tiers, `commit` takes a result in, `pause` lets the caller choose tokens.
+//! gives way and how, `cost` knows what moving and computing cost, `kept` how much of a sequence
+//! stays in the cache, `load` waits for pages of slower tiers, `commit` takes a result in, `pause`
+//! lets the caller choose tokens.
 //!
 //! The crate owns the sequences and the cache. It knows no device, no clock, no thread and no file,
 //! and it sees no strings: stop strings are the caller's, who cancels.
@@ -52,6 +53,7 @@ mod admit;
 mod commit;
 mod config;
 mod cost;
+mod kept;
 mod load;
 mod output;
 mod pause;

@@ -36,7 +36,9 @@ impl Scheduler {
         let prompt = u32::try_from(submission.prompt.len()).unwrap_or(u32::MAX);
         let max_len = prompt.saturating_add(submission.limits.max_tokens);
         let max_len = max_len.min(self.config.max_context);
-        let checked = self.check(&submission).and_then(|_| self.check_wide(prompt, max_len, width));
+        assert!(hints.streaming.is_none(), "what is dropped cannot be forked");
+        let checked = self.check(&submission, &hints);
+        let checked = checked.and_then(|_| self.check_wide(prompt, max_len, width));
         self.counters.refused += u64::from(checked.is_err());
         checked?;
         self.submit_with(submission, hints)?;
@@ -80,6 +82,7 @@ impl Scheduler {
             newest: source.newest,
             n_prompt: source.n_prompt,
             computed: source.computed,
+            dropped: 0,
             cached: 0,
             computed_max: n_common,
             loss: Loss::PagesShort,
@@ -89,6 +92,7 @@ impl Scheduler {
             max_len: source.max_len,
             limits: source.limits.clone(),
             hints: Box::new(Hints { fork_of: Some(source.id), n_stored: 0, ..*source.hints }),
+            stream: None,
             n_common,
             sampling: source.sampling.clone(),
             is_started: false,

@@ -111,9 +111,14 @@ impl Scheduler {
     fn cheaper_swap(&self, seq: SeqId) -> Option<SwapOut> {
         let swap = self.cache.plan_swap_out(seq)?;
         let rates = self.meter.rates();
-        let n_kept = self.cache.n_pages(seq) - swap.n_pages();
         let computed = self.seq(seq).computed;
-        let start = computed.min(n_kept * self.cache.config().page_len);
+        let start = if self.keeps_all(seq) {
+            let n_kept = self.cache.n_pages(seq) - swap.n_pages();
+            computed.min(n_kept * self.cache.config().page_len)
+        } else {
+            // What is not there any more would be computed again too.
+            0
+        };
         (rates.swap(swap.n_pages()) < rates.compute(start..computed)).then_some(swap)
     }
 }

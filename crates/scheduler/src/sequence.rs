@@ -6,9 +6,12 @@
 //!   cache    [0, computed)   [computed, tokens.len())
 //!            in the cache    to be computed: the steps catch up
 //! ```
+//!
+//! A sequence with a window, or one that streams, does not keep all that is computed: see `kept`.
 
 use nuthatch_types::{Limits, Sampling, SeqId, TokenId};
 
+use crate::kept::Stream;
 use crate::policy::{Rank, Waiter};
 use crate::{Hints, Usage};
 
@@ -27,8 +30,10 @@ pub(crate) struct Sequence {
     /// The last of `tokens`, so that a decode step does not read their memory.
     pub(crate) newest: TokenId,
     pub(crate) n_prompt: u32,
-    /// Tokens whose KV is in the cache.
+    /// Tokens whose KV is in the cache, or was before it was given back.
     pub(crate) computed: u32,
+    /// Tokens of those that were dropped from the table; the places of the others are so many less.
+    pub(crate) dropped: u32,
     /// Tokens of the prompt that the cache held when the sequence first got pages.
     pub(crate) cached: u32,
     /// The most that `computed` has been: what lies below is computed again after a preemption.
@@ -42,11 +47,13 @@ pub(crate) struct Sequence {
     pub(crate) table_known: u32,
     /// Pages at its beginning that are being loaded. It is in no step meanwhile.
     pub(crate) n_loading: u32,
-    /// Most tokens, prompt and answer together; already clipped to context and pool.
+    /// Most tokens, prompt and answer together; already clipped to what can be computed.
     pub(crate) max_len: u32,
     pub(crate) limits: Limits,
     /// Boxed like `sampling`.
     pub(crate) hints: Box<Hints>,
+    /// What it keeps if it streams.
+    pub(crate) stream: Option<Stream>,
     /// Tokens that it has in common with the sequence that it forks.
     pub(crate) n_common: u32,
     /// How tokens are chosen. Boxed because it is large and needed only when the executor is told,
@@ -103,7 +110,7 @@ impl Sequence {
 
     /// Whether the executor has all of its table, when it has spare places, which end with a page.
     pub(crate) fn is_table_known(&self, page_len: u32) -> bool {
-        self.table_known * page_len == self.computed + self.n_spare
+        self.table_known * page_len + self.dropped == self.computed + self.n_spare
     }
 
     /// Tokens that are not computed.
@@ -149,6 +156,7 @@ impl Sequence {
     /// Forgets what is in the cache. The tokens stay.
     pub(crate) fn reset(&mut self, loss: Loss) {
         self.computed = 0;
+        self.dropped = 0;
         self.n_spare = 0;
         self.table_known = 0;
         self.n_loading = 0;

@@ -168,9 +168,10 @@ impl Scheduler {
         }
     }
 
-    /// Adds the next `n_tokens` of a sequence to the step, or changes nothing when their pages are
-    /// not there.
+    /// Adds the next `n_tokens` of a sequence to the step, or as many as its table has room for.
+    /// Changes nothing when their pages are not there.
     pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
+        let Some(n_tokens) = self.make_way(seq, n_tokens, step) else { return false };
         let page_len = self.cache.config().page_len;
         let n_step = self.counters.steps;
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
@@ -199,13 +200,6 @@ impl Scheduler {
         step.push(sequence, tokens, TableChange { keep, push }, n_step);
         true
     }
-
-    /// Pages that a running sequence still needs for the tokens it has.
-    pub(crate) fn pages_outstanding(&self, seq: SeqId) -> u32 {
-        let sequence = self.seq(seq);
-        let n_pages = (sequence.tokens.len() as u32).div_ceil(self.cache.config().page_len);
-        n_pages.saturating_sub(self.cache.n_pages(seq) + sequence.n_loading)
-    }
 }
 
 impl Step {
@@ -224,13 +218,14 @@ impl Step {
         table: TableChange,
         n_step: u64,
     ) {
-        let (seq, start, n_tokens) = (sequence.id, sequence.computed, tokens.len() as u32);
-        let sample = (start + n_tokens) as usize == sequence.tokens.len();
+        let (seq, shift, n_tokens) = (sequence.id, sequence.dropped, tokens.len() as u32);
+        let start = sequence.computed - shift;
+        let sample = (sequence.computed + n_tokens) as usize == sequence.tokens.len();
         sequence.last_step = n_step;
         self.budget -= n_tokens;
         self.n_tokens += n_tokens;
         self.work.add(Work::of(start..start + n_tokens));
         self.flights.push(Flight { seq, n_tokens, sample });
-        self.plan.seqs.push(SeqStep { seq, start, tokens, table, sample });
+        self.plan.seqs.push(SeqStep { seq, start, shift, tokens, table, sample });
     }
 }

@@ -25,7 +25,7 @@ pub enum Fault {
         seq: SeqId,
         /// Tokens that the scheduler thinks computed.
         computed: u32,
-        /// Tokens that have a place in the cache.
+        /// Tokens that have a place in the cache, or had one before the window.
         stored: u32,
     },
     /// The cache has a table for a sequence that is neither running nor swapped.
@@ -147,7 +147,8 @@ fn length_agrees(scheduler: &Scheduler, sequence: &Sequence) -> Result<(), Fault
     let is_placed = scheduler.cache.is_swapped(seq) == (sequence.place == Place::Swapped);
     let placed = sequence.computed + ahead + sequence.n_spare;
     let has_work = sequence.pending() > 0 || sequence.is_guided;
-    if placed != stored || !has_work || !is_placed {
+    let is_dropped = scheduler.cache.n_dropped(seq) == sequence.dropped;
+    if placed != stored + sequence.dropped || !is_dropped || !has_work || !is_placed {
         return Err(Fault::Length { seq, computed: sequence.computed, stored });
     }
     Ok(())

@@ -12,7 +12,7 @@ use std::ops::Range;
 use nuthatch_cache::{Cache, Options};
 use nuthatch_scheduler::{Config, Hints, Output, Policy, Scheduler, Submission};
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone, candidates_after};
-use nuthatch_types::{FinishReason, Limits, PageCopy, Sampling, SeqId, StepPlan, TokenId};
+use nuthatch_types::{FinishReason, Limits, PageCopy, Sampling, SeqId, StepPlan, TokenId, Window};
 
 const N_VOCAB: u32 = 50;
 
@@ -63,6 +63,7 @@ impl World {
             max_batched_tokens: max_seqs + rng.range(0..40),
             max_waiting: 100,
             max_context: 400,
+            window: rng.one_in(3).then(|| rng.range(1..40)),
         };
         let options = Options { prefix: !rng.one_in(3), ..Options::default() };
         let n_host_pages = if rng.one_in(2) { 0 } else { rng.range(1..60) };
@@ -85,7 +86,8 @@ impl World {
             scheduler: Scheduler::with_policy(config, cache, policy).expect("valid limits"),
             executor: FakeExecutor::new(page_len, n_pages, N_VOCAB)
                 .with_host(n_host_pages)
-                .with_costs(u64::from(rng.range(1..20_000)), u64::from(rng.range(1..5_000))),
+                .with_costs(u64::from(rng.range(1..20_000)), u64::from(rng.range(1..5_000)))
+                .with_window(config.window),
             groups: Vec::new(),
             ordinary: BTreeMap::new(),
             n_to_submit: rng.range(4..25),
@@ -192,9 +194,8 @@ impl World {
                     return self.forget(seq);
                 };
                 let Submission { prompt, sampling, limits, .. } = submission;
-                let capacity = self.scheduler.cache().capacity();
-                let max_len = self.config.max_context.min(capacity) as usize;
-                let alone = answer_alone(&prompt, &sampling, &limits, max_len, N_VOCAB);
+                let max_len = self.max_len() as usize;
+                let alone = answer_alone(&prompt, &sampling, &limits, max_len, N_VOCAB, None);
                 match reason {
                     FinishReason::Failed => assert!(alone.starts_with(&answer), "{seq:?}"),
                     FinishReason::Stop | FinishReason::Length => {
@@ -206,6 +207,16 @@ impl World {
                 }
             }
         }
+    }
+
+    /// The most tokens of a sequence.
+    fn max_len(&self) -> u32 {
+        let Config { max_context, max_batched_tokens: max_chunk, window, .. } = self.config;
+        let cache = self.scheduler.cache();
+        let page_len = cache.config().page_len;
+        let pages = |n_tokens| Window { n_tokens, max_chunk }.pages_max(max_context, page_len);
+        let fits = window.is_some_and(|window| pages(window) <= cache.capacity() / page_len);
+        if fits { max_context } else { max_context.min(cache.capacity()) }
     }
 
     fn forget(&mut self, seq: SeqId) {

@@ -6,7 +6,7 @@
 use crate::{Sampling, SeqId, Slot, StepTokens, TokenId};
 
 /// Everything the executor needs for one forward pass, in the order in which it is applied:
-/// `ended`, `started`, `copies`, `seqs`.
+/// `ended`, `started`, `copies`, `shifts`, `seqs`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepPlan {
     /// Sequences that the executor forgets.
@@ -16,6 +16,8 @@ pub struct StepPlan {
     /// Pages whose bytes move before the pass, in order: the source of one copy may be the target of
     /// an earlier one.
     pub copies: Vec<PageCopy>,
+    /// Pages of the device that are written anew, their keys at other positions, in order.
+    pub shifts: Vec<PageShift>,
     /// The batch. It is empty when there are only copies to make.
     pub seqs: Vec<SeqStep>,
 }
@@ -40,8 +42,11 @@ pub struct SeqStart {
 pub struct SeqStep {
     /// The sequence.
     pub seq: SeqId,
-    /// Position of the first of `tokens`; everything before it is in the cache.
+    /// Place of the first of `tokens` in the table; everything before it is in the cache.
     pub start: u32,
+    /// Tokens that were dropped from the table. The first of `tokens` is at `start + shift` of the
+    /// sequence, and is rotated by that.
+    pub shift: u32,
     /// The tokens to compute, at least one.
     pub tokens: StepTokens,
     /// How the sequence's table of slots changes before the pass.
@@ -55,7 +60,7 @@ pub struct SeqStep {
 pub struct TableChange {
     /// Entries that stay.
     pub keep: u32,
-    /// Slots that follow them.
+    /// Slots that follow them. An entry before the window is any slot: nobody reads it.
     pub push: Vec<Slot>,
 }
 
@@ -67,6 +72,17 @@ pub struct PageCopy {
     pub source: Slot,
     /// Where they go.
     pub target: Slot,
+}
+
+/// One page written from another: values as they are, keys turned by `by` positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageShift {
+    /// Where the keys and values are. It may be the target.
+    pub source: Slot,
+    /// Where they go.
+    pub target: Slot,
+    /// Positions that are added to those of the keys.
+    pub by: i32,
 }
 
 /// What the executor gives back.

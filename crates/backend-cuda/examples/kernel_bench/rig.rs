@@ -102,5 +102,5 @@ impl<'a> Rig<'a> {
 
 pub(crate) fn spec(n_heads: u32, head_dim: u32) -> AttnSpec<'static, Cuda> {
     let scale = 1.0 / (head_dim as f32).sqrt();
-    AttnSpec { n_heads, scale, window: None, head_norms: None, eps: 1e-6 }
+    AttnSpec { n_heads, scale, window: None, owns_kv: true, head_norms: None, eps: 1e-6 }
 }

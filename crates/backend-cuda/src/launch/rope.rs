@@ -83,6 +83,10 @@ pub(crate) fn rope_append(
     qkv: &mut CudaBuf,
     kv: &mut CudaKv,
 ) -> Result<(), DeviceError> {
+    if !spec.owns_kv {
+        let fault = "layers that share keys and values have no kernel on this device yet";
+        return Err(DeviceError::Fault(fault.to_owned()));
+    }
     let d = kv.page.head_dim as usize;
     let heads = (spec.n_heads + 2 * kv.shape.n_kv_heads) as usize;
     assert!(plan.n_rows() * heads * d <= qkv.len, "the batch's rows are in qkv");

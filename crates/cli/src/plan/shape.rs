@@ -8,6 +8,8 @@ use serde::Serialize;
 pub(super) struct PlanModel {
     pub(super) name: String,
     pub(super) n_layers: u32,
+    /// Layers that own keys and values; the others read theirs.
+    pub(super) n_kv_layers: u32,
     pub(super) n_heads: u32,
     pub(super) n_kv_heads: u32,
     pub(super) head_dim: u32,
@@ -36,6 +38,7 @@ impl PlanModel {
     ) -> Self {
         let n_params = count_params(&Sizes {
             n_layers: config.n_layers,
+            n_kv_layers: config.n_kv_layers(),
             hidden: config.hidden,
             ff: config.ff,
             vocab: config.vocab,
@@ -46,15 +49,15 @@ impl PlanModel {
             qkv_bias: config.qkv_bias,
             qk_norm: config.qk_norm,
         });
-        let windows = config.windows.iter().copied().collect::<Option<Vec<u32>>>();
         PlanModel {
             name,
             n_layers: config.n_layers,
+            n_kv_layers: config.n_kv_layers(),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
             head_dim: config.head_dim,
             context: config.max_context,
-            window: windows.and_then(|windows| windows.into_iter().max()),
+            window: config.widest_window(),
             n_params,
             weights: weights.unwrap_or_else(|| bf16_weights(n_params)),
         }
@@ -69,6 +72,7 @@ fn bf16_weights(n_params: u64) -> Weights {
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     n_layers: u32,
+    n_kv_layers: u32,
     hidden: u32,
     ff: u32,
     vocab: u32,
@@ -84,16 +88,19 @@ fn count_params(sizes: &Sizes) -> u64 {
     let [layers, d, ff, vocab] =
         [sizes.n_layers, sizes.hidden, sizes.ff, sizes.vocab].map(u64::from);
     let [h, g, head] = [sizes.n_heads, sizes.n_kv_heads, sizes.head_dim].map(u64::from);
-    let qkv = (h + 2 * g) * head;
-    let mut layer = d * qkv + h * head * d + 3 * d * ff + 2 * d;
+    let (q, kv) = (h * head, 2 * g * head);
+    let mut layer = d * q + q * d + 3 * d * ff + 2 * d;
+    let mut kv_layer = d * kv;
     if sizes.qkv_bias {
-        layer += qkv;
+        layer += q;
+        kv_layer += kv;
     }
     if sizes.qk_norm {
-        layer += 2 * head;
+        layer += head;
+        kv_layer += head;
     }
     let embeddings = if sizes.tied { 1 } else { 2 };
-    layers * layer + embeddings * vocab * d + d
+    layers * layer + u64::from(sizes.n_kv_layers) * kv_layer + embeddings * vocab * d + d
 }
 
 /// A well-known model, planned without its files.
@@ -111,6 +118,7 @@ impl BuiltIn {
         PlanModel {
             name: self.name.to_owned(),
             n_layers: self.sizes.n_layers,
+            n_kv_layers: self.sizes.n_kv_layers,
             n_heads: self.sizes.n_heads,
             n_kv_heads: self.sizes.n_kv_heads,
             head_dim: self.sizes.head_dim,
@@ -166,6 +174,7 @@ const fn llama(
     let (tied, qkv_bias, qk_norm) = (false, false, false);
     let sizes = Sizes {
         n_layers,
+        n_kv_layers: n_layers,
         hidden,
         ff,
         vocab,

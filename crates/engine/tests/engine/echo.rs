@@ -14,7 +14,7 @@ use nuthatch_cache::Cache;
 use nuthatch_engine::sample::{Sampler, Scratch};
 use nuthatch_engine::{Capacity, Engine, Executor, Forward, Output, Submission, Ticket, Usage};
 use nuthatch_scheduler::Scheduler;
-use nuthatch_types::{Clock, FinishReason, Limits, PageCopy, Sampling, Slot, TokenId};
+use nuthatch_types::{Clock, FinishReason, Limits, PageCopy, PageShift, Sampling, Slot, TokenId};
 
 pub(crate) const VOCAB: u32 = 61;
 
@@ -63,10 +63,10 @@ impl Echo {
         }
     }
 
-    fn place(&self, row: u32, position: u32) -> usize {
-        let position = position as usize;
-        let slot = self.tables[row as usize][position / self.page_len] as usize;
-        slot * self.page_len + position % self.page_len
+    fn place(&self, row: u32, place: u32) -> usize {
+        let place = place as usize;
+        let slot = self.tables[row as usize][place / self.page_len] as usize;
+        slot * self.page_len + place % self.page_len
     }
 }
 
@@ -92,6 +92,11 @@ impl Forward for Echo {
         Ok(())
     }
 
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
+        let copy = |shift: &PageShift| PageCopy { source: shift.source, target: shift.target };
+        self.copy_pages(&shifts.iter().map(copy).collect::<Vec<_>>())
+    }
+
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
         self.n_steps += 1;
         if let Some(gate) = &self.script.gate {
@@ -105,9 +110,10 @@ impl Forward for Echo {
         for seq in 0..layout.n_seqs() {
             let table = layout.table_row[seq];
             let range = layout.query_start[seq] as usize..layout.query_start[seq + 1] as usize;
-            for i in range.clone() {
-                let place = self.place(table, layout.positions[i]);
-                self.arena[place] = Some(layout.tokens[i]);
+            let first = layout.kv_len[seq] - range.len() as u32;
+            for (place, &token) in (first..).zip(&layout.tokens[range.clone()]) {
+                let place = self.place(table, place);
+                self.arena[place] = Some(token);
             }
             if layout.output_rows.contains(&(range.end as u32 - 1)) {
                 let tokens: Vec<TokenId> = (0..layout.kv_len[seq])
@@ -264,6 +270,7 @@ pub(crate) fn engine(
         max_seqs: capacity.max_seqs,
         max_waiting: 64,
         max_context: capacity.max_context,
+        window: None,
     };
     let scheduler = Scheduler::new(config, Cache::new(cache).unwrap()).unwrap();
     let executor = Executor::new(Echo::new(capacity, script), capacity);

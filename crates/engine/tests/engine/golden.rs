@@ -73,6 +73,9 @@ fn streams_the_golden_tokens() {
         ("qwen2", ""),
         ("qwen3", ""),
         ("gguf-llama-f16", "model.gguf"),
+        ("kv-shared", ""),
+        ("kv-shared-window", ""),
+        ("kv-shared-map", ""),
     ] {
         let (prompt, greedy) = golden(name);
         let handle = spawn(&folder(name).join(file), 8);
@@ -144,4 +147,46 @@ fn a_second_request_finds_the_pages_of_the_first() {
     assert!(cached > prompt.len() - 16, "{cached} of {}", prompt.len());
     assert_eq!(warm, cold);
     handle.shutdown().unwrap();
+}
+
+/// Every layer sees 21 tokens, steps have ten: three pages hold what is seen of a sequence of eight.
+#[test]
+fn a_window_in_its_own_pages_gives_the_golden_tokens() {
+    let (prompt, greedy) = golden("mistral-window");
+    let path = folder("mistral-window");
+    let requests: Vec<Submission> = (0..4)
+        .map(|i| {
+            let sampling = Sampling { seed: i, n_logprobs: Some(2), ..Sampling::default() };
+            let limits = Limits { max_tokens: 50, ..Limits::default() };
+            let request = request(&prompt[7 * i as usize..], sampling);
+            if i == 0 { request } else { Submission { limits, ..request } }
+        })
+        .chain([request(&prompt, Sampling::greedy())])
+        .collect();
+    // Each alone, in pages for all of it.
+    let handle = spawn(&path, 32);
+    let alone: Vec<Answer> = requests
+        .iter()
+        .map(|r| Answer::receive(&handle.submit(r.clone()).unwrap()).unwrap())
+        .collect();
+    handle.shutdown().unwrap();
+    assert_eq!(alone[4].tokens, greedy);
+    assert!(prompt.len() > 3 * 21);
+    // One after the other in pages for the window of one, and all at once in pages for two.
+    for (kv_pages, at_once) in [(3, false), (6, true)] {
+        let handle = spawn(&path, kv_pages);
+        let together: Vec<Answer> = if at_once {
+            let tickets: Vec<_> =
+                requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
+            tickets.iter().map(|ticket| Answer::receive(ticket).unwrap()).collect()
+        } else {
+            let receive = |r: &Submission| Answer::receive(&handle.submit(r.clone()).unwrap());
+            requests.iter().map(|r| receive(r).unwrap()).collect()
+        };
+        assert_eq!(together, alone, "{kv_pages} pages");
+        let stats = handle.stats().unwrap().scheduler.cache;
+        assert_eq!((stats.pages_total, stats.pages_used), (kv_pages, 0));
+        assert!(stats.counters.pages_out > 10, "{stats:?}");
+        handle.shutdown().unwrap();
+    }
 }

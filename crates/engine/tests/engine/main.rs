@@ -8,3 +8,4 @@ mod executor;
 mod golden;
 mod samples;
 mod stream;
+mod streaming;

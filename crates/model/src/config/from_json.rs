@@ -6,7 +6,9 @@ use nuthatch_backend::RopeStyle;
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::{Architecture, GenerationDefaults, ModelConfig, invalid, known_tokens, limits};
+use super::{
+    Architecture, GenerationDefaults, ModelConfig, invalid, known_tokens, kv_owners, limits,
+};
 use crate::error::ConfigError;
 use crate::rope::{Rope, RopeScaling, Yarn};
 
@@ -49,6 +51,7 @@ fn parse(fields: Fields<'_>, generation: Fields<'_>) -> Result<ModelConfig, Conf
     });
     let head_dim = head_dim(fields, architecture, hidden, n_heads)?;
     let (rope, max_context) = rope(fields, head_dim, position_limit)?;
+    let windows = windows(fields, architecture, n_layers)?;
     let eos = fields.ids("eos_token_id")?.into_iter().chain(generation.ids("eos_token_id")?);
     let bos = fields.ids("bos_token_id")?.into_iter().chain(generation.ids("bos_token_id")?);
 
@@ -66,7 +69,8 @@ fn parse(fields: Fields<'_>, generation: Fields<'_>) -> Result<ModelConfig, Conf
         qkv_bias: attention_bias || architecture == Architecture::Qwen2,
         o_bias: attention_bias,
         qk_norm: architecture == Architecture::Qwen3,
-        windows: windows(fields, architecture, n_layers)?,
+        kv_owners: kv_owners::from_json(fields, &windows)?,
+        windows,
         max_context,
         rope,
         bos: known_tokens(bos.take(1), vocab).first().copied(),
