@@ -1,6 +1,6 @@
 //! Times the CUDA kernels on the shapes of Llama-3-8B, with bytes and operations per second.
 //!
-//!     cargo run --release -p nuthatch-backend-cuda --example kernel_bench [FILE.json]
+//!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench [FILE.json]
 //!
 //! With `step` as a further word it also times whole decode steps, which takes 40 GB of the device.
 //!
