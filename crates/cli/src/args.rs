@@ -31,6 +31,7 @@ pub(crate) struct Args {
 }
 
 #[derive(Debug, Subcommand)]
+#[expect(clippy::large_enum_variant, reason = "one is made in the life of the process")]
 pub(crate) enum Command {
     /// Answer a prompt, or chat
     Run(Box<RunArgs>),
