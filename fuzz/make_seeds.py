@@ -84,6 +84,8 @@ def configs():
     write("config_json", "qwen3.json", json.dumps(qwen | {"rope_scaling": yarn}))
     mistral = base | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     write("config_json", "mistral.json", json.dumps(mistral | {"sliding_window": 32}))
+    write("config_json", "shared.json", json.dumps(base | {"num_kv_shared_layers": 1}))
+    write("config_json", "share_map.json", json.dumps(base | {"kv_share_map": [0, 0]}))
 
 
 def tokenizer():

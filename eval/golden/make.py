@@ -29,8 +29,11 @@ than the original context and so is `max_context`; there is also a `longrope-sho
 the original one. Greedy tokens are found by passes over sequences padded to the full length, so that
 every step uses the frequencies of the full length; causal attention does not see the padding.
 
+`shared.py` has the models whose layers share keys and values.
+
 Beside the folders, `rope.json` has the frequencies of real and odd rotations by transformers' own
-functions, and `quants.json` a few blocks of every quantised type with their values.
+functions, `quants.json` a few blocks of every quantised type with their values, and `beams.json` the
+answers of `generate(num_beams=...)` to the golden prompts of some of the models.
 
 The GGUF models are written by the `gguf` package from the same weights, quantised by it, and the
 reference runs on the dequantised weights.
@@ -42,6 +45,7 @@ import math
 import shutil
 from pathlib import Path
 
+import beams
 import gguf
 import numpy as np
 import torch
@@ -82,7 +86,7 @@ BASE = dict(
 )
 
 
-# A smaller shape, for the models that show one detail only: all of them together stay below 2 MB.
+# A smaller shape, for the models that show one detail only: all of them together stay below 3 MB.
 SMALL = dict(
     hidden_size=32,
     intermediate_size=64,
@@ -252,7 +256,7 @@ def write_golden(folder, tensors, metadata):
     save_file(tensors, folder / "golden.safetensors", metadata=dict(golden=json.dumps(metadata)))
 
 
-def make(case, seed):
+def make(case, seed, patch=None):
     folder = OUT / case.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -268,6 +272,8 @@ def make(case, seed):
         assert len(list(folder.glob("model-*.safetensors"))) == case.shards
     # Read back in f32: converting the model itself would leave rounded frequencies in it.
     model = case.model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if patch:
+        patch(model)
     write_golden(folder, *reference(case, model, generator))
 
 
@@ -474,12 +480,18 @@ def main():
         if not only or only in case.name:
             make(case, 1000 + seed)
             print(case.name)
+    # Here, because it uses this file.
+    import shared
+
+    shared.make_all(only)
     if not only or "gguf" in only:
         make_gguf(2000)
     if not only or "rope" in only:
         make_rope()
     if not only or "quants" in only:
         make_quants(3000)
+    if not only or "beams" in only:
+        beams.make(OUT, 4000)
     size = sum(file.stat().st_size for file in OUT.rglob("*") if file.is_file())
     print(f"{size} bytes in all")
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use crate::args::Args;
-use crate::{fmt, shell, smoke, test, tidy};
+use crate::{fmt, kernels, shell, smoke, test, tidy};
 
 /// A named check.
 struct Lane {
@@ -24,6 +24,7 @@ const LANES: &[Lane] = &[
     Lane { name: "test", check: || test::tests(&[]) },
     Lane { name: "doc test", check: test::doc_tests },
     Lane { name: "doc", check: doc },
+    Lane { name: "kernels", check: kernels::check },
     Lane { name: "smoke", check: smoke::check },
 ];
 

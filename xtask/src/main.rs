@@ -13,6 +13,7 @@ mod ci;
 mod fmt;
 mod fuzz;
 mod golden;
+mod kernels;
 mod peer;
 mod picture;
 mod shell;
@@ -27,12 +28,13 @@ use crate::args::Args;
 const USAGE: &str = "\
 cargo xtask CHORE
 
-  ci        every lane a change must pass: fmt, clippy, tidy, test, doc, smoke
+  ci        every lane a change must pass: fmt, clippy, tidy, test, doc, kernels, smoke
   fmt       formats the workspace; --check only looks
   tidy      house rules that lints cannot express
   test      unit, integration and doc tests; further words go to the test runner
   smoke     the release binary on the real default model
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
+  kernels   compiles every CUDA kernel, without a GPU
   golden    remakes the golden logits with Hugging Face transformers
   fuzz      [TARGET] [--seconds 60]: the fuzz targets, one after another
   picture   runs the binary and draws docs/run.svg
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
         "test" => test::run(args),
         "smoke" => smoke::run(args),
         "peer" => peer::run(args),
+        "kernels" => kernels::run(args),
         "golden" => golden::run(args),
         "fuzz" => fuzz::run(args),
         "picture" => picture::run(args),

@@ -27,12 +27,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
     args.finish()?;
     let nuthatch = shell::release_binary()?;
     let mut command = shell::command(&nuthatch);
-    command.args(["run", QUESTION, "--greedy", "-n", "120", "--stats"]);
+    command.args(["run", QUESTION, "--greedy", "--max-tokens", "120", "--stats"]);
     let output = shell::output(&mut command)?;
     anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut rows = vec![Row {
         style: "prompt",
-        text: format!("$ cargo run --release -- run \"{QUESTION}\" --greedy -n 120"),
+        text: format!("$ cargo run --release -- run \"{QUESTION}\" --greedy --max-tokens 120"),
     }];
     add(&mut rows, "answer", &String::from_utf8_lossy(&output.stdout));
     add(&mut rows, "note", &String::from_utf8_lossy(&output.stderr));

@@ -35,7 +35,7 @@ fn command(nuthatch: &Path, words: &[&str]) -> Command {
 }
 
 fn answer(nuthatch: &Path, words: &[&str]) -> Result<String> {
-    let mut all = vec!["run", QUESTION, "-n", "48"];
+    let mut all = vec!["run", QUESTION, "--max-tokens", "48"];
     all.extend(words);
     let text = shell::capture(&mut command(nuthatch, &all))?;
     ensure!(!text.trim().is_empty(), "an empty answer to {words:?}");
@@ -44,7 +44,7 @@ fn answer(nuthatch: &Path, words: &[&str]) -> Result<String> {
 
 /// The first run may fetch the model, so its progress goes to the terminal.
 fn greedy(nuthatch: &Path) -> Result<()> {
-    println!("$ nuthatch run {QUESTION:?} --greedy -n 48");
+    println!("$ nuthatch run {QUESTION:?} --greedy --max-tokens 48");
     shell::run(command(nuthatch, &["pull"]).stdout(std::process::Stdio::null()))?;
     let first = answer(nuthatch, &["--greedy"])?;
     println!("{}\n", first.trim_end());

@@ -8,14 +8,16 @@ use nuthatch_types::LayerIdx;
 pub struct HeadNorms<B: Backend> {
     /// `[D]`, for query heads.
     pub q: B::Buf,
-    /// `[D]`, for key heads.
-    pub k: B::Buf,
+    /// `[D]`, for key heads; a layer without keys has none.
+    pub k: Option<B::Buf>,
 }
 
 /// One layer's exact attention.
 pub struct Dense<B: Backend> {
-    /// The layer whose KV is read and written.
+    /// The layer of the arena whose KV is read.
     pub layer: LayerIdx,
+    /// Whether its KV is also written: whether it is this layer's own.
+    pub owns_kv: bool,
     /// Query heads.
     pub n_heads: u32,
     /// Scores are multiplied by this.
@@ -29,8 +31,8 @@ pub struct Dense<B: Backend> {
 }
 
 impl<B: Backend> Dense<B> {
-    /// Appends the rows' keys and values to the cache and attends; `qkv` is `[T, (H + 2 G) D]`,
-    /// `out` `[T, H D]`.
+    /// Appends the rows' keys and values to the cache and attends; `qkv` is `[T, (H + 2 G) D]`, or
+    /// `[T, H D]` in a layer that owns no KV, `out` `[T, H D]`.
     pub fn run(
         &self,
         backend: &B,
@@ -43,7 +45,9 @@ impl<B: Backend> Dense<B> {
             n_heads: self.n_heads,
             scale: self.scale,
             window: self.window,
-            head_norms: self.norms.as_ref().map(|norms| (&norms.q, &norms.k)),
+            owns_kv: self.owns_kv,
+            // Where there are no keys, the device does not look at their norm.
+            head_norms: self.norms.as_ref().map(|n| (&n.q, n.k.as_ref().unwrap_or(&n.q))),
             eps: self.eps,
         };
         backend.rope_append(plan, self.layer, &spec, qkv, store.device_mut())?;

@@ -113,7 +113,8 @@ fn attend(cpu: &Cpu, depth: usize, rows: usize) -> Result<(), nuthatch_backend::
     let mut plan = cpu.alloc_plan(&shape)?;
     let mut qkv = cpu.alloc(depth * 15 * 64)?;
     cpu.write(&mut qkv, &random(depth * 15 * 64))?;
-    let spec = AttnSpec { n_heads: 9, scale: 0.125, window: None, head_norms: None, eps: 1e-5 };
+    let (scale, eps) = (0.125, 1e-5);
+    let spec = AttnSpec { n_heads: 9, scale, window: None, owns_kv: true, head_norms: None, eps };
     let layout = |first: usize, n: usize| BatchLayout {
         tokens: vec![0; n],
         positions: (first as u32..(first + n) as u32).collect(),

@@ -4,6 +4,7 @@
 //! - `acts`: activations as eight-bit integers
 //! - `matmul`: products, one kernel per instruction set, one order of summation
 //! - `kv`, `plan`, `attend`: the paged cache, a step's batch, attention over both
+//! - `shift`: pages whose keys move to other positions
 //! - `rows`: norm, rotation, activation
 //! - `pool`: the threads
 
@@ -17,12 +18,13 @@ mod pack;
 mod plan;
 mod pool;
 mod rows;
+mod shift;
 mod versions;
 
 use std::sync::Mutex;
 
 use nuthatch_backend::{AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape};
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 use acts::Acts;
 use attend::{Attention, MAX_GROUP};
@@ -168,6 +170,16 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn shift_pages(
+        &self,
+        plan: &CpuPlan,
+        kv: &mut CpuKv,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError> {
+        shift::shift_pages(&self.pool, kv, &plan.shape.rope, shifts);
+        Ok(())
+    }
+
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CpuPlan, DeviceError> {
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
         if group > MAX_GROUP {
@@ -266,8 +278,8 @@ impl Backend for Cpu {
         kv: &mut CpuKv,
     ) -> Result<(), DeviceError> {
         let shape = kv.shape;
-        let (d, n_heads, n_kv) =
-            (shape.head_dim as usize, spec.n_heads as usize, shape.n_kv_heads as usize);
+        let (d, n_heads) = (shape.head_dim as usize, spec.n_heads as usize);
+        let n_kv = if spec.owns_kv { shape.n_kv_heads as usize } else { 0 };
         let width = (n_heads + 2 * n_kv) * d;
         let page_bytes = kv.head_page_bytes();
         let starts: Vec<usize> =
@@ -297,12 +309,12 @@ impl Backend for Cpu {
                     prepare_head(self.isa, head, &prepare);
                 }
                 prepare.norm = spec.head_norms.map(|(_, k)| &k[..]);
-                let position = seq.position + row;
-                let slot = plan.slots[seq.first_slot + position / PAGE] as usize;
+                let place = seq.place + row;
+                let slot = plan.slots[seq.first_slot + place / PAGE] as usize;
                 for (head, (k, v)) in k.chunks_exact_mut(d).zip(v.chunks_exact(d)).enumerate() {
                     prepare_head(self.isa, k, &prepare);
                     let page = starts[head] + slot * page_bytes;
-                    write_token(bytes, page, position % PAGE, shape.dtype, k, v);
+                    write_token(bytes, page, place % PAGE, shape.dtype, k, v);
                 }
             }
         };
@@ -319,6 +331,8 @@ impl Backend for Cpu {
         kv: &CpuKv,
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
+        let d = kv.shape.head_dim as usize;
+        let n_kv = if spec.owns_kv { kv.shape.n_kv_heads as usize } else { 0 };
         let attention = Attention {
             isa: self.isa,
             plan,
@@ -327,6 +341,7 @@ impl Backend for Cpu {
             scale: spec.scale,
             window: spec.window.map(|window| window as usize),
             qkv,
+            width: (spec.n_heads as usize + 2 * n_kv) * d,
         };
         attention.run(&self.pool, out);
         Ok(())

@@ -7,7 +7,7 @@ use nuthatch_types::Slot;
 use crate::kv::PAGE;
 
 /// Keys that one partial softmax covers. Boundaries are at multiples of this from the sequence's
-/// start, never elsewhere: the order of every sum depends on the position alone.
+/// start, never elsewhere: the order of every sum depends on the place alone.
 pub(crate) const CHUNK: usize = 256;
 /// Query rows (tokens times heads of the group) that a tile shares converted keys over.
 const TILE_ROWS: usize = 128;
@@ -44,8 +44,8 @@ pub(crate) struct PlanSeq {
     /// First row, and rows, of the batch.
     pub(crate) first_row: usize,
     pub(crate) n_rows: usize,
-    /// Position of the first row.
-    pub(crate) position: usize,
+    /// Place of the first row in the table.
+    pub(crate) place: usize,
     /// First entry of its table in `CpuPlan::slots`.
     pub(crate) first_slot: usize,
 }
@@ -53,7 +53,7 @@ pub(crate) struct PlanSeq {
 impl PlanSeq {
     /// Keys of the sequence once this step is written.
     pub(crate) fn kv_len(&self) -> usize {
-        self.position + self.n_rows
+        self.place + self.n_rows
     }
 }
 
@@ -134,12 +134,11 @@ impl CpuPlan {
             let n_rows = layout.query_start[i + 1] as usize - first_row;
             let kv_len = layout.kv_len[i] as usize;
             assert!(n_rows >= 1 && n_rows <= kv_len && kv_len <= self.shape.max_context);
-            let position = kv_len - n_rows;
-            assert_eq!(layout.positions[first_row] as usize, position);
+            let place = kv_len - n_rows;
             let first_slot = self.slots.len();
             let n_pages = kv_len.div_ceil(PAGE);
             self.slots.extend_from_slice(tables.row(layout.table_row[i], n_pages));
-            self.seqs.push(PlanSeq { first_row, n_rows, position, first_slot });
+            self.seqs.push(PlanSeq { first_row, n_rows, place, first_slot });
             self.plan_runs(i);
             self.plan_tasks(i);
         }
@@ -147,10 +146,10 @@ impl CpuPlan {
     }
 
     fn plan_runs(&mut self, seq: usize) {
-        let PlanSeq { n_rows, position, .. } = self.seqs[seq];
+        let PlanSeq { n_rows, place, .. } = self.seqs[seq];
         let mut start = 0;
         while start < n_rows {
-            let room = PAGE - (position + start) % PAGE;
+            let room = PAGE - (place + start) % PAGE;
             let n = room.min(n_rows - start);
             self.runs.push(PageRun { seq, start, n });
             start += n;
@@ -179,8 +178,9 @@ impl CpuPlan {
         self.sin.clear();
         for &position in positions {
             for &inv_freq in &rope.inv_freq {
-                // The product is rounded to single precision like the reference's.
-                let (sin, cos) = f64::from(position as f32 * inv_freq).sin_cos();
+                // In f32 the product would be off by a unit in its last place, which is 0.06
+                // radians at a million, and a sequence that streams goes on beyond that.
+                let (sin, cos) = (f64::from(position) * f64::from(inv_freq)).sin_cos();
                 self.cos.push(cos as f32 * rope.attention_factor);
                 self.sin.push(sin as f32 * rope.attention_factor);
             }

@@ -48,7 +48,10 @@ judged! {
     rope_matches,
     rope_rows_agree,
     copy_pages_matches,
+    copy_tiers_match,
+    shift_pages_matches,
     layers_match,
+    shared_layers_agree,
     attend_reads_queries_only,
     attend_decode_matches,
     attend_prefill_matches,
@@ -57,6 +60,8 @@ judged! {
     attend_neighbours_agree,
     attend_places_agree,
     attend_past_agrees,
+    attend_freed_agrees,
+    attend_places_are_not_positions,
 }
 
 #[test]

@@ -9,11 +9,13 @@ use crate::Backend;
 pub struct BatchLayout {
     /// `[T]` tokens, sequence after sequence.
     pub tokens: Vec<u32>,
-    /// `[T]` positions of those tokens.
+    /// `[T]` positions that those tokens are rotated to. Which keys a row sees does not depend on
+    /// them, but on its place: the sequence's rows are the last ones of its `kv_len` tokens.
     pub positions: Vec<u32>,
     /// `[B + 1]` first row of each sequence, then `T`.
     pub query_start: Vec<u32>,
-    /// `[B]` tokens in the cache after this step; the sequence's last row is at `kv_len - 1`.
+    /// `[B]` places of the sequence's table that are used after this step; its last row is at place
+    /// `kv_len - 1`.
     pub kv_len: Vec<u32>,
     /// `[B]` row of the sequence's table.
     pub table_row: Vec<u32>,
@@ -87,9 +89,13 @@ pub struct AttnSpec<'a, B: Backend> {
     pub n_heads: u32,
     /// Scores are multiplied by this before the softmax.
     pub scale: f32,
-    /// A row at position `p` sees positions above `p - window` only.
+    /// A row at place `p` sees places above `p - window` only.
     pub window: Option<u32>,
-    /// `[D]` weights that normalise each query head, and each key head.
+    /// Whether the layer writes keys and values. One that does not reads those of the layer that it
+    /// is given, and its rows have queries only.
+    pub owns_kv: bool,
+    /// `[D]` weights that normalise each query head, and each key head; the latter are not looked at
+    /// where there are no keys.
     pub head_norms: Option<(&'a B::Buf, &'a B::Buf)>,
     /// Added to the mean square under the root of a head's norm.
     pub eps: f32,

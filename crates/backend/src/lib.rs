@@ -15,7 +15,7 @@ mod layout;
 pub mod quant;
 mod weight;
 
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, PlanShape, RopeSpec, RopeStyle};
@@ -45,6 +45,12 @@ pub trait Backend: Send + Sync + 'static {
 
     /// A short name of the device and what it uses, for people.
     fn name(&self) -> String;
+    /// Whether products with F16 and BF16 weights take the activations rounded to bf16, as tensor
+    /// cores do. Products with F32 weights never do; those with quantised weights may round
+    /// activations to eight bits in blocks of 32, or to bf16, which is closer.
+    fn rounds_activations(&self) -> bool {
+        false
+    }
 
     // Memory.
 
@@ -75,6 +81,18 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), DeviceError>;
     /// Copies whole pages inside a tier and between tiers, in order, all layers and heads.
     fn copy_pages(&self, kv: &mut Self::Kv, copies: &[PageCopy]) -> Result<(), DeviceError>;
+    /// Writes whole pages from others inside the arena, in order, all layers and heads: values as
+    /// they are, keys turned by `by` more positions of the plan's rotation. The plan need not be
+    /// prepared.
+    ///
+    /// Angles are exact for every `by`; a key is turned in `f32` and stored, and not scaled again by
+    /// the attention factor.
+    fn shift_pages(
+        &self,
+        plan: &Self::Plan,
+        kv: &mut Self::Kv,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError>;
 
     // Once per step.
 
@@ -134,7 +152,8 @@ pub trait Backend: Send + Sync + 'static {
     /// positions, and writes k and v to the pages of their sequences.
     ///
     /// `qkv` is `[T, (H + 2 G) D]`; afterwards its q part is ready for [`Backend::attend`], its k
-    /// and v parts are undefined.
+    /// and v parts are undefined. Of a layer that does not own KV it is `[T, H D]`, queries only, and
+    /// nothing is written.
     fn rope_append(
         &self,
         plan: &Self::Plan,
@@ -146,7 +165,11 @@ pub trait Backend: Send + Sync + 'static {
     where
         Self: Sized;
     /// `out[t, h] = softmax(scale q[t, h] K) V` over the pages of the row's sequence, causal, and
-    /// not further back than the window; `out` is `[T, H D]`.
+    /// not further back than the window; `out` is `[T, H D]`, `qkv` as [`Backend::rope_append`] left
+    /// it.
+    ///
+    /// Pages that lie wholly before the windows of all rows may hold anything, and their entries of
+    /// the table may be any slot.
     #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
     fn attend(
         &self,

@@ -4,7 +4,7 @@
 //! because its first tokens are the sequence's next ones and the rest is not. Pages that are on the
 //! host come to the device; the one that is copied need not, as its copy goes there.
 
-use nuthatch_types::{PageCopy, PageId, SeqId, TokenId};
+use nuthatch_types::{PageCopy, PageId, SeqId, TokenId, Window};
 
 use crate::cache::Cache;
 use crate::pages::Tier;
@@ -21,6 +21,8 @@ pub struct Prompt<'a> {
     pub salt: Salt,
     /// How long its pages should stay when it is gone.
     pub retention: Retention,
+    /// How far back its model sees; `None` is everything.
+    pub window: Option<Window>,
 }
 
 /// A decision which pages a new sequence starts with; valid until the cache changes.
@@ -30,7 +32,10 @@ pub struct Admission {
     seq: SeqId,
     salt: Salt,
     retention: Retention,
+    window: Option<Window>,
     n_tokens: u32,
+    /// Full pages that were found, but lie before the window.
+    n_out: u32,
     /// Full pages to share.
     pages: Vec<PageId>,
     /// A page to copy, and how many of its tokens count.
@@ -78,20 +83,24 @@ impl Cache {
     /// tokens, always without the last token, which must be computed to give logits. Changes
     /// nothing.
     pub fn plan_admit(&self, seq: SeqId, prompt: Prompt<'_>) -> Admission {
-        let Prompt { tokens, salt, retention } = prompt;
+        let Prompt { tokens, salt, retention, window } = prompt;
         let n_tokens = tokens.len() as u32;
-        let (pages, copy, miss) = match &self.prefix {
+        let (mut pages, copy, miss) = match &self.prefix {
             Some(prefix) => {
                 let Found { pages, copy, miss } = prefix.walk(salt, tokens);
                 (pages, copy, Some(miss))
             }
             None => (Vec::new(), None, None),
         };
+        let n_out = self.n_out(window, pages.len() as u32);
+        pages.drain(..n_out as usize);
         self.admission(Admission {
             seq,
             salt,
             retention,
+            window,
             n_tokens,
+            n_out,
             pages,
             copy,
             miss,
@@ -103,23 +112,26 @@ impl Cache {
 
     /// Decides which pages a new sequence of `n_tokens` tokens starts with whose first `n_shared`
     /// tokens are those of `source` and are computed there. At most one page will be copied.
-    /// Changes nothing.
+    /// [`Cache::can_fork`] must hold. Changes nothing.
     pub fn plan_fork(&self, source: SeqId, seq: SeqId, n_shared: u32, n_tokens: u32) -> Admission {
         let table = self.table(source);
         assert!(n_shared <= table.len(), "shared tokens have places in {source:?}");
         assert!(n_shared <= n_tokens, "shared tokens are the fork's own");
+        assert!(self.can_fork(source, n_shared), "{source:?} holds what the fork sees");
         let page_len = self.config.page_len;
         let n_full = n_shared / page_len;
         assert!(n_full <= table.n_full(), "shared tokens are computed in {source:?}");
         let rest = n_shared % page_len;
-        let copy =
-            table.pages(n_full as usize).next().filter(|_| rest > 0).map(|page| (page, rest));
+        let n_out = self.n_out(table.window, n_full);
+        let copy = table.page(n_full as usize).filter(|_| rest > 0).map(|page| (page, rest));
         self.admission(Admission {
             seq,
             salt: table.salt,
             retention: table.retention,
+            window: table.window,
             n_tokens,
-            pages: table.pages(0).take(n_full as usize).collect(),
+            n_out,
+            pages: (n_out..n_full).filter_map(|i| table.page(i as usize)).collect(),
             copy,
             miss: None,
             n_pages: 0,
@@ -136,6 +148,8 @@ impl Cache {
         let Admission { seq, salt, retention, n_tokens, pages, copy, miss, .. } = admission;
         self.version += 1;
         let mut table = Table::new(self.config.page_len, salt, retention);
+        table.window = admission.window;
+        table.begin_out(admission.n_out);
         for &page in &pages {
             let handle = self.share(page);
             table.push_full(handle);
@@ -170,6 +184,8 @@ impl Cache {
         let n_found = table.len();
         let before = self.tables.insert(seq, table);
         assert!(before.is_none(), "{seq:?} was admitted twice");
+        // A copied part may have moved the window past one more page.
+        self.slide(seq, n_found);
         Admitted { n_found, n_copied }
     }
 
@@ -184,16 +200,25 @@ impl Cache {
         table.push_open(page);
     }
 
+    /// How many of the first `n_full` pages lie before the window of what comes next.
+    fn n_out(&self, window: Option<Window>, n_full: u32) -> u32 {
+        let page_len = self.config.page_len;
+        window.map_or(0, |window| window.pages_out(n_full * page_len, page_len))
+    }
+
     /// Counts the pages that a decision takes from the available ones.
     fn admission(&self, mut admission: Admission) -> Admission {
-        let all = admission.n_tokens.div_ceil(self.config.page_len);
+        let Admission { n_tokens, n_out, window, .. } = admission;
+        let page_len = self.config.page_len;
+        let all = n_tokens.div_ceil(page_len) - n_out;
+        let most = window.map_or(all, |window| all.min(window.pages_max(n_tokens, page_len)));
         let is_on_device = |page: PageId| self.pages.tier(page) == Tier::Device;
         let is_held = |page: PageId| is_on_device(page) && !self.pages.is_idle(page);
         let n_held = admission.pages.iter().filter(|&&page| is_held(page)).count() as u32;
         let takes_source = |page: PageId| is_on_device(page) && self.pages.is_idle(page);
         admission.n_pages_copy =
             u32::from(admission.copy.is_some_and(|(page, _)| takes_source(page)));
-        admission.n_pages = all - n_held + admission.n_pages_copy;
+        admission.n_pages = most.saturating_sub(n_held) + admission.n_pages_copy;
         admission
     }
 }

@@ -17,7 +17,7 @@ use crate::pin::PinId;
 use crate::prefix::{Parent, Prefix, Published};
 use crate::table::Table;
 use crate::verify::{self, Fault};
-use crate::{Config, ConfigError, Counters, Options, Salt, Stats};
+use crate::{Config, ConfigError, Counters, Options, Retention, Salt, Stats};
 
 /// The bookkeeping of the KV cache. See the crate's documentation.
 #[derive(Debug)]
@@ -189,13 +189,19 @@ impl Cache {
         self.version += 1;
         let page_len = self.config.page_len as usize;
         let mut first_changed = None;
-        while let Some(page) = self.table_mut(seq).take_full(computed.len() as u32) {
+        let n_dropped = self.table(seq).n_dropped();
+        let n_stored = computed.len() as u32 - n_dropped;
+        while let Some(page) = self.table_mut(seq).take_full(n_stored) {
             let (salt, idx) = (self.table(seq).salt, self.table(seq).n_full());
             let start = idx as usize * page_len;
             let last = self.table(seq).last_full();
             let slot = self.pages.slot(page.id());
             self.open_tokens -= page_len as u32;
-            let handle = self.publish(page, salt, last, &computed[start..start + page_len]);
+            // What was computed without the dropped tokens is not what their successors find.
+            let handle = match n_dropped {
+                0 => self.publish(page, salt, last, &computed[start..start + page_len]),
+                _ => self.pages.make_shared(page, State::Full),
+            };
             if self.pages.slot(handle.id()) != slot {
                 first_changed = first_changed.or(Some(idx));
             }
@@ -212,7 +218,7 @@ impl Cache {
         let table = self.tables.remove(&seq).expect("only an admitted sequence is released");
         let retention = table.retention;
         if table.is_swapped {
-            table.pages(0).for_each(|page| self.pages.unpark(page));
+            table.held().for_each(|page| self.pages.unpark(page));
         }
         if let Some(load) = table.loading {
             self.abandon_load(load);
@@ -225,12 +231,7 @@ impl Cache {
             self.pages.discard(page);
         }
         for page in full.into_iter().rev() {
-            if let Some(prefix) = &mut self.prefix
-                && prefix.tree.get(page.id()).is_some()
-            {
-                prefix.retain(page.id(), retention);
-            }
-            self.release_page(page);
+            self.leave_page(page, retention);
         }
     }
 
@@ -255,7 +256,7 @@ impl Cache {
         self.table(seq).len()
     }
 
-    /// Pages in the table of an admitted sequence.
+    /// Entries in the table of an admitted sequence, those before its window included.
     pub fn n_pages(&self, seq: SeqId) -> u32 {
         self.table(seq).n_pages()
     }
@@ -282,9 +283,12 @@ impl Cache {
         self.tables.contains_key(&seq)
     }
 
-    /// The slots of an admitted sequence's pages in order, from the `start`-th page on.
+    /// The slots of an admitted sequence's pages in order, from the `start`-th page on. A page that
+    /// left the window has slot 0: nobody reads it.
     pub fn slots(&self, seq: SeqId, start: u32) -> impl Iterator<Item = Slot> + '_ {
-        self.table(seq).pages(start as usize).map(|page| self.pages.slot(page))
+        let table = self.table(seq);
+        let gone = (start..table.n_out()).map(|_| Slot(0));
+        gone.chain(table.pages(start as usize).map(|page| self.pages.slot(page)))
     }
 
     /// The page that holds the token at `position` of an admitted sequence and the token's place in
@@ -331,7 +335,7 @@ impl Cache {
         if let Some(prefix) = &mut self.prefix
             && was_idle
         {
-            prefix.reuse(page, self.pages.tier(page));
+            prefix.reuse(page, &self.pages);
         }
         self.n_savings += 1;
         handle
@@ -342,9 +346,19 @@ impl Cache {
         let page = handle.id();
         let released = self.pages.release(handle);
         if released == Released::Idle {
-            let tier = self.pages.tier(page);
-            self.prefix.as_mut().expect("only the prefix tree keeps idle pages").idle(page, tier);
+            let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
+            prefix.idle(page, &self.pages);
         }
+    }
+
+    /// Gives a table's handle back, and says how long the page should stay.
+    pub(crate) fn leave_page(&mut self, handle: SharedPage, retention: Retention) {
+        if let Some(prefix) = &mut self.prefix
+            && prefix.tree.get(handle.id()).is_some()
+        {
+            prefix.retain(handle.id(), retention);
+        }
+        self.release_page(handle);
     }
 
     /// Checks one page, one table and the sums, in about constant time: which ones, `k` says, so that
@@ -404,7 +418,5 @@ impl Cache {
         }
         self.pages.take_over(known, page);
         self.n_savings += 1;
-        let prefix = self.prefix.as_mut().expect("only the prefix tree knows pages");
-        prefix.moved(known, Tier::Device, &self.pages);
     }
 }

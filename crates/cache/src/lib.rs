@@ -5,7 +5,7 @@
 //! pages are short.
 //!
 //! ```text
-//!          plan_extend, apply         seal                  release
+//!          plan_extend, apply         seal               release, slide, roll
 //!   free --------------------> open --------> full, cached ---------> idle
 //!    ^                           |                 ^                   | |
 //!    +--------- release ---------+                 +- plan_admit, admit  |
@@ -18,8 +18,9 @@
 //!
 //! Code map: [`Cache`] is the facade; `pages` knows every page of the process, `pool` the free slots
 //! of one tier, `page` the handles whose type says which state a page is in, `table` a sequence's
-//! pages in order, `admit` how a sequence gets its first pages, `hash` the names of contents,
-//! `prefix` the tree in which pages are found by their tokens, `evict` the orders in which they go,
+//! pages in order, `admit` how a sequence gets its first pages, `window` and `stream` how it gives
+//! some back while it runs, `hash` the names of contents, `prefix` the tree in which pages are found
+//! by their tokens, `evict` the orders in which they go,
 //! `tier` and `swap` the moves between the tiers, `load` what something slower brings, `pin` what may
 //! not go, `verify` every invariant.
 //!
@@ -32,7 +33,8 @@
 //! let sizes = Config { page_len: 4, n_pages: 8, n_host_pages: 0 };
 //! let mut cache = Cache::with_options(sizes, Options::default())?;
 //! let tokens: Vec<TokenId> = (0..10).map(TokenId).collect();
-//! let prompt = Prompt { tokens: &tokens, salt: Salt::default(), retention: Retention::default() };
+//! let (salt, retention) = (Salt::default(), Retention::default());
+//! let prompt = Prompt { tokens: &tokens, salt, retention, window: None };
 //!
 //! let first = cache.plan_admit(SeqId(1), prompt);
 //! assert_eq!(cache.admit(first).n_found, 0);
@@ -61,10 +63,12 @@ mod pin;
 mod pool;
 mod prefix;
 mod stats;
+mod stream;
 mod swap;
 mod table;
 mod tier;
 mod verify;
+mod window;
 
 pub use admit::{Admission, Admitted, Prompt};
 pub use cache::{Cache, Extend, Shortfall};

@@ -187,6 +187,19 @@ impl Pages {
         self.n_open -= 1;
     }
 
+    /// Makes a page that tables hold go when nobody holds it any more, because it has left the
+    /// prefix tree.
+    pub(crate) fn hide(&mut self, id: PageId) {
+        let record = self.record_mut(id);
+        assert!(record.n_refs > 0 && record.state == State::Cached, "{id:?} is held and cached");
+        record.state = State::Full;
+    }
+
+    /// Handles to a living page.
+    pub(crate) fn n_refs(&self, id: PageId) -> u32 {
+        self.record(id).n_refs
+    }
+
     /// Where a living page lies.
     pub(crate) fn slot(&self, id: PageId) -> Slot {
         self.record(id).slot
@@ -250,7 +263,7 @@ impl Pages {
         &self.pools[tier as usize]
     }
 
-    /// What is known of a page, if it is alive, for `verify`.
+    /// What is known of a page, if it is alive.
     pub(crate) fn get(&self, id: PageId) -> Option<&Record> {
         self.records.get(id.0 as usize)?.as_ref()
     }

@@ -66,6 +66,10 @@ pub struct Counters {
     pub pages_merged: u64,
     /// Idle pages that were given up.
     pub pages_evicted: u64,
+    /// Pages that left the window of a sequence.
+    pub pages_out: u64,
+    /// Pages that were dropped from the middle of a sequence.
+    pub pages_dropped: u64,
     /// Idle pages that were taken from the device to the host.
     pub pages_demoted: u64,
     /// Pages that were brought back from the host because a request found them.

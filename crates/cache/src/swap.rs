@@ -47,29 +47,14 @@ impl SwapIn {
 
 impl Cache {
     /// Decides whether a sequence's own pages, all of them, can go to the host. `None` when it has
-    /// none or some are loading, when the host has no room, or when pages of the device that are not its own follow one
-    /// of them. Changes nothing.
+    /// none or some are loading, or when the host has no room. Changes nothing.
     pub fn plan_swap_out(&self, seq: SeqId) -> Option<SwapOut> {
         let table = self.table(seq);
         assert!(!table.is_swapped, "{seq:?} is swapped out once");
         if table.loading.is_some() {
             return None;
         }
-        let mut n_pages = 0;
-        // Pages of the device that follow the current one in this table and in the prefix tree.
-        let mut n_followers = 0;
-        // Each page leaves after the one that follows it.
-        for page in table.pages(0).rev() {
-            if self.pages.n_active(page) > 1 {
-                break;
-            }
-            let node = self.prefix.as_ref().and_then(|prefix| prefix.tree.get(page));
-            if node.is_some_and(|node| node.n_on_device > n_followers) {
-                return None;
-            }
-            n_followers = u32::from(node.is_some());
-            n_pages += 1;
-        }
+        let n_pages = table.held().filter(|&page| self.pages.n_active(page) == 1).count() as u32;
         let fits = n_pages > 0 && n_pages <= self.pages.n_available(Tier::Host);
         fits.then_some(SwapOut { seq, n_pages, version: self.version })
     }
@@ -82,12 +67,17 @@ impl Cache {
         self.counters.pages_swapped_out += u64::from(swap.n_pages);
         let table = self.table_mut(swap.seq);
         table.is_swapped = true;
-        let pages: Vec<PageId> = table.pages(0).collect();
+        let pages: Vec<PageId> = table.held().collect();
         for &page in &pages {
             self.pages.park(page);
         }
-        for &page in pages.iter().rev().take(swap.n_pages as usize) {
-            self.demote(page);
+        // Those that a running sequence or a pin also holds stay.
+        for page in pages.into_iter().rev() {
+            if self.pages.n_active(page) > 0 {
+                continue;
+            }
+            let has_moved = self.demote(page);
+            assert!(has_moved, "a page that is held is not given up");
         }
     }
 
@@ -95,7 +85,7 @@ impl Cache {
     pub fn plan_swap_in(&self, seq: SeqId) -> SwapIn {
         let table = self.table(seq);
         assert!(table.is_swapped, "{seq:?} is not swapped");
-        let on_host = table.pages(0).filter(|&page| self.pages.tier(page) == Tier::Host);
+        let on_host = table.held().filter(|&page| self.pages.tier(page) == Tier::Host);
         SwapIn { seq, n_pages: on_host.count() as u32, version: self.version }
     }
 
@@ -107,7 +97,7 @@ impl Cache {
         self.counters.pages_swapped_in += u64::from(swap.n_pages);
         let table = self.table_mut(swap.seq);
         table.is_swapped = false;
-        let pages: Vec<PageId> = table.pages(0).collect();
+        let pages: Vec<PageId> = table.held().collect();
         for page in pages {
             self.pages.unpark(page);
             if self.pages.tier(page) == Tier::Host {
@@ -120,7 +110,7 @@ impl Cache {
     pub fn blocks_device(&self, seq: SeqId) -> bool {
         let is_blocked =
             |page| self.pages.tier(page) == Tier::Device && self.pages.n_active(page) == 0;
-        self.table(seq).pages(0).any(is_blocked)
+        self.table(seq).held().any(is_blocked)
     }
 
     /// Whether a sequence is swapped out.

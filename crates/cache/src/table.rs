@@ -5,10 +5,20 @@
 //!   pages    full: never written     open: written by this      room of the last page:
 //!            again, perhaps shared   sequence only              the only waste
 //! ```
+//!
+//! Two kinds of tables do not hold all their tokens. In the first, the model sees no further back
+//! than a window, and the pages before it are gone; positions stay as they are (`window`). In the
+//! second, pages after the sinks were dropped, and the table closed up (`stream`).
+//!
+//! ```text
+//!   windowed     out: no page      full              open
+//!   streaming    sinks: rewritten  full              open
+//!                with each drop
+//! ```
 
 use std::collections::VecDeque;
 
-use nuthatch_types::PageId;
+use nuthatch_types::{PageId, Window};
 
 use crate::load::LoadId;
 use crate::page::{FullPage, OpenPage, SharedPage};
@@ -20,40 +30,71 @@ pub(crate) struct Table {
     page_len: u32,
     pub(crate) salt: Salt,
     pub(crate) retention: Retention,
+    pub(crate) window: Option<Window>,
     /// Whether its own pages are on the host. Nothing is computed meanwhile.
     pub(crate) is_swapped: bool,
     /// The load that brings its next pages, if there is one. It gets no others meanwhile.
     pub(crate) loading: Option<LoadId>,
-    full: Vec<SharedPage>,
+    /// Pages at the front that left the window.
+    n_out: u32,
+    /// The first pages, turned to where they stand since pages after them were dropped; none before.
+    sinks: Vec<OpenPage>,
+    /// What `sinks` are made of: the same pages as they were computed.
+    pristine: Vec<SharedPage>,
+    full: VecDeque<SharedPage>,
     open: VecDeque<OpenPage>,
     len: u32,
+    n_dropped: u32,
 }
 
 impl Table {
     /// A table of no pages.
     pub(crate) fn new(page_len: u32, salt: Salt, retention: Retention) -> Self {
-        let (full, open) = (Vec::new(), VecDeque::new());
-        Table { page_len, salt, retention, is_swapped: false, loading: None, full, open, len: 0 }
+        Table {
+            page_len,
+            salt,
+            retention,
+            window: None,
+            is_swapped: false,
+            loading: None,
+            n_out: 0,
+            sinks: Vec::new(),
+            pristine: Vec::new(),
+            full: VecDeque::new(),
+            open: VecDeque::new(),
+            len: 0,
+            n_dropped: 0,
+        }
     }
 
-    /// Tokens that have a place.
+    /// Tokens that have a place, or had one before the window.
     pub(crate) fn len(&self) -> u32 {
         self.len
     }
 
-    /// Pages of the table.
+    /// Entries of the table.
     pub(crate) fn n_pages(&self) -> u32 {
-        (self.full.len() + self.open.len()) as u32
+        self.n_full() + self.open.len() as u32
     }
 
-    /// Pages that are never written again.
+    /// Entries at the front that have no page, because it left the window.
+    pub(crate) fn n_out(&self) -> u32 {
+        self.n_out
+    }
+
+    /// Entries that no token is written to any more.
     pub(crate) fn n_full(&self) -> u32 {
-        self.full.len() as u32
+        self.n_out + (self.sinks.len() + self.full.len()) as u32
     }
 
     /// The last of the pages that are never written again.
     pub(crate) fn last_full(&self) -> Option<PageId> {
-        self.full.last().map(SharedPage::id)
+        self.full.back().map(SharedPage::id)
+    }
+
+    /// Tokens that were dropped.
+    pub(crate) fn n_dropped(&self) -> u32 {
+        self.n_dropped
     }
 
     /// Tokens that still find a place in the last page.
@@ -71,10 +112,17 @@ impl Table {
         !self.is_swapped && self.loading.is_none()
     }
 
+    /// Begins with `n_pages` entries whose pages left the window.
+    pub(crate) fn begin_out(&mut self, n_pages: u32) {
+        assert_eq!(self.len, 0, "they come before everything");
+        self.n_out = n_pages;
+        self.len = n_pages * self.page_len;
+    }
+
     /// Appends a full page. No page may be open.
     pub(crate) fn push_full(&mut self, page: SharedPage) {
         assert!(self.open.is_empty(), "full pages come before open ones");
-        self.full.push(page);
+        self.full.push_back(page);
         self.len += self.page_len;
     }
 
@@ -114,7 +162,40 @@ impl Table {
 
     /// See [`Table::take_full`].
     pub(crate) fn put_full(&mut self, page: SharedPage) {
-        self.full.push(page);
+        self.full.push_back(page);
+    }
+
+    /// Takes the first page out if it is among the first `n_out`. Its entry stays, without a page.
+    pub(crate) fn take_out(&mut self, n_out: u32) -> Option<SharedPage> {
+        if self.n_out >= n_out {
+            return None;
+        }
+        let page = self.full.pop_front().expect("a page that left the window is full");
+        self.n_out += 1;
+        Some(page)
+    }
+
+    /// Takes the oldest page after the first `n_sinks` out, and its entry. Every page must be full.
+    pub(crate) fn drop_after(&mut self, n_sinks: u32) -> SharedPage {
+        assert!(self.open.is_empty() && self.n_out == 0, "a table of full pages, from the start");
+        let place = n_sinks as usize - self.sinks.len();
+        let page = self.full.remove(place).expect("a page follows the sinks");
+        self.len -= self.page_len;
+        self.n_dropped += self.page_len;
+        page
+    }
+
+    /// Puts pages of its own in the place of the first ones, which are kept beside the table.
+    pub(crate) fn put_sinks(&mut self, sinks: Vec<OpenPage>) {
+        assert!(self.sinks.is_empty(), "sinks are put once");
+        assert!(sinks.iter().all(|page| page.room() == 0), "sinks are full");
+        self.pristine = self.full.drain(..sinks.len()).collect();
+        self.sinks = sinks;
+    }
+
+    /// Each sink as it was computed, and as it stands in the table.
+    pub(crate) fn sinks(&self) -> impl Iterator<Item = (PageId, PageId)> + '_ {
+        self.pristine.iter().map(SharedPage::id).zip(self.sinks.iter().map(OpenPage::id))
     }
 
     /// The page and the place in it of the token at `position`, or `None` when it has none.
@@ -126,33 +207,56 @@ impl Table {
         Some((page, position % self.page_len))
     }
 
-    /// The pages from the `start`-th on.
+    /// The pages from the `start`-th entry on, without those that left the window.
     pub(crate) fn pages(&self, start: usize) -> impl DoubleEndedIterator<Item = PageId> + '_ {
-        (start..self.n_pages() as usize).filter_map(|i| self.page(i))
+        (start.max(self.n_out as usize)..self.n_pages() as usize).filter_map(|i| self.page(i))
     }
 
-    /// Takes the table apart.
-    pub(crate) fn into_pages(self) -> (Vec<SharedPage>, VecDeque<OpenPage>) {
-        (self.full, self.open)
-    }
-
-    /// Tokens in open pages, for `verify`.
-    pub(crate) fn open_tokens(&self) -> u32 {
-        self.open.iter().map(OpenPage::len).sum()
-    }
-
-    /// Whether the pages hold exactly `len` tokens and only the last has room, for `verify`.
-    pub(crate) fn is_sound(&self) -> bool {
-        let held = self.n_full() * self.page_len + self.open_tokens();
-        let mut before_last = self.open.iter().rev().skip(1);
-        held == self.len && before_last.all(|page| page.room() == 0)
-    }
-
-    fn page(&self, idx: usize) -> Option<PageId> {
-        match self.full.get(idx) {
-            Some(page) => Some(page.id()),
-            None => self.open.get(idx - self.full.len()).map(OpenPage::id),
+    /// The page of an entry, or `None` when it left the window.
+    pub(crate) fn page(&self, idx: usize) -> Option<PageId> {
+        let held = idx.checked_sub(self.n_out as usize)?;
+        if let Some(sink) = self.sinks.get(held) {
+            return Some(sink.id());
         }
+        let after_sinks = held - self.sinks.len();
+        match self.full.get(after_sinks) {
+            Some(page) => Some(page.id()),
+            None => self.open.get(after_sinks - self.full.len()).map(OpenPage::id),
+        }
+    }
+
+    /// Takes the table apart: pages that are never written again, and pages of its own.
+    pub(crate) fn into_pages(self) -> (Vec<SharedPage>, Vec<OpenPage>) {
+        let full = self.pristine.into_iter().chain(self.full).collect();
+        (full, self.sinks.into_iter().chain(self.open).collect())
+    }
+
+    /// Every page that it holds, also those from which the sinks are made.
+    pub(crate) fn held(&self) -> impl DoubleEndedIterator<Item = PageId> + '_ {
+        self.pristine.iter().map(SharedPage::id).chain(self.pages(0))
+    }
+
+    /// Every handle to a page that is never written again, for `verify`.
+    pub(crate) fn full(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.pristine.iter().chain(&self.full).map(SharedPage::id)
+    }
+
+    /// Tokens in pages of its own, for `verify`.
+    pub(crate) fn open_tokens(&self) -> u32 {
+        self.sinks.iter().chain(&self.open).map(OpenPage::len).sum()
+    }
+
+    /// Whether the pages hold exactly `len` tokens, only the last has room, and none is missing
+    /// that the window shows; for `verify`.
+    pub(crate) fn is_sound(&self) -> bool {
+        let held = (self.n_out + self.full.len() as u32) * self.page_len + self.open_tokens();
+        let mut before_last = self.open.iter().rev().skip(1);
+        let may_be_out = self.window.map_or(0, |window| window.pages_out(self.len, self.page_len));
+        held == self.len
+            && before_last.all(|page| page.room() == 0)
+            && self.n_out <= may_be_out
+            && self.sinks.len() == self.pristine.len()
+            && (self.sinks.is_empty() || self.n_dropped > 0)
     }
 }
 

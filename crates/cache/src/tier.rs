@@ -18,6 +18,7 @@ use nuthatch_types::{PageCopy, PageId};
 use crate::cache::Cache;
 use crate::page::OpenPage;
 use crate::pages::Tier;
+use crate::prefix::Removed;
 
 impl Cache {
     /// The copies that were decided since this was called last. They must be carried out in order,
@@ -44,30 +45,33 @@ impl Cache {
         self.pages.open().expect("a page was free, or has just been given up")
     }
 
-    /// Brings a held page of the host to the device, where one must be available. The page before it
-    /// is there.
+    /// Brings a held page of the host to the device, where one must be available.
     pub(crate) fn promote(&mut self, page: PageId) {
         self.make_room();
         self.relocate(page, Tier::Device);
     }
 
-    /// Takes a page, which no running table holds and no page of the device follows, to the host,
-    /// where room must be available.
-    pub(crate) fn demote(&mut self, page: PageId) {
+    /// Takes a page, which no running table holds and which is not offered, to the host, where room
+    /// must be available. False when it was given up instead, because it is idle and comes after the
+    /// page that made room.
+    pub(crate) fn demote(&mut self, page: PageId) -> bool {
         if self.pages.n_free(Tier::Host) == 0 {
             let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
             let last = prefix.pop(Tier::Host).expect("room on the host was counted");
-            self.drop_idle(last);
+            self.drop_idle(last, Some(page));
+            if self.pages.get(page).is_none() {
+                return false;
+            }
         }
         self.relocate(page, Tier::Host);
+        true
     }
 
     /// Gives up every idle page of both tiers.
     pub(crate) fn drop_all_idle(&mut self) {
-        // Nothing on the host is before a page of the device.
         for tier in [Tier::Host, Tier::Device] {
             while let Some(page) = self.prefix.as_mut().and_then(|prefix| prefix.pop(tier)) {
-                self.drop_idle(page);
+                self.drop_idle(page, None);
             }
         }
     }
@@ -80,33 +84,36 @@ impl Cache {
         let prefix = self.prefix.as_mut().expect("the decision counted the available pages");
         let page = prefix.pop(Tier::Device).expect("the decision counted the available pages");
         let node = prefix.tree.node(page);
-        // What follows on the host would be lost with it; it is idle too, so there is room.
+        // What follows would be lost with it.
         let is_followed = !node.children.is_empty();
         let is_dear = node.facts.depth >= self.demotion_depth;
-        if is_followed || (is_dear && self.pages.n_available(Tier::Host) > 0) {
-            self.counters.pages_demoted += 1;
-            self.demote(page);
+        if (is_followed || is_dear) && self.pages.n_available(Tier::Host) > 0 {
+            let has_moved = self.demote(page);
+            self.counters.pages_demoted += u64::from(has_moved);
         } else {
-            self.drop_idle(page);
+            self.drop_idle(page, None);
         }
     }
 
-    /// Gives up an idle page that nothing follows and that is not offered.
-    fn drop_idle(&mut self, page: PageId) {
+    /// Gives up an idle page that is not offered, and with it what follows it: idle pages go, held
+    /// ones stay with their holders. `popped` is another idle page that is not offered.
+    fn drop_idle(&mut self, page: PageId, popped: Option<PageId>) {
         let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
-        prefix.remove(page, &self.pages);
-        self.pages.evict(page);
-        self.counters.pages_evicted += 1;
+        let Removed { idle, held } = prefix.remove(page, popped, &self.pages);
+        self.counters.pages_evicted += idle.len() as u64;
+        idle.into_iter().for_each(|page| self.pages.evict(page));
+        held.into_iter().for_each(|page| self.pages.hide(page));
     }
 
     fn relocate(&mut self, page: PageId, to: Tier) {
+        let from = self.pages.tier(page);
         let copy = self.pages.relocate(page, to);
         self.copies.push(copy);
         self.n_savings += u64::from(to == Tier::Device);
         if let Some(prefix) = &mut self.prefix
             && prefix.tree.get(page).is_some()
         {
-            prefix.moved(page, to, &self.pages);
+            prefix.moved(page, from, &self.pages);
         }
     }
 }

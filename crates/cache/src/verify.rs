@@ -8,7 +8,7 @@ use crate::Cache;
 use crate::load::Pending;
 use crate::page::{OpenPage, SharedPage};
 use crate::pages::{Record, State, Tier};
-use crate::prefix::{Node, Parent, Prefix};
+use crate::prefix::{Parent, Prefix};
 use crate::table::Table;
 
 /// A broken invariant: a bug in this crate, never the fault of a request.
@@ -182,7 +182,7 @@ fn table_is_sound(cache: &Cache, seq: SeqId, table: &Table) -> Result<(), Fault>
 
 fn handles_are_counted(cache: &Cache) -> Result<(), Fault> {
     let mut found = vec![0; cache.config.slots().total() as usize];
-    let in_tables = cache.tables.values().flat_map(|table| table.pages(0));
+    let in_tables = cache.tables.values().flat_map(|table| table.held());
     let in_pins = cache.pins.values().flatten().map(SharedPage::id);
     let in_loads = cache.loads.values().flat_map(Pending::pages).map(OpenPage::id);
     for page in in_tables.chain(in_pins).chain(in_loads) {
@@ -207,7 +207,7 @@ fn handles_are_counted(cache: &Cache) -> Result<(), Fault> {
 /// A table that is not swapped lies on the device.
 fn table_is_placed(cache: &Cache, table: &Table) -> Result<(), Fault> {
     let is_away = |&page: &PageId| !table.is_swapped && cache.pages.tier(page) == Tier::Host;
-    table.pages(0).find(is_away).map_or(Ok(()), |page| Err(Fault::Parked { page }))
+    table.held().find(is_away).map_or(Ok(()), |page| Err(Fault::Parked { page }))
 }
 
 /// Running tables lie on the device, and the parked handles are those of swapped tables.
@@ -215,7 +215,7 @@ fn only_swapped_tables_are_parked(cache: &Cache) -> Result<(), Fault> {
     let mut n_parked = vec![0; cache.config.slots().total() as usize];
     for table in cache.tables.values() {
         table_is_placed(cache, table)?;
-        for page in table.pages(0) {
+        for page in table.held() {
             n_parked[page.0 as usize] += u32::from(table.is_swapped);
         }
     }
@@ -253,15 +253,13 @@ fn node_is_linked(cache: &Cache, prefix: &Prefix, page: PageId) -> Result<(), Fa
     if hash != node.hash || !is_findable || is_listed != 1 || !is_sorted || !knows_children {
         return Err(Fault::Node { page });
     }
-    let is_on_device = |page: PageId| cache.pages.tier(page) == Tier::Device;
-    let n_on_device = node.children.iter().filter(|&&child| is_on_device(child)).count();
-    // A page on the device comes after pages on the device only.
-    let is_placed = n_on_device == 0 || is_on_device(page);
-    if node.n_on_device as usize == n_on_device && is_placed {
-        Ok(())
-    } else {
-        Err(Fault::Node { page })
+    for tier in TIERS {
+        let is_idle =
+            |&&child: &&PageId| cache.pages.is_idle(child) && cache.pages.tier(child) == tier;
+        let n_idle = node.children.iter().filter(is_idle).count();
+        count("idle children", node.n_idle[tier as usize], n_idle)?;
     }
+    Ok(())
 }
 
 fn tree_is_counted(prefix: &Prefix) -> Result<(), Fault> {
@@ -275,20 +273,22 @@ fn tree_is_counted(prefix: &Prefix) -> Result<(), Fault> {
 
 fn tables_are_paths(cache: &Cache, prefix: &Prefix) -> Result<(), Fault> {
     for (&seq, table) in &cache.tables {
-        let mut parent = Parent::Root(table.salt);
-        for page in table.pages(0).take(table.n_full() as usize) {
-            // A page that could not be published ends the path.
+        // What came before the first page is not known if that left the window.
+        let mut parent = (table.n_out() == 0).then_some(Parent::Root(table.salt));
+        for (i, page) in table.full().enumerate() {
+            // A page that is not in the tree ends the path.
             let Some(node) = prefix.tree.get(page) else { break };
-            if node.parent != parent {
+            let after_dropped = table.n_dropped() > 0 && i == table.sinks().count();
+            if parent.is_some_and(|parent| node.parent != parent) && !after_dropped {
                 return Err(Fault::Path { seq });
             }
-            parent = Parent::Page(page);
+            parent = Some(Parent::Page(page));
         }
     }
     Ok(())
 }
 
-/// Every idle page can leave its tier, after the pages that follow it: none of those is in use.
+/// Every idle page can leave its tier, after the idle pages of the same tier that follow it.
 fn idle_pages_can_go(cache: &Cache, prefix: &Prefix) -> Result<(), Fault> {
     let mut n_offered = [0; 2];
     for (page, _) in cache.pages.living() {
@@ -305,14 +305,10 @@ fn idle_pages_can_go(cache: &Cache, prefix: &Prefix) -> Result<(), Fault> {
     })
 }
 
-/// A page is in the tree if it says so, and if it is idle, so is what follows it.
+/// A page is in the tree if it says so.
 fn page_is_cached_or_not(cache: &Cache, prefix: &Prefix, page: PageId) -> Result<(), Fault> {
-    let node = prefix.tree.get(page);
     let says_so = cache.pages.get(page).is_some_and(|record| record.state == State::Cached);
-    let is_idle = |page: PageId| cache.pages.is_idle(page);
-    let follows_idle = |node: &Node| node.children.iter().all(|&child| is_idle(child));
-    let is_sane = node.is_none_or(|node| !is_idle(page) || follows_idle(node));
-    if node.is_some() == says_so && is_sane { Ok(()) } else { Err(Fault::Node { page }) }
+    if prefix.tree.get(page).is_some() == says_so { Ok(()) } else { Err(Fault::Node { page }) }
 }
 
 fn count(name: &'static str, counted: u32, found: usize) -> Result<(), Fault> {

@@ -1,36 +1,84 @@
 //! Random operations on the cache, held against a naive model.
 //!
 //! The model keeps whole token strings in sorted maps and searches them from end to end. It knows no
-//! page, no hash and no tree; what it knows is which beginnings can be found, in which tier, who uses
-//! them, in which order they are given up, and what must be read back at each place of the arena.
+//! hash and no tree; what it knows is which beginnings can be found, in which tier, who holds which
+//! page, in which order pages are given up, and what must be read back at each place of the arena.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use nuthatch_cache::{
-    Admitted, Cache, Config, MissReason, Options, PinId, Prompt, Retention, Salt, Shortfall,
+    Admission, Admitted, Cache, Config, MissReason, Options, PinId, Prompt, Retention, Salt,
+    Shortfall,
 };
-use nuthatch_types::{SeqId, Slot, TokenId};
+use nuthatch_types::{SeqId, Slot, TokenId, Window};
 use proptest::prelude::*;
 
 /// A beginning of a whole number of pages under a salt.
 type Path = (Salt, Vec<TokenId>);
 
+/// What was computed at a place: the salt, all tokens up to this one, and how many were dropped.
+type Computed = (Path, usize);
+
+/// A full page, by a number that is never used again.
+type Id = u64;
+
+/// What an entry of a table that is never written again has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entry {
+    /// Its page left the window.
+    Out,
+    /// A sink that was turned; the page is the sequence's own.
+    Sink,
+    Page(Id),
+}
+
 struct Seq {
     salt: Salt,
     tokens: Vec<TokenId>,
-    /// Tokens of `tokens` that have a place.
+    window: Option<Window>,
+    /// Tokens that have a place, or had one before the window.
     len: usize,
+    /// Tokens of `tokens` that are computed.
     computed: usize,
+    /// How many were dropped when each of those was computed.
+    marks: Vec<usize>,
+    dropped: usize,
+    full: Vec<Entry>,
+    /// What the sinks were before they were turned.
+    pristine: Vec<Id>,
     is_swapped: bool,
-    /// Pages of its own, partly filled or not yet computed, that are on the host.
-    open_on_host: usize,
+    /// Pages of its own, sinks or such as are partly filled or not yet computed, on the host.
+    own_on_host: usize,
+}
+
+impl Seq {
+    fn ids(&self) -> impl DoubleEndedIterator<Item = Id> + '_ {
+        let page = |entry: &Entry| match *entry {
+            Entry::Page(id) => Some(id),
+            Entry::Out | Entry::Sink => None,
+        };
+        self.pristine.iter().copied().chain(self.full.iter().filter_map(page))
+    }
+
+    fn n_out(&self) -> usize {
+        self.full.iter().filter(|&&entry| entry == Entry::Out).count()
+    }
+
+    fn n_sinks(&self) -> usize {
+        self.pristine.len()
+    }
+
+    /// Pages of its own.
+    fn n_own(&self, page_len: usize) -> usize {
+        self.len.div_ceil(page_len) - self.full.len() + self.n_sinks()
+    }
 }
 
 /// What can be found.
 #[derive(Clone, Copy)]
 struct Cached {
+    id: Id,
     last_use: u64,
-    on_host: bool,
 }
 
 struct Model {
@@ -41,12 +89,17 @@ struct Model {
     demotion_depth: u32,
     max_pinned: u32,
     seqs: BTreeMap<SeqId, Seq>,
-    pins: BTreeMap<PinId, Path>,
+    pins: BTreeMap<PinId, Vec<Id>>,
+    /// A page that is held while it is copied.
+    guard: Option<Id>,
     cached: BTreeMap<Path, Cached>,
+    /// Full pages that are held or can be found, and whether each is on the host.
+    on_host: BTreeMap<Id, bool>,
     n_uses: u64,
+    n_ids: u64,
     evicted: BTreeSet<Path>,
-    /// `[slot][page_len]` what was computed there: the salt, and all tokens up to this one.
-    arena: Vec<Vec<Option<Path>>>,
+    /// `[slot][page_len]`
+    arena: Vec<Vec<Option<Computed>>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -75,113 +128,134 @@ impl Model {
             max_pinned,
             seqs: BTreeMap::new(),
             pins: BTreeMap::new(),
+            guard: None,
             cached: BTreeMap::new(),
+            on_host: BTreeMap::new(),
             n_uses: 0,
+            n_ids: 0,
             evicted: BTreeSet::new(),
             arena: vec![vec![None; page_len as usize]; (n_pages + n_host) as usize],
         }
     }
 
-    /// The beginning of a sequence that it holds as full pages.
-    fn full<'a>(&self, seq: &'a Seq) -> &'a [TokenId] {
-        &seq.tokens[..seq.computed / self.page_len * self.page_len]
+    /// A new full page on the device.
+    fn new_page(&mut self) -> Id {
+        self.n_ids += 1;
+        self.on_host.insert(self.n_ids, false);
+        self.n_ids
     }
 
-    fn is_used(&self, path: &Path) -> bool {
-        self.seqs.values().any(|seq| self.holds(seq, path)) || self.is_pinned(path)
+    /// Pages that are held, as often as they are, by all or only by those that are not swapped.
+    fn holds(&self, active: bool) -> impl Iterator<Item = Id> + '_ {
+        let seqs = self.seqs.values().filter(move |seq| !(active && seq.is_swapped));
+        let pinned = self.pins.values().flatten().copied();
+        seqs.flat_map(Seq::ids).chain(pinned).chain(self.guard)
     }
 
-    fn holds(&self, seq: &Seq, (salt, tokens): &Path) -> bool {
-        seq.salt == *salt && self.full(seq).starts_with(tokens)
+    fn n_holds(&self, id: Id, active: bool) -> usize {
+        self.holds(active).filter(|&held| held == id).count()
     }
 
-    fn is_pinned(&self, (salt, tokens): &Path) -> bool {
-        self.pins.values().any(|pin| pin.0 == *salt && pin.1.starts_with(tokens))
+    fn is_used(&self, id: Id) -> bool {
+        self.n_holds(id, false) > 0
     }
 
-    /// Whether anything cached goes on after `path`, in any tier or only on the device.
-    fn is_followed(&self, path: &Path, on_device: bool) -> bool {
-        let follows = |other: &Path| {
-            other.0 == path.0 && other.1.len() > path.1.len() && other.1.starts_with(&path.1)
-        };
-        self.cached.iter().any(|(other, entry)| follows(other) && !(on_device && entry.on_host))
-    }
-
-    fn n_idle(&self, on_host: bool) -> u32 {
-        let idle =
-            |(path, entry): &(&Path, &Cached)| entry.on_host == on_host && !self.is_used(path);
-        self.cached.iter().filter(idle).count() as u32
-    }
-
-    fn n_open(&self, seq: &Seq) -> usize {
-        seq.len.div_ceil(self.page_len) - seq.computed / self.page_len
+    /// What can be found, is in a tier and is held by nobody.
+    fn idle(&self, on_host: bool) -> Vec<(&Path, Cached)> {
+        let is_idle = |id: Id| self.on_host[&id] == on_host && !self.is_used(id);
+        let entries = self.cached.iter().map(|(path, &entry)| (path, entry));
+        entries.filter(|&(_, entry)| is_idle(entry.id)).collect()
     }
 
     /// Pages in a tier that are not free.
     fn n_taken(&self, on_host: bool) -> u32 {
-        let cached = self.cached.values().filter(|entry| entry.on_host == on_host).count();
-        let open = |seq: &Seq| {
-            if on_host { seq.open_on_host } else { self.n_open(seq) - seq.open_on_host }
+        let full = self.on_host.values().filter(|&&on| on == on_host).count();
+        let own = |seq: &Seq| {
+            let on_device = seq.n_own(self.page_len) - seq.own_on_host;
+            if on_host { seq.own_on_host } else { on_device }
         };
-        (cached + self.seqs.values().map(open).sum::<usize>()) as u32
+        (full + self.seqs.values().map(own).sum::<usize>()) as u32
     }
 
     fn available(&self) -> u32 {
-        self.n_pages - self.n_taken(false) + self.n_idle(false)
+        self.n_pages - self.n_taken(false) + self.idle(false).len() as u32
     }
 
-    fn use_now(&mut self, path: &Path) {
+    fn available_on_host(&self) -> u32 {
+        self.n_host - self.n_taken(true) + self.idle(true).len() as u32
+    }
+
+    /// Records that a holder has left a page: when it was the last, the page was used just now, or
+    /// goes if it cannot be found.
+    fn leave(&mut self, id: Id) {
+        if self.is_used(id) {
+            return;
+        }
         self.n_uses += 1;
-        self.cached.get_mut(path).expect("cached").last_use = self.n_uses;
+        let n_uses = self.n_uses;
+        match self.cached.values_mut().find(|entry| entry.id == id) {
+            Some(entry) => entry.last_use = n_uses,
+            None => drop(self.on_host.remove(&id)),
+        }
     }
 
-    /// The least recently used idle beginning that can leave a tier.
-    fn first_to_go(&self, on_host: bool, guarded: Option<&Path>) -> Option<Path> {
-        let may_go = |(path, entry): &(&Path, &Cached)| {
-            entry.on_host == on_host
-                && !self.is_used(path)
-                && !self.is_followed(path, !on_host)
-                && Some(*path) != guarded
+    /// The least recently used idle beginning of a tier that no idle page of the same tier follows
+    /// right away.
+    fn first_to_go(&self, on_host: bool) -> Option<Path> {
+        let idle = self.idle(on_host);
+        let is_last = |path: &Path| {
+            let next = path.1.len() + self.page_len;
+            !idle.iter().any(|(other, _)| other.1.len() == next && follows(other, path))
         };
-        let idle = self.cached.iter().filter(may_go);
-        idle.min_by_key(|(_, entry)| entry.last_use).map(|(path, _)| path.clone())
+        let offered = idle.iter().filter(|(path, _)| is_last(path));
+        offered.min_by_key(|(_, entry)| entry.last_use).map(|(path, _)| (*path).clone())
     }
 
-    fn give_up(&mut self, path: Path) {
-        self.cached.remove(&path);
-        self.evicted.insert(path);
+    /// Gives up a beginning. What follows it can no longer be found.
+    fn give_up(&mut self, victim: &Path) {
+        let gone: Vec<Path> = self
+            .cached
+            .keys()
+            .filter(|path| *path == victim || follows(path, victim))
+            .cloned()
+            .collect();
+        for path in gone {
+            let entry = self.cached.remove(&path).expect("cached");
+            if !self.is_used(entry.id) {
+                self.on_host.remove(&entry.id);
+            }
+            self.evicted.insert(path);
+        }
     }
 
     /// Lets idle beginnings leave the device until `n` more pages fit.
-    fn make_room(&mut self, n: u32, guarded: Option<&Path>) {
+    fn make_room(&mut self, n: u32) {
         while self.n_taken(false) + n > self.n_pages {
-            let victim = self.first_to_go(false, guarded).expect("counted as available");
+            let victim = self.first_to_go(false).expect("counted as available");
             let depth = (victim.1.len() / self.page_len - 1) as u32;
-            let first_on_host = self.first_to_go(true, guarded);
-            let has_room = self.n_taken(true) < self.n_host || first_on_host.is_some();
-            if self.is_followed(&victim, false) || (depth >= self.demotion_depth && has_room) {
-                if self.n_taken(true) == self.n_host {
-                    self.give_up(first_on_host.expect("what follows is idle too"));
-                }
-                self.cached.get_mut(&victim).expect("cached").on_host = true;
-            } else {
-                self.give_up(victim);
+            let is_followed = self.cached.keys().any(|path| follows(path, &victim));
+            let is_worth = is_followed || depth >= self.demotion_depth;
+            if !is_worth || self.available_on_host() == 0 {
+                self.give_up(&victim);
+                continue;
+            }
+            if self.n_taken(true) == self.n_host {
+                let first = self.first_to_go(true).expect("counted as available");
+                self.give_up(&first);
+            }
+            // It may have come after the one that went.
+            if let Some(entry) = self.cached.get(&victim) {
+                self.on_host.insert(entry.id, true);
             }
         }
     }
 
-    /// Brings a beginning to the device.
-    fn promote(&mut self, path: &Path, guarded: Option<&Path>) {
-        if self.cached[path].on_host {
-            self.make_room(1, guarded);
-            self.cached.get_mut(path).expect("cached").on_host = false;
+    /// Brings a page to the device.
+    fn promote(&mut self, id: Id) {
+        if self.on_host[&id] {
+            self.make_room(1);
+            self.on_host.insert(id, false);
         }
-    }
-
-    /// The beginnings of whole pages that a sequence's full pages hold, shortest first.
-    fn paths(&self, salt: Salt, tokens: &[TokenId]) -> Vec<Path> {
-        let ends = (self.page_len..=tokens.len()).step_by(self.page_len);
-        ends.map(|n| (salt, tokens[..n].to_vec())).collect()
     }
 
     /// Moves the bytes as the cache says.
@@ -236,150 +310,173 @@ impl Model {
         }
     }
 
-    fn admit(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>) {
-        let prompt = Prompt { tokens: &tokens, salt, retention: Retention::default() };
+    fn n_out(&self, window: Option<Window>, n_full: usize) -> usize {
+        let page_len = self.page_len;
+        let out =
+            |window: Window| window.pages_out((n_full * page_len) as u32, page_len as u32) as usize;
+        window.map_or(0, out)
+    }
+
+    /// Pages that a sequence of `n_tokens` needs at most when its first `n_out` entries have none.
+    fn most(&self, window: Option<Window>, n_tokens: usize, n_out: usize) -> usize {
+        let all = n_tokens.div_ceil(self.page_len) - n_out;
+        let page_len = self.page_len as u32;
+        let most = |window: Window| window.pages_max(n_tokens as u32, page_len) as usize;
+        window.map_or(all, |window| all.min(most(window)))
+    }
+
+    fn admit(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>, window: Option<Window>) {
+        let prompt = Prompt { tokens: &tokens, salt, retention: Retention::default(), window };
         let mut admission = self.cache.plan_admit(seq, prompt);
         let (n_shared, mut copy) = self.find(salt, &tokens);
         let miss = admission.miss().expect("the prefix tree was asked");
         assert_eq!(miss.at as usize, n_shared + copy.as_ref().map_or(0, |&(_, n)| n));
         self.check_reason(miss.reason, salt, &tokens, miss.at as usize);
 
-        let found = self.paths(salt, &tokens[..n_shared]);
-        let is_held = |path: &&Path| !self.cached[*path].on_host && self.is_used(path);
-        let all = tokens.len().div_ceil(self.page_len);
-        let needed = (all - found.iter().filter(is_held).count()) as u32;
-        let is_idle = |path: &Path| !self.is_used(path);
-        let source_idle = copy.as_ref().is_some_and(|(path, _)| is_idle(path));
-        let takes_source =
-            copy.as_ref().is_some_and(|(path, _)| is_idle(path) && !self.cached[path].on_host);
+        let n_full = n_shared / self.page_len;
+        let n_out = self.n_out(window, n_full);
+        let path = |n: usize| (salt, tokens[..(n + 1) * self.page_len].to_vec());
+        let ids: Vec<Id> = (n_out..n_full).map(|n| self.cached[&path(n)].id).collect();
+        let is_held = |id: &&Id| !self.on_host[id] && self.is_used(**id);
+        let n_held = ids.iter().filter(is_held).count();
+        let needed = self.most(window, tokens.len(), n_out).saturating_sub(n_held) as u32;
+        let source = copy.as_ref().map(|(path, _)| self.cached[path].id);
+        let takes_source = source.is_some_and(|id| !self.is_used(id) && !self.on_host[&id]);
         assert_eq!(admission.n_pages(), needed + u32::from(takes_source));
         if admission.n_pages() > self.available() {
             admission = admission.without_copy();
             assert_eq!(admission.n_pages(), needed);
             copy = None;
         }
-        let on_host = |path: &Path| self.cached[path].on_host;
-        if needed > self.available() && found.iter().any(on_host) {
+        if needed > self.available() && ids.iter().any(|id| self.on_host[id]) {
             return;
         }
-        let admitted = self.cache.admit(admission);
-        let n_copied = copy.as_ref().map_or(0, |&(_, n)| n);
-        assert_eq!(
-            admitted,
-            Admitted { n_found: (n_shared + n_copied) as u32, n_copied: n_copied as u32 }
-        );
-        self.start(seq, salt, tokens, n_shared);
-        let guarded = copy.as_ref().map(|(source, _)| source);
-        found.iter().for_each(|path| self.promote(path, guarded));
-        if let Some((source, n)) = copy {
-            self.make_room(1, Some(&source));
-            self.count_copied(seq, n);
-            if source_idle {
-                self.use_now(&source);
-            }
-        }
+        let n_copied = copy.map_or(0, |(_, n)| n);
+        let entries = vec![Entry::Out; n_out];
+        let full = entries.into_iter().chain(ids.into_iter().map(Entry::Page)).collect();
+        self.guard = source.filter(|_| n_copied > 0);
+        self.take_admitted(seq, (salt, tokens, window), (full, n_copied), admission);
     }
 
     fn fork(&mut self, source: SeqId, seq: SeqId, n_shared: usize, more: &[TokenId]) {
         let from = &self.seqs[&source];
         let n_shared = n_shared.min(from.computed);
+        let n_full = n_shared / self.page_len;
+        let n_out = self.n_out(from.window, n_full);
+        let can_fork = from.dropped == 0 && from.n_out() <= n_out;
+        assert_eq!(self.cache.can_fork(source, n_shared as u32), can_fork);
+        if !can_fork {
+            return;
+        }
         let tokens: Vec<_> = from.tokens[..n_shared].iter().chain(more).copied().collect();
-        let (salt, n_tokens) = (from.salt, tokens.len() as u32);
+        let (salt, window, n_tokens) = (from.salt, from.window, tokens.len() as u32);
+        let mut full = from.full[..n_full].to_vec();
+        full[..n_out].fill(Entry::Out);
         let mut admission = self.cache.plan_fork(source, seq, n_shared as u32, n_tokens);
-        let n_full = n_shared / self.page_len * self.page_len;
-        let found = self.paths(salt, &tokens[..n_full]);
-        let on_host = found.iter().filter(|path| self.cached[*path].on_host).count();
-        let needed = tokens.len().div_ceil(self.page_len) - found.len() + on_host;
+        let is_away = |entry: &&Entry| matches!(entry, Entry::Page(id) if self.on_host[id]);
+        let n_away = full.iter().filter(is_away).count();
+        let n_held = n_full - n_out - n_away;
+        let needed = self.most(window, tokens.len(), n_out).saturating_sub(n_held);
         assert_eq!(admission.n_pages() as usize, needed);
-        let mut n_copied = n_shared - n_full;
+        let mut n_copied = n_shared % self.page_len;
         if admission.n_pages() > self.available() {
-            if on_host > 0 {
+            if n_away > 0 {
                 return;
             }
             admission = admission.without_copy();
             n_copied = 0;
         }
+        self.take_admitted(seq, (salt, tokens, window), (full, n_copied), admission);
+    }
+
+    fn take_admitted(
+        &mut self,
+        seq: SeqId,
+        (salt, tokens, window): (Salt, Vec<TokenId>, Option<Window>),
+        (full, n_copied): (Vec<Entry>, usize),
+        admission: Admission,
+    ) {
         let admitted = self.cache.admit(admission);
-        assert_eq!(
-            admitted,
-            Admitted { n_found: (n_full + n_copied) as u32, n_copied: n_copied as u32 }
-        );
-        self.start(seq, salt, tokens, n_full);
-        found.iter().for_each(|path| self.promote(path, None));
-        if n_copied > 0 {
-            self.make_room(1, None);
-            self.count_copied(seq, n_copied);
-        }
-    }
-
-    fn start(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>, len: usize) {
-        let entry = Seq { salt, tokens, len, computed: len, is_swapped: false, open_on_host: 0 };
+        let len = full.len() * self.page_len;
+        let expected = Admitted { n_found: (len + n_copied) as u32, n_copied: n_copied as u32 };
+        assert_eq!(admitted, expected);
+        let entry = Seq {
+            salt,
+            tokens,
+            window,
+            len,
+            computed: len + n_copied,
+            marks: vec![0; len + n_copied],
+            dropped: 0,
+            full,
+            pristine: Vec::new(),
+            is_swapped: false,
+            own_on_host: 0,
+        };
+        let ids: Vec<Id> = entry.ids().collect();
         self.seqs.insert(seq, entry);
-    }
-
-    fn count_copied(&mut self, seq: SeqId, n: usize) {
-        let entry = self.seqs.get_mut(&seq).expect("known");
-        entry.len += n;
-        entry.computed += n;
+        ids.into_iter().for_each(|id| self.promote(id));
+        if n_copied > 0 {
+            self.make_room(1);
+            self.seqs.get_mut(&seq).expect("known").len += n_copied;
+        }
+        if let Some(source) = self.guard.take() {
+            self.leave(source);
+        }
+        self.slide(seq);
     }
 
     fn swap_out(&mut self, seq: SeqId) {
         let entry = &self.seqs[&seq];
-        let n_open = self.n_open(entry);
-        let others = |path: &Path| {
-            let other = |(&id, other): (&SeqId, &Seq)| {
-                id != seq && !other.is_swapped && self.holds(other, path)
-            };
-            self.seqs.iter().any(other) || self.is_pinned(path)
-        };
-        let paths = self.paths(entry.salt, self.full(entry));
-        let own: Vec<Path> = paths.iter().filter(|path| !others(path)).cloned().collect();
-        let is_foreign = |path: &Path| {
-            let follows = |other: &Path| other.0 == path.0 && other.1.starts_with(&path.1);
-            let mut after = self.cached.iter().filter(|(other, _)| follows(other));
-            after.any(|(other, entry)| !entry.on_host && !paths.contains(other))
-        };
-        let n = (own.len() + n_open) as u32;
-        let room = self.n_host - self.n_taken(true) + self.n_idle(true);
-        let expected = (n > 0 && n <= room && !own.iter().any(is_foreign)).then_some(n);
+        let n_own = entry.n_own(self.page_len);
+        let alone: Vec<Id> = entry.ids().filter(|&id| self.n_holds(id, true) == 1).collect();
+        let n = (alone.len() + n_own) as u32;
+        let expected = (n > 0 && n <= self.available_on_host()).then_some(n);
         let swap = self.cache.plan_swap_out(seq);
         assert_eq!(swap.as_ref().map(nuthatch_cache::SwapOut::n_pages), expected);
         let Some(swap) = swap else { return };
         self.cache.swap_out(swap);
         while self.n_taken(true) + n > self.n_host {
-            let victim = self.first_to_go(true, None).expect("counted as available");
-            self.give_up(victim);
+            let victim = self.first_to_go(true).expect("counted as available");
+            self.give_up(&victim);
         }
-        for path in own {
-            self.cached.get_mut(&path).expect("cached").on_host = true;
+        for id in alone {
+            self.on_host.insert(id, true);
         }
         let entry = self.seqs.get_mut(&seq).expect("known");
-        (entry.is_swapped, entry.open_on_host) = (true, n_open);
+        (entry.is_swapped, entry.own_on_host) = (true, n_own);
     }
 
     fn swap_in(&mut self, seq: SeqId) {
         let entry = &self.seqs[&seq];
-        let paths = self.paths(entry.salt, self.full(entry));
-        let n_open = entry.open_on_host;
-        let on_host = paths.iter().filter(|path| self.cached[*path].on_host).count();
+        let on_host = entry.ids().filter(|id| self.on_host[id]).count();
+        let (n_sinks, n_own) = (entry.n_sinks(), entry.own_on_host);
+        let ids: Vec<Id> = entry.ids().collect();
         let swap = self.cache.plan_swap_in(seq);
-        assert_eq!(swap.n_pages() as usize, on_host + n_open);
+        assert_eq!(swap.n_pages() as usize, on_host + n_own);
         if swap.n_pages() > self.available() {
             return;
         }
         self.cache.swap_in(swap);
-        paths.iter().for_each(|path| self.promote(path, None));
-        for _ in 0..n_open {
-            self.make_room(1, None);
-            self.seqs.get_mut(&seq).expect("known").open_on_host -= 1;
-        }
+        // In the order of the table, after what the sinks are made of.
+        let (pristine, full) = ids.split_at(n_sinks);
+        pristine.iter().for_each(|&id| self.promote(id));
+        (0..n_sinks).for_each(|_| self.bring_own(seq));
+        full.iter().for_each(|&id| self.promote(id));
+        (n_sinks..n_own).for_each(|_| self.bring_own(seq));
         self.seqs.get_mut(&seq).expect("known").is_swapped = false;
+    }
+
+    /// Brings a page of a sequence's own to the device.
+    fn bring_own(&mut self, seq: SeqId) {
+        self.make_room(1);
+        self.seqs.get_mut(&seq).expect("known").own_on_host -= 1;
     }
 
     fn extend(&mut self, seq: SeqId, more: &[TokenId]) {
         let entry = &self.seqs[&seq];
         // What it came with gets places first.
-        let n = entry.tokens.len() - entry.len + more.len();
+        let n = entry.tokens.len() - entry.dropped - entry.len + more.len();
         let pages = |len: usize| len.div_ceil(self.page_len);
         let needed = (pages(entry.len + n) - pages(entry.len)) as u32;
         let available = self.available();
@@ -388,10 +485,10 @@ impl Model {
                 assert!(needed <= available);
                 assert_eq!(extend.n_pages(), needed);
                 self.cache.apply(extend);
-                self.make_room(needed, None);
+                self.make_room(needed);
                 let entry = self.seqs.get_mut(&seq).expect("known");
                 entry.tokens.extend(more);
-                entry.len = entry.tokens.len();
+                entry.len += n;
             }
             Err(shortfall) => {
                 assert!(needed > available);
@@ -403,88 +500,184 @@ impl Model {
     fn seal(&mut self, seq: SeqId, n: usize) {
         let slots: Vec<Slot> = self.cache.slots(seq, 0).collect();
         let entry = self.seqs.get_mut(&seq).expect("known");
-        let before = entry.computed;
-        entry.computed = (before + n).min(entry.len);
+        let (before, dropped) = (entry.computed, entry.dropped);
+        entry.computed = (before + n).min(entry.len + dropped);
+        entry.marks.resize(entry.computed, dropped);
         let (salt, computed) = (entry.salt, entry.tokens[..entry.computed].to_vec());
-        for position in before..computed.len() {
-            let slot = slots[position / self.page_len];
-            let place = &mut self.arena[slot.0 as usize][position % self.page_len];
-            *place = Some((salt, computed[..=position].to_vec()));
+        for i in before..computed.len() {
+            let place = i - dropped;
+            let slot = slots[place / self.page_len];
+            let computed_here = ((salt, computed[..=i].to_vec()), dropped);
+            self.arena[slot.0 as usize][place % self.page_len] = Some(computed_here);
         }
         let first_changed = self.cache.seal(seq, &computed);
         let after: Vec<Slot> = self.cache.slots(seq, 0).collect();
         let same = slots.iter().zip(&after).take_while(|(a, b)| a == b).count();
         assert_eq!(first_changed.map_or(slots.len(), |i| i as usize), same);
-        for path in self.paths(salt, &computed) {
-            // One that was on the host takes over the place that was just computed.
-            self.cached.entry(path).or_insert(Cached { last_use: 0, on_host: false }).on_host =
-                false;
+        while (self.seqs[&seq].full.len() + 1) * self.page_len + dropped <= computed.len() {
+            let id = self.publish(seq, salt, &computed);
+            self.seqs.get_mut(&seq).expect("known").full.push(Entry::Page(id));
         }
     }
 
-    fn release(&mut self, seq: SeqId) {
-        self.cache.release(seq);
-        let Seq { salt, tokens, computed, .. } = self.seqs.remove(&seq).expect("known");
-        self.use_path(salt, &tokens[..computed]);
-    }
-
-    /// Everything on a path that nobody uses any more was used just now, the last page first.
-    fn use_path(&mut self, salt: Salt, tokens: &[TokenId]) {
-        for n_pages in (1..=tokens.len() / self.page_len).rev() {
-            let path = (salt, tokens[..n_pages * self.page_len].to_vec());
-            if !self.is_used(&path) {
-                self.use_now(&path);
+    /// The page that a sequence has for its next full page: its own, or the one that is known.
+    fn publish(&mut self, seq: SeqId, salt: Salt, computed: &[TokenId]) -> Id {
+        let entry = &self.seqs[&seq];
+        let is_findable = |id: Id| self.cached.values().any(|found| found.id == id);
+        let may_be_found = match entry.full.last() {
+            _ if entry.dropped > 0 => false,
+            None => true,
+            Some(&Entry::Page(last)) => is_findable(last),
+            Some(Entry::Out | Entry::Sink) => panic!("the last full page stays"),
+        };
+        let path = (salt, computed[..(entry.full.len() + 1) * self.page_len].to_vec());
+        match self.cached.get(&path).copied() {
+            Some(Cached { id, .. }) if may_be_found => {
+                // One that was on the host takes over the place that was just computed.
+                self.on_host.insert(id, false);
+                id
+            }
+            _ => {
+                let id = self.new_page();
+                if may_be_found {
+                    self.cached.insert(path, Cached { id, last_use: 0 });
+                }
+                id
             }
         }
     }
 
+    fn slide(&mut self, seq: SeqId) {
+        let entry = &self.seqs[&seq];
+        let computed = entry.computed as u32;
+        self.cache.slide(seq, computed);
+        let out = |window: Window| window.pages_out(computed, self.page_len as u32) as usize;
+        let n_out = entry.window.map_or(0, out);
+        for i in entry.n_out()..n_out {
+            let entry = &mut self.seqs.get_mut(&seq).expect("known").full[i];
+            let Entry::Page(id) = std::mem::replace(entry, Entry::Out) else {
+                panic!("a page that left the window was full")
+            };
+            self.leave(id);
+        }
+    }
+
+    /// Drops a page if the sequence may: it has no window, and every page is full.
+    fn roll(&mut self, seq: SeqId, n_sinks: usize) {
+        let entry = &self.seqs[&seq];
+        let is_first = entry.dropped == 0;
+        let n_sinks = if is_first { n_sinks } else { entry.n_sinks() };
+        let is_full = entry.full.len() * self.page_len == entry.len;
+        if entry.window.is_some() || !is_full || entry.full.len() <= n_sinks {
+            return;
+        }
+        let Entry::Page(dropped) = entry.full[n_sinks] else { panic!("it is no sink") };
+        let needed = if is_first { n_sinks as u32 + 1 } else { 1 };
+        let is_alone = self.n_holds(dropped, false) == 1;
+        let available = self.available() + u32::from(is_alone);
+        let shifts = match self.cache.roll(seq, n_sinks as u32) {
+            Ok(shifts) => shifts,
+            Err(shortfall) => {
+                assert!(needed > available);
+                return assert_eq!(shortfall, Shortfall { needed, available });
+            }
+        };
+        assert!(needed <= available);
+        let page_len = self.page_len;
+        let entry = self.seqs.get_mut(&seq).expect("known");
+        entry.full.remove(n_sinks);
+        entry.len -= page_len;
+        entry.dropped += page_len;
+        let by = entry.dropped as i32;
+        self.leave(dropped);
+        self.make_room(needed - 1);
+        let entry = self.seqs.get_mut(&seq).expect("known");
+        if is_first {
+            entry.pristine = entry.ids().take(n_sinks).collect();
+            entry.full[..n_sinks].fill(Entry::Sink);
+        }
+        assert_eq!(shifts.len(), n_sinks);
+        self.copy();
+        for shift in shifts {
+            assert_eq!(shift.by, by);
+            self.arena[shift.target.0 as usize] = self.arena[shift.source.0 as usize].clone();
+        }
+        assert!(self.cache.plan_extend(seq, page_len as u32).is_ok(), "one page can be had");
+    }
+
+    fn release(&mut self, seq: SeqId) {
+        self.cache.release(seq);
+        let entry = self.seqs.remove(&seq).expect("known");
+        // The last page first, so that it is given up first.
+        entry.ids().rev().for_each(|id| self.leave(id));
+    }
+
     fn pin(&mut self, pin: PinId, salt: Salt, tokens: &[TokenId]) {
         self.unpin(pin);
-        let n_pinned: usize = self.pins.values().map(|path| path.1.len() / self.page_len).sum();
+        let n_pinned: usize = self.pins.values().map(Vec::len).sum();
         let room = (self.max_pinned as usize - n_pinned) * self.page_len;
         let n = self.cache.pin(pin, salt, tokens) as usize;
         let padded: Vec<_> = tokens.iter().copied().chain([TokenId(0)]).collect();
         assert_eq!(n, self.find(salt, &padded).0.min(room));
-        self.pins.insert(pin, (salt, tokens[..n].to_vec()));
+        let path = |n: usize| (salt, tokens[..n].to_vec());
+        let ends = (1..=n / self.page_len).map(|i| i * self.page_len);
+        self.pins.insert(pin, ends.map(|n| self.cached[&path(n)].id).collect());
     }
 
     fn unpin(&mut self, pin: PinId) {
         let was_there = self.cache.unpin(pin);
-        let path = self.pins.remove(&pin);
-        assert_eq!(was_there, path.is_some());
-        if let Some((salt, tokens)) = path {
-            self.use_path(salt, &tokens);
-        }
+        let ids = self.pins.remove(&pin);
+        assert_eq!(was_there, ids.is_some());
+        ids.into_iter().flatten().rev().for_each(|id| self.leave(id));
     }
 
     fn check(&self) {
         self.cache.verify().expect("every invariant holds");
         let stats = self.cache.stats();
-        assert_eq!((stats.pages_idle, stats.host_idle), (self.n_idle(false), self.n_idle(true)));
+        let idle = |on_host| self.idle(on_host).len() as u32;
+        assert_eq!((stats.pages_idle, stats.host_idle), (idle(false), idle(true)));
         assert_eq!(stats.pages_free, self.n_pages - self.n_taken(false));
         assert_eq!(stats.host_free, self.n_host - self.n_taken(true));
         assert_eq!(stats.pages_free + stats.pages_used + stats.pages_idle, self.n_pages);
         assert_eq!(stats.host_free + stats.host_used + stats.host_idle, self.n_host);
         let n_used = (stats.pages_used + stats.host_used) as usize;
-        let n_open: usize = self.seqs.values().map(|seq| self.n_open(seq)).sum();
-        let open = |seq: &Seq| seq.len - self.full(seq).len();
-        let stored =
-            (n_used - n_open) * self.page_len + self.seqs.values().map(open).sum::<usize>();
+        let n_own: usize = self.seqs.values().map(|seq| seq.n_own(self.page_len)).sum();
+        let own = |seq: &Seq| seq.len - (seq.full.len() - seq.n_sinks()) * self.page_len;
+        let stored = (n_used - n_own) * self.page_len + self.seqs.values().map(own).sum::<usize>();
         assert_eq!(stats.tokens_stored as usize, stored);
         assert_eq!(stats.tokens_wasted as usize, n_used * self.page_len - stored);
         for (&id, seq) in &self.seqs {
-            assert_eq!(self.cache.len(id) as usize, seq.len);
-            for position in 0..seq.computed {
-                let (page, offset) = self.cache.locate(id, position as u32).expect("has a place");
-                let slot = self.cache.slot(page);
-                assert!(seq.is_swapped || slot.0 < self.n_pages, "{id:?} runs on the device");
-                let read = self.arena[slot.0 as usize][offset as usize].as_ref();
-                let expected = (seq.salt, seq.tokens[..=position].to_vec());
-                assert_eq!(read, Some(&expected), "{id:?} at {position}");
-            }
-            assert_eq!(self.cache.locate(id, seq.len as u32), None);
+            self.check_seq(id, seq);
         }
     }
+
+    /// Every token of a sequence is where it should be, as it was computed.
+    fn check_seq(&self, id: SeqId, seq: &Seq) {
+        assert_eq!(self.cache.len(id) as usize, seq.len);
+        assert_eq!(self.cache.n_dropped(id) as usize, seq.dropped);
+        for place in 0..seq.computed - seq.dropped {
+            let located = self.cache.locate(id, place as u32);
+            if seq.full.get(place / self.page_len) == Some(&Entry::Out) {
+                assert_eq!(located, None);
+                continue;
+            }
+            let (page, offset) = located.expect("has a place");
+            let slot = self.cache.slot(page);
+            assert_eq!(self.cache.slots(id, 0).nth(place / self.page_len), Some(slot));
+            assert!(seq.is_swapped || slot.0 < self.n_pages, "{id:?} runs on the device");
+            let read = self.arena[slot.0 as usize][offset as usize].as_ref();
+            let is_sink = place < seq.n_sinks() * self.page_len;
+            let token = if is_sink { place } else { place + seq.dropped };
+            let expected = ((seq.salt, seq.tokens[..=token].to_vec()), seq.marks[token]);
+            assert_eq!(read, Some(&expected), "{id:?} at {place}");
+        }
+        assert_eq!(self.cache.locate(id, seq.len as u32), None);
+    }
+}
+
+/// Whether a beginning goes on after another.
+fn follows(path: &Path, before: &Path) -> bool {
+    path.0 == before.0 && path.1.len() > before.1.len() && path.1.starts_with(&before.1)
 }
 
 #[derive(Clone, Debug)]
@@ -493,6 +686,7 @@ enum Op {
         seq: u64,
         salted: bool,
         tokens: Vec<TokenId>,
+        window: Option<Window>,
     },
     /// A whole request that leaves its pages behind.
     Run {
@@ -508,6 +702,8 @@ enum Op {
     },
     Extend(u64, Vec<TokenId>),
     Seal(u64, usize),
+    Slide(u64),
+    Roll(u64, usize),
     Release(u64),
     SwapOut(u64),
     SwapIn(u64),
@@ -527,15 +723,20 @@ fn tokens(n: std::ops::Range<usize>) -> impl Strategy<Value = Vec<TokenId>> {
 fn op() -> impl Strategy<Value = Op> {
     let seq = 0..5_u64;
     let salted = prop::bool::weighted(0.2);
+    let window = prop::option::weighted(0.4, (1..12_u32, 1..6_u32))
+        .prop_map(|window| window.map(|(n_tokens, max_chunk)| Window { n_tokens, max_chunk }));
     prop_oneof![
-        4 => (seq.clone(), salted, tokens(1..24))
-            .prop_map(|(seq, salted, tokens)| Op::Admit { seq, salted, tokens }),
+        4 => (seq.clone(), salted, tokens(1..24), window).prop_map(
+            |(seq, salted, tokens, window)| Op::Admit { seq, salted, tokens, window }
+        ),
         6 => (seq.clone(), salted, tokens(1..24))
             .prop_map(|(seq, salted, tokens)| Op::Run { seq, salted, tokens }),
         1 => (seq.clone(), seq.clone(), 0..30_usize, tokens(1..4))
             .prop_map(|(source, seq, n_shared, more)| Op::Fork { source, seq, n_shared, more }),
         6 => (seq.clone(), tokens(0..4)).prop_map(|(seq, more)| Op::Extend(seq, more)),
         6 => (seq.clone(), 0..30_usize).prop_map(|(seq, n)| Op::Seal(seq, n)),
+        4 => seq.clone().prop_map(Op::Slide),
+        4 => (seq.clone(), 0..3_usize).prop_map(|(seq, n_sinks)| Op::Roll(seq, n_sinks)),
         3 => seq.clone().prop_map(Op::SwapOut),
         3 => seq.clone().prop_map(Op::SwapIn),
         4 => seq.prop_map(Op::Release),
@@ -554,12 +755,12 @@ fn step(model: &mut Model, op: Op) {
         model.seqs.get(&SeqId(seq)).is_some_and(|seq| seq.is_swapped == swapped)
     };
     match op {
-        Op::Admit { seq, salted, tokens } if !has(model, seq) => {
-            model.admit(SeqId(seq), salt(model, salted), tokens);
+        Op::Admit { seq, salted, tokens, window } if !has(model, seq) => {
+            model.admit(SeqId(seq), salt(model, salted), tokens, window);
         }
         Op::Run { seq, salted, tokens } if !has(model, seq) => {
             let n_tokens = tokens.len();
-            model.admit(SeqId(seq), salt(model, salted), tokens);
+            model.admit(SeqId(seq), salt(model, salted), tokens, None);
             if !has(model, seq) {
                 return;
             }
@@ -575,6 +776,8 @@ fn step(model: &mut Model, op: Op) {
         }
         Op::Extend(seq, more) if is(model, seq, false) => model.extend(SeqId(seq), &more),
         Op::Seal(seq, n) if is(model, seq, false) => model.seal(SeqId(seq), n),
+        Op::Slide(seq) if is(model, seq, false) => model.slide(SeqId(seq)),
+        Op::Roll(seq, n_sinks) if is(model, seq, false) => model.roll(SeqId(seq), n_sinks),
         Op::SwapOut(seq) if is(model, seq, false) => model.swap_out(SeqId(seq)),
         Op::SwapIn(seq) if is(model, seq, true) => model.swap_in(SeqId(seq)),
         Op::Release(seq) if has(model, seq) => model.release(SeqId(seq)),
@@ -582,6 +785,7 @@ fn step(model: &mut Model, op: Op) {
         Op::Unpin(pin) => model.unpin(PinId(pin)),
         Op::Admit { .. } | Op::Run { .. } | Op::Fork { .. } => {}
         Op::Extend(..) | Op::Seal(..) | Op::Release(_) | Op::SwapOut(_) | Op::SwapIn(_) => {}
+        Op::Slide(_) | Op::Roll(..) => {}
     }
 }
 

@@ -5,8 +5,11 @@ mod scheduling;
 mod simulate;
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+
+use nuthatch_model::{ConfigError, RopeKind};
 
 use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
@@ -38,6 +41,7 @@ pub(crate) struct Args {
 }
 
 #[derive(Debug, Subcommand)]
+#[expect(clippy::large_enum_variant, reason = "one is made in the life of the process")]
 pub(crate) enum Command {
     /// Answer a prompt, or chat
     Run(Box<RunArgs>),
@@ -61,7 +65,9 @@ from stdin, or a chat begins if stdin is a terminal.
 
 Examples:
   nuthatch run \"Why is the sky blue?\"
-  nuthatch run model.gguf --greedy -n 100 \"Once upon a time\" --raw
+  nuthatch run model.gguf --greedy --max-tokens 100 \"Once upon a time\" --raw
+  nuthatch run -n 3 \"Name a bird\"
+  nuthatch run --beam-width 4 --length-penalty 1.2 \"Translate to French: good morning\"
   git diff | nuthatch run --system \"Write a commit message\"
   nuthatch run --rope-scaling yarn --rope-scale 4 --ctx-size 32K";
 
@@ -132,19 +138,52 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) stop: Vec<String>,
     /// Most tokens of an answer [default: what the context holds]
-    #[arg(short = 'n', long, visible_alias = "n-predict", value_name = "N")]
+    #[arg(long, visible_alias = "n-predict", value_name = "N")]
     pub(crate) max_tokens: Option<u32>,
+    /// Answers to the same prompt; the second has the seed plus 1, and so on
+    #[arg(short = 'n', long = "n", value_name = "N", default_value_t = 1)]
+    pub(crate) n: u32,
+    /// Search for the most probable answers, following this many, instead of sampling
+    #[arg(long, visible_alias = "num-beams", value_name = "N")]
+    pub(crate) beam_width: Option<u32>,
+    /// Above 0 the search prefers longer answers, below 0 shorter ones [default: 1]
+    #[arg(long, value_name = "F", allow_negative_numbers = true, requires = "beam_width")]
+    pub(crate) length_penalty: Option<f32>,
+    /// Whether the search ends as soon as enough answers are complete; `never` goes on as long as
+    /// a better one could come [default: false]
+    #[arg(long, value_enum, value_name = "WHEN", requires = "beam_width")]
+    #[arg(num_args = 0..=1, default_missing_value = "true", require_equals = true)]
+    pub(crate) early_stopping: Option<EarlyStoppingArg>,
     /// Report each token's log probability and the N best alternatives, as JSON lines on stderr
     #[arg(long, value_name = "N")]
     pub(crate) logprobs: Option<u32>,
 }
 
 /// Where the model runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum DeviceArg {
     #[default]
     Auto,
     Cpu,
+    /// One of the machine's GPUs.
+    Cuda(u32),
+}
+
+impl FromStr for DeviceArg {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(DeviceArg::Auto),
+            "cpu" => Ok(DeviceArg::Cpu),
+            "cuda" => Ok(DeviceArg::Cuda(0)),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|ordinal| ordinal.parse().ok())
+                .map(DeviceArg::Cuda)
+                .ok_or("use auto, cpu, cuda or cuda:N"),
+        }
+    }
 }
 
 /// How keys and values are stored; `Auto` is f16.
@@ -160,20 +199,38 @@ pub(crate) enum KvDtypeArg {
 }
 
 /// How positions beyond the trained context are rotated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RopeScalingArg {
-    None,
-    Linear,
-    Dynamic,
-    Yarn,
+    /// By the scaling of this name.
+    Named(RopeKind),
+    /// As a JSON object says.
+    Json(String),
+}
+
+fn parse_rope_scaling(text: &str) -> Result<RopeScalingArg, ConfigError> {
+    if text.trim_start().starts_with('{') {
+        return Ok(RopeScalingArg::Json(text.to_owned()));
+    }
+    text.parse().map(RopeScalingArg::Named)
+}
+
+/// When beam search ends, in Hugging Face's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EarlyStoppingArg {
+    True,
+    False,
+    Never,
 }
 
 #[derive(Clone, Debug, ClapArgs)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct EngineArgs {
-    /// Where to run
-    #[arg(long, value_enum, default_value_t)]
+    /// Where to run: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceArg,
+    /// On a GPU, multiply with all bits of the activations instead of rounding them to bf16
+    #[arg(long)]
+    pub(crate) exact_activations: bool,
     /// Threads [default: the machine's cores]
     #[arg(short, long, value_name = "N")]
     pub(crate) threads: Option<u32>,
@@ -200,8 +257,9 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_swap, default_value = "0")]
     #[arg(alias = "kv-offloading-size", alias = "hicache-size")]
     pub(crate) swap_space: u64,
-    /// Stretch the context beyond what the model was trained on
-    #[arg(long, value_enum, value_name = "KIND")]
+    /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
+    /// llama3, or an object as config.json has it under rope_scaling
+    #[arg(long, value_name = "KIND|JSON", value_parser = parse_rope_scaling)]
     pub(crate) rope_scaling: Option<RopeScalingArg>,
     /// By how much to stretch it
     #[arg(long, value_name = "FACTOR")]
@@ -258,6 +316,7 @@ Tests are named as llama-bench names them: pp512 is the prefill of 512 tokens, t
 Examples:
   nuthatch bench
   nuthatch bench model.gguf --prompt 512,2048 --gen 128 --depth 0,2048,8000 --threads 8
+  nuthatch bench --shape llama3-8b --random-weights --depth 8192,32768
   nuthatch bench --json results.json";
 
 #[derive(Debug, ClapArgs)]
@@ -269,6 +328,12 @@ pub(crate) struct BenchArgs {
     /// The model, said explicitly
     #[arg(short, long, value_name = "MODEL")]
     pub(crate) model: Option<String>,
+    /// Measure a built-in shape (see `nuthatch plan --help`) instead of a model
+    #[arg(long, value_name = "SHAPE", requires = "random_weights", conflicts_with_all = ["first", "model"])]
+    pub(crate) shape: Option<String>,
+    /// Make up the weights of the shape, in bf16; no files are needed
+    #[arg(long, requires = "shape")]
+    pub(crate) random_weights: bool,
     /// Tokens of the prefill tests; 0 for none
     #[arg(short, long, value_name = "N,...", value_delimiter = ',', default_value = "512")]
     pub(crate) prompt: Vec<u32>,

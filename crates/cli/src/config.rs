@@ -3,12 +3,12 @@
 //! `Args` -> [`RunConfig`], [`BenchConfig`] -> the engine's `Sizes`; nothing is written back.
 
 use nuthatch_engine::{EngineOptions, Policy};
-use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeKind, RopeOverride};
-use nuthatch_types::{KvDtype, Sampling, SamplingError};
+use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeOverride};
+use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError};
 
 use crate::args::{
-    BenchArgs, CacheArgs, DeviceArg, EngineArgs, KvDtypeArg, PolicyArg, RopeScalingArg, RunArgs,
-    SamplingArgs, SchedulingArgs,
+    BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
+    RopeScalingArg, RunArgs, SamplingArgs, SchedulingArgs,
 };
 use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
 
@@ -55,6 +55,14 @@ pub(crate) enum ConfigError {
         rows: u32,
         /// Sequences that run at one time.
         n_seqs: u32,
+    },
+    /// More answers than the search follows.
+    #[error("-n is {n}, but must be at most --beam-width ({width})")]
+    Beams {
+        /// Answers.
+        n: u32,
+        /// Answers that are followed.
+        width: u32,
     },
     /// More alternatives than anybody reads.
     #[error("--logprobs is {0}, but must be at most 100")]
@@ -103,6 +111,8 @@ pub(crate) struct SamplingConfig {
 #[derive(Clone, Debug)]
 pub(crate) struct EngineConfig {
     pub(crate) device: DeviceArg,
+    /// Whether a GPU takes all bits of the activations.
+    pub(crate) is_exact: bool,
     /// 0 means all cores.
     pub(crate) threads: u32,
     /// Asked context; the model's if not given.
@@ -127,6 +137,8 @@ pub(crate) const WARM_UP_TOKENS: u32 = 80;
 #[derive(Clone, Debug)]
 pub(crate) struct BenchConfig {
     pub(crate) model: ModelSpec,
+    /// A built-in shape with random weights, instead of the model.
+    pub(crate) shape: Option<String>,
     /// Tokens of prefill tests.
     pub(crate) prompts: Vec<u32>,
     /// Tokens of decode tests.
@@ -148,11 +160,14 @@ impl RunConfig {
             None if stdin_is_terminal => Prompt::Chat,
             None => Prompt::Stdin,
         };
-        for (flag, is_set) in [("--json", args.json), ("--raw", args.raw)] {
+        let is_many = args.sampling.n > 1;
+        for (flag, is_set) in [("--json", args.json), ("--raw", args.raw), ("-n", is_many)] {
             if is_set && prompt == Prompt::Chat {
                 return Err(ConfigError::NeedsPrompt(flag).into());
             }
         }
+        let sampling = SamplingConfig::new(&args.sampling)?;
+        let engine = EngineConfig::new(&args.engine, sampling.n_seats())?;
         Ok(RunConfig {
             model: model_or_default(model.as_deref())?,
             prompt,
@@ -160,8 +175,8 @@ impl RunConfig {
             is_raw: args.raw,
             with_stats: args.stats,
             as_json: args.json,
-            sampling: SamplingConfig::new(&args.sampling)?,
-            engine: EngineConfig::new(&args.engine, 1)?,
+            sampling,
+            engine,
         })
     }
 }
@@ -201,10 +216,43 @@ impl SamplingConfig {
         if let Some(n) = args.logprobs.filter(|&n| n > 100) {
             return Err(ConfigError::Logprobs(n));
         }
+        if args.n == 0 {
+            return Err(ConfigError::Zero("-n"));
+        }
         let config =
             SamplingConfig { args: args.clone(), seed: args.seed.unwrap_or_else(random_seed) };
         config.sampling(&GenerationDefaults::default()).validate()?;
+        if let Some(beam) = config.beam() {
+            beam.validate()?;
+            if args.n > beam.width {
+                return Err(ConfigError::Beams { n: args.n, width: beam.width });
+            }
+        }
         Ok(config)
+    }
+
+    /// Sequences that run at one time unless the user says otherwise: all answers to a prompt, up to
+    /// a limit beyond which they follow each other; a search needs all of them.
+    fn n_seats(&self) -> u32 {
+        const SIDE_BY_SIDE: u32 = 16;
+        self.beam().map_or(self.n().min(SIDE_BY_SIDE), |beam| beam.width)
+    }
+
+    /// Answers to each prompt.
+    pub(crate) fn n(&self) -> u32 {
+        self.args.n
+    }
+
+    /// The search, if one was asked for.
+    pub(crate) fn beam(&self) -> Option<BeamParams> {
+        let args = &self.args;
+        let early_stopping = match args.early_stopping {
+            Some(EarlyStoppingArg::True) => EarlyStopping::Yes,
+            Some(EarlyStoppingArg::False) | None => EarlyStopping::No,
+            Some(EarlyStoppingArg::Never) => EarlyStopping::Never,
+        };
+        let length_penalty = args.length_penalty.unwrap_or(1.0);
+        args.beam_width.map(|width| BeamParams { width, length_penalty, early_stopping })
     }
 
     /// What was typed, then what the model's makers recommend, then what suits most models.
@@ -228,7 +276,8 @@ impl SamplingConfig {
             presence_penalty: args.presence_penalty.unwrap_or(0.0),
             logit_bias: Vec::new(),
             seed: self.seed,
-            n_logprobs: args.logprobs.unwrap_or(0),
+            n_logprobs: args.logprobs,
+            n_candidates: 0,
         }
     }
 
@@ -268,6 +317,7 @@ impl EngineConfig {
         let (max_seqs, policy) = batch.policy(args.scheduling_policy)?;
         Ok(EngineConfig {
             device: args.device,
+            is_exact: args.exact_activations,
             threads: args.threads.unwrap_or(0),
             max_context: args.max_model_len,
             kv_dtype: match args.kv_cache_dtype {
@@ -285,12 +335,14 @@ impl EngineConfig {
                 eviction: args.scheduling.cache.eviction_policy.into(),
             },
             rope: RopeOverride {
-                scaling: args.rope_scaling.map(|kind| match kind {
-                    RopeScalingArg::None => RopeKind::None,
-                    RopeScalingArg::Linear => RopeKind::Linear,
-                    RopeScalingArg::Dynamic => RopeKind::Dynamic,
-                    RopeScalingArg::Yarn => RopeKind::Yarn,
-                }),
+                scaling: match args.rope_scaling {
+                    Some(RopeScalingArg::Named(kind)) => Some(kind),
+                    Some(RopeScalingArg::Json(_)) | None => None,
+                },
+                parameters: match &args.rope_scaling {
+                    Some(RopeScalingArg::Json(object)) => Some(object.clone()),
+                    Some(RopeScalingArg::Named(_)) | None => None,
+                },
                 scale: args.rope_scale,
                 theta: args.rope_freq_base,
                 original: args.rope_original_context,
@@ -378,6 +430,7 @@ impl BenchConfig {
         }
         Ok(BenchConfig {
             model: model_or_default(model)?,
+            shape: args.shape.clone(),
             prompts,
             generates,
             depths: args.depth.clone(),

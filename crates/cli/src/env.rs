@@ -52,6 +52,7 @@ pub(crate) enum EnvError {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Env {
     cache: Option<PathBuf>,
+    kernels: Option<PathBuf>,
     data: Option<PathBuf>,
     hub_cache: Option<PathBuf>,
     hub_token_path: Option<PathBuf>,
@@ -82,6 +83,7 @@ impl Env {
         Ok(Env {
             cache: path(NUTHATCH_CACHE)
                 .or_else(|| caches.as_ref().map(|c| c.join("nuthatch").join("models"))),
+            kernels: caches.as_ref().map(|c| c.join("nuthatch").join("kernels")),
             data: data.map(|data| data.join("nuthatch")),
             hub_cache: path(HF_HUB_CACHE).or_else(|| hub_home.as_ref().map(|h| h.join("hub"))),
             hub_token_path: path(HF_TOKEN_PATH)
@@ -98,6 +100,11 @@ impl Env {
     /// Directory of models that Nuthatch fetched itself.
     pub(crate) fn cache_dir(&self) -> Result<PathBuf, EnvError> {
         self.cache.clone().ok_or(EnvError::NoHome(NUTHATCH_CACHE))
+    }
+
+    /// Directory of compiled GPU kernels, if there is a place for them.
+    pub(crate) fn kernel_dir(&self) -> Option<PathBuf> {
+        self.kernels.clone()
     }
 
     /// File of the chat's input history, if there is a place for it.

@@ -5,39 +5,30 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::Backend as _;
-use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_engine::{
-    Budget, Engine, EngineOptions, Executor, LoadedModel, SharedClock, SizeRequest, Sizes,
-};
+use nuthatch_engine::{Budget, EngineOptions, SharedClock, SizeRequest, Sizes};
 use nuthatch_model::{ModelConfig, ModelFiles};
 use nuthatch_types::SystemClock;
 
-use crate::args::DeviceArg;
 use crate::config::EngineConfig;
-use crate::host;
+use crate::device::{AnyEngine, Device, DeviceConfig};
+use crate::env::Env;
 use crate::size::{Bytes, Tokens};
-
-/// An engine on the CPU.
-pub(crate) type CpuEngine = Engine<Executor<LoadedModel<Cpu>>>;
 
 /// Share of the available memory that is used unless the user says otherwise. The rest is for the
 /// file cache that loading fills, and for everybody else.
 const MEMORY_SHARE: f64 = 0.85;
 
 /// A model that is open, with everything decided and nothing loaded.
-#[derive(Debug)]
 pub(crate) struct Prepared {
     pub(crate) files: ModelFiles,
     pub(crate) sizes: Sizes,
     options: EngineOptions,
-    device: DeviceArg,
-    threads: u32,
+    device: Device,
 }
 
 /// An engine that is ready to run.
 pub(crate) struct Loaded {
-    pub(crate) engine: CpuEngine,
+    pub(crate) engine: AnyEngine,
     pub(crate) clock: SharedClock,
     /// The device, for people.
     pub(crate) device: String,
@@ -58,20 +49,30 @@ pub(crate) struct ContextError {
 impl Prepared {
     /// Opens the files and computes the sizes. Too little memory is an error before anything is
     /// loaded.
-    pub(crate) fn open(path: &Path, config: &EngineConfig) -> anyhow::Result<Self> {
+    pub(crate) fn open(path: &Path, config: &EngineConfig, env: &Env) -> anyhow::Result<Self> {
         let mut files = ModelFiles::open(path)?;
         files.override_rope(&config.rope)?;
         let context = files.config().max_context;
         if let Some(asked) = config.max_context.filter(|&asked| asked > context) {
             return Err(ContextError { asked, context }.into());
         }
-        Self::with_files(files, config)
+        Self::with_files(files, config, env)
     }
 
     /// The same for files that are open, and any context.
-    pub(crate) fn with_files(files: ModelFiles, config: &EngineConfig) -> anyhow::Result<Self> {
+    pub(crate) fn with_files(
+        files: ModelFiles,
+        config: &EngineConfig,
+        env: &Env,
+    ) -> anyhow::Result<Self> {
+        let device = Device::open(&DeviceConfig {
+            device: config.device,
+            threads: config.threads,
+            is_exact: config.is_exact,
+            kernel_dir: env.kernel_dir(),
+        })?;
         // Where the system does not tell, allocation itself has to fail.
-        let available = host::available_memory().unwrap_or(u64::MAX / 2);
+        let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
         let request = SizeRequest {
             max_context: config.max_context,
             max_seqs: config.max_seqs,
@@ -82,19 +83,12 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
-        let EngineConfig { options, device, threads, .. } = *config;
-        Ok(Prepared { files, sizes, options, device, threads })
+        Ok(Prepared { files, sizes, options: config.options, device })
     }
 
     /// Loads the weights and says so, one line for the model and one for the memory.
     pub(crate) fn load(&self) -> anyhow::Result<Loaded> {
-        let threads = self.threads as usize;
-        let backend = match self.device {
-            DeviceArg::Auto | DeviceArg::Cpu => {
-                Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?)
-            }
-        };
-        let (device, threads) = (backend.name(), backend.threads());
+        let (device, threads) = (self.device.name(), self.device.threads());
         let model = describe_model(self.files.path(), self.files.config());
         let memory = describe_memory(&self.sizes);
         tracing::info!("model: {model}");
@@ -104,8 +98,9 @@ impl Prepared {
             let _ = writeln!(std::io::stderr(), "{model}\n{memory}; {device}");
         }
         let clock: SharedClock = Arc::new(SystemClock::start());
-        let (files, sizes) = (&self.files, &self.sizes);
-        let engine = Engine::load(backend, files, sizes, &self.options, Arc::clone(&clock))
+        let engine = self
+            .device
+            .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock))
             .with_context(|| format!("cannot load {}", self.files.path().display()))?;
         Ok(Loaded { engine, clock, device, threads })
     }

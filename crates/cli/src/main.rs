@@ -3,7 +3,7 @@
 //!
 //! Code map: `args` is what was typed, `env` the only reader of the environment, `config` makes
 //! sense of both; `resolve` says what a MODEL means and `fetch` brings it here; `load` puts it on a
-//! device; `run`, `plan`, `bench`, `batch`, `simulate` and `pull` are the commands.
+//! `device`; `run`, `plan`, `bench`, `batch`, `simulate` and `pull` are the commands.
 //!
 //! What is not here: anything about tokens' contents, pages or devices. This crate chooses the
 //! device once and prints.
@@ -13,6 +13,7 @@ mod batch;
 mod bench;
 mod chart;
 mod config;
+mod device;
 mod env;
 mod fetch;
 mod host;

@@ -42,7 +42,7 @@ impl Batch {
         let layout = &mut self.layout;
         let end = step.start + step.tokens.len() as u32;
         layout.tokens.extend(step.tokens.iter().map(|&TokenId(token)| token));
-        layout.positions.extend(step.start..end);
+        layout.positions.extend(step.start + step.shift..end + step.shift);
         let n_rows = layout.tokens.len() as u32;
         layout.query_start.push(n_rows);
         layout.kv_len.push(end);
@@ -69,6 +69,7 @@ mod tests {
         let step = |start: u32, tokens: &[u32], sample| SeqStep {
             seq: SeqId(0),
             start,
+            shift: 0,
             tokens: tokens.iter().map(|&t| TokenId(t)).collect(),
             table: TableChange::default(),
             sample,
@@ -78,10 +79,11 @@ mod tests {
             batch.clear();
             batch.push(&step(4, &[10, 11, 12], true), 2);
             batch.push(&step(90, &[13], true), 0);
-            batch.push(&step(0, &[14, 15], false), 1);
+            // A sequence that has dropped 32 tokens.
+            batch.push(&SeqStep { shift: 32, ..step(0, &[14, 15], false) }, 1);
             let expected = BatchLayout {
                 tokens: vec![10, 11, 12, 13, 14, 15],
-                positions: vec![4, 5, 6, 90, 0, 1],
+                positions: vec![4, 5, 6, 90, 32, 33],
                 query_start: vec![0, 3, 4, 6],
                 kv_len: vec![7, 91, 2],
                 table_row: vec![2, 0, 1],

@@ -1,4 +1,4 @@
-//! The loop: plan, run, commit; and the way of each output to its request.
+//! The loop: plan, run, commit; and the way of the scheduler's news to the requests.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,11 +7,14 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::Salt;
-use nuthatch_scheduler::Scheduler;
-use nuthatch_types::{Clock, FastMap, FinishReason, SeqId, StepPlan, StepResult, TokenId};
+use nuthatch_scheduler::{Output as News, Scheduler};
+use nuthatch_types::{
+    BeamParams, Clock, FinishReason, Limits, Sampling, SeqId, StepPlan, StepResult, TokenId,
+};
 
-use crate::executor::{Execute, is_failed};
-use crate::output::Milestones;
+use crate::beam::{BeamSearch, Move};
+use crate::executor::Execute;
+use crate::requests::{Gone, Member, Request, Requests};
 use crate::{EngineError, Hints, Output, Submission, SubmitError};
 
 /// A clock that the engine and its callers read.
@@ -24,7 +27,7 @@ pub struct Engine<E> {
     scheduler: Scheduler,
     executor: E,
     clock: SharedClock,
-    requests: FastMap<SeqId, Request>,
+    requests: Requests,
     next_seq: u64,
     /// Time spent in steps, and the executor's part of it.
     step_time: Duration,
@@ -32,12 +35,6 @@ pub struct Engine<E> {
     /// Sampled checks made so far.
     n_checks: u64,
     error: Option<EngineError>,
-}
-
-/// Who waits for a sequence's tokens.
-struct Request {
-    outputs: Sender<Output>,
-    milestones: Milestones,
 }
 
 /// What the engine holds and what it did, as plain numbers.
@@ -53,6 +50,24 @@ pub struct EngineStats {
     pub error: Option<String>,
 }
 
+impl<E> Engine<E> {
+    /// The same engine with another executor around its own: for those who choose a device at run
+    /// time, and want one type of engine for all of them.
+    pub fn map_executor<F>(self, wrap: impl FnOnce(E) -> F) -> Engine<F> {
+        Engine {
+            scheduler: self.scheduler,
+            executor: wrap(self.executor),
+            clock: self.clock,
+            requests: self.requests,
+            next_seq: self.next_seq,
+            n_checks: self.n_checks,
+            step_time: self.step_time,
+            execute_time: self.execute_time,
+            error: self.error,
+        }
+    }
+}
+
 impl<E: Execute> Engine<E> {
     /// An engine without requests.
     pub fn new(scheduler: Scheduler, executor: E, clock: SharedClock) -> Self {
@@ -61,7 +76,7 @@ impl<E: Execute> Engine<E> {
             scheduler,
             executor,
             clock,
-            requests: FastMap::default(),
+            requests: Requests::default(),
             next_seq: 0,
             step_time: Duration::ZERO,
             execute_time: Duration::ZERO,
@@ -73,8 +88,9 @@ impl<E: Execute> Engine<E> {
     /// Takes a request whose news go to `outputs`, or refuses it at once.
     ///
     /// Sending never blocks the engine: `outputs` should be unbounded, and gets at most as many
-    /// tokens as the request's limit, and one [`Output::Finished`]. A receiver that is dropped
-    /// cancels the request. `submitted` is when the caller began to wait.
+    /// tokens as the request's limits, and one [`Output::Finished`] for each answer. A receiver
+    /// that is dropped cancels the request when the next token is sent. `submitted` is when the
+    /// caller began to wait. The request is known by the sequence that is returned, its first one.
     pub fn submit(
         &mut self,
         submission: Submission,
@@ -84,19 +100,29 @@ impl<E: Execute> Engine<E> {
         if let Some(error) = &self.error {
             return Err(SubmitError::Failed { reason: error.to_string() });
         }
-        let Submission { prompt, sampling, limits, hints } = submission;
+        let Submission { prompt, sampling, limits, n, beam, streaming, hints } = submission;
+        if n == 0 {
+            return Err(SubmitError::NoAnswers);
+        }
+        if beam.is_some() && streaming.is_some() {
+            return Err(SubmitError::StreamingBeams);
+        }
         let vocab = self.executor.vocab();
         let bias = sampling.logit_bias.iter().map(|&(token, _)| token);
         if let Some(token) = prompt.iter().copied().chain(bias).find(|token| token.0 >= vocab) {
             return Err(SubmitError::UnknownToken { token, vocab });
         }
         let seq = SeqId(self.next_seq);
-        let hints = self.hints(&hints);
         let submission = nuthatch_scheduler::Submission { seq, prompt, sampling, limits };
-        self.scheduler.submit_with(submission, hints)?;
-        self.next_seq += 1;
-        let milestones = Milestones::submitted(submitted);
-        self.requests.insert(seq, Request { outputs, milestones });
+        let hints = nuthatch_scheduler::Hints { streaming, ..self.scheduler_hints(&hints) };
+        let search = match beam {
+            Some(params) => Some(self.submit_beams(submission, hints, params, n)?),
+            None => {
+                self.submit_samples(&submission, hints, n)?;
+                None
+            }
+        };
+        self.requests.insert(seq, Request::new(outputs, n, submitted, search));
         Ok(seq)
     }
 
@@ -107,33 +133,32 @@ impl<E: Execute> Engine<E> {
         let begin = self.clock.now();
         let Some(plan) = self.scheduler.plan() else { return Ok(false) };
         let result = self.execute(&plan)?;
-        self.end_failed(&result);
-        let outputs = self.scheduler.commit(result);
-        self.route(outputs);
+        let news = self.scheduler.commit(result);
+        self.route(news);
         self.step_time += self.clock.now().saturating_sub(begin);
         Ok(true)
     }
 
-    /// Ends a request at once. Nothing happens if it has already ended.
-    pub fn cancel(&mut self, seq: SeqId) {
-        let output = self.scheduler.cancel(seq);
-        self.route(output);
+    /// Ends a request at once, all its answers. Nothing happens if it has already ended.
+    pub fn cancel(&mut self, request: SeqId) {
+        for seq in self.requests.seqs(request) {
+            let news = self.scheduler.cancel(seq);
+            self.route(news);
+        }
     }
 
     /// Ends every request, because the engine is going away.
     pub fn cancel_all(&mut self) {
-        let mut seqs: Vec<SeqId> = self.requests.keys().copied().collect();
-        seqs.sort_unstable();
-        for seq in seqs {
-            self.cancel(seq);
+        for request in self.requests.all() {
+            self.cancel(request);
         }
     }
 
     /// Tells every request that the engine has failed; no work is taken from now on.
     pub fn fail(&mut self, error: EngineError) {
         tracing::error!(%error, requests = self.requests.len(), "the engine has failed");
-        let outputs = self.scheduler.fail_all();
-        self.route(outputs);
+        let news = self.scheduler.fail_all();
+        self.route(news);
         assert!(self.requests.is_empty(), "every request was told");
         self.error.get_or_insert(error);
     }
@@ -175,7 +200,17 @@ impl<E: Execute> Engine<E> {
         self.error
     }
 
-    fn hints(&self, hints: &Hints) -> nuthatch_scheduler::Hints {
+    fn execute(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
+        let begin = self.clock.now();
+        for start in &plan.started {
+            self.requests.start(start.seq, begin);
+        }
+        let result = self.executor.run(plan);
+        self.execute_time += self.clock.now().saturating_sub(begin);
+        result
+    }
+
+    fn scheduler_hints(&self, hints: &Hints) -> nuthatch_scheduler::Hints {
         let Hints { cache_salt, retention, priority, tenant } = hints;
         let (retention, priority, tenant) = (*retention, *priority, *tenant);
         // All who give no salt share with each other.
@@ -184,64 +219,147 @@ impl<E: Execute> Engine<E> {
         } else {
             self.scheduler.cache().salt(cache_salt, b"")
         };
-        nuthatch_scheduler::Hints { salt, retention, priority, tenant, ..Default::default() }
-    }
-
-    fn execute(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
-        let begin = self.clock.now();
-        for start in &plan.started {
-            let request = self.requests.get_mut(&start.seq).expect("the engine submitted it");
-            request.milestones.started = Some(begin);
-        }
-        let result = self.executor.run(plan);
-        self.execute_time += self.clock.now().saturating_sub(begin);
-        result
-    }
-
-    /// Ends the sequences for which no token could be chosen. The others do not notice.
-    fn end_failed(&mut self, result: &StepResult) {
-        for sampled in result.sampled.iter().filter(|sampled| is_failed(sampled)) {
-            let Some(output) = self.scheduler.cancel(sampled.seq) else { continue };
-            let nuthatch_scheduler::Output::Finished { seq, usage, .. } = output else {
-                unreachable!("a cancelled sequence has finished");
-            };
-            let reason = FinishReason::Failed;
-            self.route([nuthatch_scheduler::Output::Finished { seq, reason, usage }]);
+        nuthatch_scheduler::Hints {
+            salt,
+            retention,
+            priority,
+            tenant,
+            ..nuthatch_scheduler::Hints::default()
         }
     }
 
-    /// Sends each output to its request.
-    fn route(&mut self, outputs: impl IntoIterator<Item = nuthatch_scheduler::Output>) {
+    /// Submits `n` sequences, of which all but the first fork the first: all of them or none.
+    fn submit_samples(
+        &mut self,
+        first: &nuthatch_scheduler::Submission,
+        hints: nuthatch_scheduler::Hints,
+        n: u32,
+    ) -> Result<(), SubmitError> {
+        let waiting = self.scheduler.stats().waiting;
+        let room = self.scheduler.config().max_waiting.saturating_sub(waiting);
+        if n > 1 && n > room {
+            return Err(SubmitError::TooManyAnswers { n, room });
+        }
+        for index in 0..u64::from(n) {
+            let seq = SeqId(first.seq.0 + index);
+            let seed = first.sampling.seed.wrapping_add(index);
+            let sampling = Sampling { seed, n_candidates: 0, ..first.sampling.clone() };
+            let submission = nuthatch_scheduler::Submission { seq, sampling, ..first.clone() };
+            let fork_of = (index > 0).then_some(first.seq);
+            let hints = nuthatch_scheduler::Hints { fork_of, ..hints };
+            let taken = self.scheduler.submit_with(submission, hints);
+            assert!(taken.is_ok() || index == 0, "what is taken once is taken again");
+            taken?;
+            self.next_seq += 1;
+        }
+        Ok(())
+    }
+
+    /// Submits the sequence with which a beam search begins.
+    fn submit_beams(
+        &mut self,
+        mut submission: nuthatch_scheduler::Submission,
+        hints: nuthatch_scheduler::Hints,
+        params: BeamParams,
+        n: u32,
+    ) -> Result<BeamSearch, SubmitError> {
+        params.validate().map_err(nuthatch_scheduler::SubmitError::Sampling)?;
+        let width = params.width;
+        if n > width {
+            return Err(SubmitError::TooManyBeams { n, width });
+        }
+        let (seq, limits) = (submission.seq, submission.limits.clone());
+        submission.sampling.n_candidates = params.n_candidates(limits.stop_tokens.len());
+        let max_tokens = self.scheduler.submit_wide(submission, hints, width)?;
+        self.next_seq += 1;
+        Ok(BeamSearch::new(params, Limits { max_tokens, ..limits }, seq))
+    }
+
+    /// Takes each of the scheduler's news to its request.
+    fn route(&mut self, news: impl IntoIterator<Item = News>) {
         let now = self.clock.now();
-        for output in outputs {
-            match output {
-                nuthatch_scheduler::Output::Token { seq, token, logprob, top } => {
-                    self.send_token(seq, (token, logprob, top), now);
+        for news in news {
+            match news {
+                News::Token { seq, token, logprob, top } => {
+                    let sent = self.requests.send(seq, (token, logprob, top), now);
+                    if let Err(Gone(request)) = sent {
+                        self.forget(request);
+                    }
                 }
-                nuthatch_scheduler::Output::Finished { seq, reason, usage } => {
-                    // A request whose receiver is gone was removed when that was seen.
-                    let Some(request) = self.requests.remove(&seq) else { continue };
-                    let timings = request.milestones.timings(now);
-                    // Nobody may be listening any more, and nobody needs to.
-                    let _ = request.outputs.send(Output::Finished { reason, usage, timings });
+                News::Candidates { seq, top } => self.search(seq, top, now),
+                News::Finished { seq, reason, usage } => {
+                    let Some(member) = self.requests.leave(seq) else { continue };
+                    if self.is_search(member.request) {
+                        self.end_search(member.request, reason, now);
+                    } else {
+                        self.requests.finish(member, reason, usage, now);
+                    }
                 }
             }
         }
     }
 
-    fn send_token(
-        &mut self,
-        seq: SeqId,
-        (token, logprob, top): (TokenId, f32, Vec<(TokenId, f32)>),
-        now: Duration,
-    ) {
-        let Some(request) = self.requests.get_mut(&seq) else { return };
-        request.milestones.first_token.get_or_insert(now);
-        if request.outputs.send(Output::Token { token, logprob, top }).is_err() {
-            // The receiver is gone, so that this is as good as a cancellation.
-            self.requests.remove(&seq);
+    /// Ends a request to which nobody listens: that is as good as a cancellation.
+    fn forget(&mut self, request: SeqId) {
+        for seq in self.requests.seqs(request) {
+            self.requests.leave(seq);
             self.scheduler.cancel(seq);
         }
+        self.requests.remove(request);
+    }
+
+    /// Tells a beam search what may follow one of its sequences. When that is known for all of
+    /// them, the search goes a step further.
+    fn search(&mut self, seq: SeqId, candidates: Vec<(TokenId, f32)>, now: Duration) {
+        let Some(member) = self.requests.member(seq) else { return };
+        if let Some(usage) = self.scheduler.usage(seq) {
+            self.requests.first_step(seq, usage, now);
+        }
+        let request = self.requests.get_mut(member.request);
+        let Some(search) = request.and_then(|request| request.search.as_mut()) else { return };
+        if !search.take(seq, candidates) {
+            return;
+        }
+        let next_seq = &mut self.next_seq;
+        let moves = search.advance(|| {
+            *next_seq += 1;
+            SeqId(*next_seq - 1)
+        });
+        let is_over = search.seqs().next().is_none();
+        for step in moves {
+            self.make(step, member);
+        }
+        if is_over {
+            self.requests.finish_search(member.request, FinishReason::Failed, now);
+        }
+    }
+
+    /// Carries out one move of a beam search.
+    fn make(&mut self, step: Move, member: Member) {
+        match step {
+            Move::Discard(seq) => {
+                self.requests.leave(seq);
+                self.scheduler.discard(seq);
+            }
+            Move::Fork { source, seq, token } => {
+                self.requests.join(seq, member);
+                self.scheduler.fork(source, seq, token);
+            }
+            Move::Proceed { seq, token } => self.scheduler.proceed(seq, token),
+        }
+    }
+
+    /// Ends a beam search of which a sequence has ended that was not to.
+    fn end_search(&mut self, request: SeqId, reason: FinishReason, now: Duration) {
+        for seq in self.requests.seqs(request) {
+            self.requests.leave(seq);
+            self.scheduler.cancel(seq);
+        }
+        self.requests.finish_search(request, reason, now);
+    }
+
+    fn is_search(&mut self, request: SeqId) -> bool {
+        self.requests.get_mut(request).is_some_and(|request| request.search.is_some())
     }
 }
 

@@ -17,6 +17,28 @@ pub enum SubmitError {
         /// Tokens of the vocabulary.
         vocab: u32,
     },
+    /// No answer was asked for.
+    #[error("n is 0, but must be at least 1")]
+    NoAnswers,
+    /// More answers were asked for than may wait. Fewer, or the same later, may be accepted.
+    #[error("n is {n}, but only {room} more requests may wait")]
+    TooManyAnswers {
+        /// Answers that were asked for.
+        n: u32,
+        /// Requests that may wait beside those that do.
+        room: u32,
+    },
+    /// More answers were asked for than a beam search follows.
+    #[error("n is {n}, but must be at most the beam width of {width}")]
+    TooManyBeams {
+        /// Answers that were asked for.
+        n: u32,
+        /// Answers that are followed at one time.
+        width: u32,
+    },
+    /// Beams share what they have in common, and a stream drops it.
+    #[error("a beam search cannot stream")]
+    StreamingBeams,
     /// The engine failed before and does no more work.
     #[error("the engine has failed: {reason}")]
     Failed {

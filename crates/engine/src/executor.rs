@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use nuthatch_backend::{BatchLayout, DeviceError};
 use nuthatch_types::{
-    FastMap, PageCopy, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult, TokenId,
+    FastMap, PageCopy, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult,
 };
 
 use crate::SharedClock;
 use crate::batch::Batch;
-use crate::sample::{Sampler, Scratch};
+use crate::sample::{Choice, SampleError, Sampler, Scratch};
 
 /// What can carry out plans.
 pub trait Execute {
@@ -22,15 +22,10 @@ pub trait Execute {
 
     /// Carries out one plan.
     ///
-    /// A result is per sequence: one whose logits were no numbers has a token with a NaN `logprob`,
-    /// and the others are as if it were not there. An error is the device's: everything the device
-    /// held is lost, and the executor does no more work.
+    /// A result is per sequence: one whose logits were no numbers is named in
+    /// [`StepResult::failed`], and the others are as if it were not there. An error is the device's:
+    /// everything the device held is lost, and the executor does no more work.
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError>;
-}
-
-/// Whether no token could be chosen for the sequence.
-pub(crate) fn is_failed(sampled: &Sampled) -> bool {
-    sampled.logprob.is_nan()
 }
 
 /// A model with its KV arena and tables: what a forward pass needs of a device.
@@ -41,6 +36,8 @@ pub trait Forward {
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError>;
     /// Copies whole pages inside a tier and between tiers, in order, and waits for the end.
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
+    /// Writes whole pages from others inside the arena with their keys at other positions, in order.
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError>;
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
@@ -53,7 +50,7 @@ pub struct Capacity {
     pub max_rows: u32,
     /// Sequences that it knows at one time; each has a table.
     pub max_seqs: u32,
-    /// Tokens of one sequence.
+    /// Tokens of one sequence's table.
     pub max_context: u32,
     /// Tokens of one page.
     pub page_len: u32,
@@ -90,12 +87,34 @@ pub struct Executor<F> {
 #[derive(Debug)]
 struct Known {
     sampler: Sampler,
+    /// Tokens that the sampler knows of.
+    n_known: u32,
     /// Its row of the tables.
     row: u32,
     /// Entries of its table that are valid.
     table_len: u32,
     /// The last step that computed something for it.
     last_step: u64,
+}
+
+impl Known {
+    /// Chooses the token after those of `step`.
+    fn sample(
+        &mut self,
+        step: &SeqStep,
+        logits: &mut [f32],
+        scratch: &mut Scratch,
+    ) -> Result<Choice, SampleError> {
+        // What the sampler drew it knows. What the caller chose comes here for the first time.
+        let start = step.start + step.shift;
+        let position = start + step.tokens.len() as u32;
+        for &token in step.tokens.iter().skip(self.n_known.saturating_sub(start) as usize) {
+            self.sampler.remember(token);
+        }
+        let choice = self.sampler.sample(logits, position, scratch)?;
+        self.n_known = position + u32::from(self.sampler.draws());
+        Ok(choice)
+    }
 }
 
 impl<F: Forward> Executor<F> {
@@ -150,6 +169,9 @@ impl<F: Forward> Executor<F> {
         if plan.seqs.is_empty() {
             return Ok(StepResult { copy_nanos, ..StepResult::default() });
         }
+        if !plan.shifts.is_empty() {
+            self.shift_pages(&plan.shifts)?;
+        }
         self.batch.clear();
         for step in &plan.seqs {
             let row = self.change_table(step)?;
@@ -160,7 +182,8 @@ impl<F: Forward> Executor<F> {
         let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
         self.forward.forward(layout, &mut self.logits[..n_logits])?;
         let compute_nanos = nanos(self.now().saturating_sub(copied));
-        Ok(StepResult { sampled: self.sample(plan), copy_nanos, compute_nanos })
+        let (sampled, failed) = self.sample(plan);
+        Ok(StepResult { sampled, failed, copy_nanos, compute_nanos })
     }
 
     /// The time, or always zero without a clock.
@@ -175,9 +198,10 @@ impl<F: Forward> Executor<F> {
 
     fn learn(&mut self, start: &SeqStart) {
         let row = self.free_rows.pop().expect("no more sequences than there are tables");
-        // A sequence starts before anything was sampled for it, so its history is its prompt.
-        let sampler = Sampler::new(start.sampling.clone(), &start.history, &[]);
-        let known = Known { sampler, row, table_len: 0, last_step: 0 };
+        let (prompt, answer) = start.history.split_at(start.n_prompt as usize);
+        let sampler = Sampler::new(start.sampling.clone(), prompt, answer);
+        let n_known = start.history.len() as u32;
+        let known = Known { sampler, n_known, row, table_len: 0, last_step: 0 };
         let before = self.seqs.insert(start.seq, known);
         assert!(before.is_none(), "a sequence starts once");
     }
@@ -188,6 +212,14 @@ impl<F: Forward> Executor<F> {
             assert!(copy.target.0 < self.capacity.n_slots, "target slot outside the arena");
         }
         self.forward.copy_pages(copies)
+    }
+
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
+        for shift in shifts {
+            assert!(shift.source.0 < self.capacity.n_slots, "source slot outside the arena");
+            assert!(shift.target.0 < self.capacity.n_slots, "target slot outside the arena");
+        }
+        self.forward.shift_pages(shifts)
     }
 
     /// Checks a sequence's step, brings its table up to date, and returns the table's row.
@@ -215,30 +247,29 @@ impl<F: Forward> Executor<F> {
         Ok(known.row)
     }
 
-    fn sample(&mut self, plan: &StepPlan) -> Vec<Sampled> {
+    /// Chooses a token for each sequence of the plan that asks for one.
+    fn sample(&mut self, plan: &StepPlan) -> (Vec<Sampled>, Vec<SeqId>) {
         let vocab = self.forward.vocab() as usize;
         let n_sampled = self.batch.layout().output_rows.len();
-        let mut sampled = Vec::with_capacity(n_sampled);
+        let (mut sampled, mut failed) = (Vec::with_capacity(n_sampled), Vec::new());
         let mut rows = self.logits.chunks_exact_mut(vocab);
         for step in plan.seqs.iter().filter(|step| step.sample) {
             let logits = rows.next().expect("one row of logits for each sample");
             let known = self.seqs.get_mut(&step.seq).expect("the sequence was just computed");
-            let position = step.start + step.tokens.len() as u32;
-            let choice = known.sampler.sample(logits, position, &mut self.scratch);
             let seq = step.seq;
-            sampled.push(match choice {
-                Ok(choice) => {
-                    let (token, logprob, top) = (choice.token, choice.logprob, choice.top);
-                    Sampled { seq, token, logprob, top }
+            match known.sample(step, logits, &mut self.scratch) {
+                Ok(Choice { token, logprob, top }) => {
+                    sampled.push(Sampled { seq, token, logprob, top });
                 }
                 Err(error) => {
                     tracing::error!(seq = seq.0, %error, "no token can be chosen");
-                    Sampled { seq, token: TokenId(0), logprob: f32::NAN, top: Vec::new() }
+                    failed.push(seq);
                 }
-            });
+            }
         }
-        assert_eq!(sampled.len(), n_sampled, "rows and samples were counted apart");
-        sampled
+        let n_answered = sampled.len() + failed.len();
+        assert_eq!(n_answered, n_sampled, "rows and samples were counted apart");
+        (sampled, failed)
     }
 }
 

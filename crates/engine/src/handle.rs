@@ -1,7 +1,7 @@
 //! What callers hold: a handle to the engine's thread, and a ticket for each request.
 //!
 //! One bounded channel leads in. Each request has its own channel out, which the engine never waits
-//! for: it holds at most the request's tokens and one last entry. The thread ends when it is told
+//! for: it holds at most the tokens of the request's answers and their ends. The thread ends when it is told
 //! to, or when no handle and no ticket is left.
 
 use std::convert::Infallible;
@@ -126,12 +126,13 @@ impl EngineHandle {
 }
 
 impl Ticket {
-    /// The request's sequence, to be recognised by in logs.
+    /// The request's first sequence, to be recognised by in logs.
     pub fn seq(&self) -> SeqId {
         self.seq
     }
 
-    /// Waits for the next news. `None` after [`Output::Finished`], or when the engine was lost.
+    /// Waits for the next news. `None` after the last answer's [`Output::Finished`], or when the
+    /// engine was lost.
     pub fn recv(&self) -> Option<Output> {
         self.outputs.recv().ok()
     }
@@ -155,8 +156,8 @@ impl Ticket {
         }
     }
 
-    /// Asks the engine to end the request. Tokens that are already on their way still come, and
-    /// then [`Output::Finished`].
+    /// Asks the engine to end the request, all its answers. Tokens that are already on their way
+    /// still come, and then each answer's [`Output::Finished`].
     pub fn cancel(&self) {
         // An engine that has stopped has ended the request already.
         let _ = self.commands.send(Command::Cancel(self.seq));
@@ -170,8 +171,8 @@ pub struct Ended;
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        // Never blocks. If there is no room now, the engine sees at the next token that nobody
-        // listens any more.
+        // Never blocks. If there is no room now, the engine sees at the next token that it sends
+        // that nobody listens any more.
         let _ = self.commands.try_send(Command::Cancel(self.seq));
     }
 }

@@ -9,14 +9,16 @@
 //! Code map: [`Engine`] is the loop; [`Executor`] carries out a plan on anything that can
 //! [`Forward`], such as a
 //! [`LoadedModel`]; `batch` lays a plan out in rows; [`sample`] chooses
-//! tokens; [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything
-//! is, [`EngineOptions`] how it behaves, once, at the start.
+//! tokens; `requests` knows who waits for which sequence, and `beam` which answers a search follows;
+//! [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything is,
+//! [`EngineOptions`] how it behaves, once, at the start.
 //!
 //! One thread owns all mutable state, so there is no lock. The crate speaks tokens: it has never
 //! seen a string of text, and it reads neither the environment nor the time, except through a
 //! [`Clock`](nuthatch_types::Clock) that it is given.
 
 mod batch;
+mod beam;
 mod engine;
 mod error;
 mod executor;
@@ -25,6 +27,7 @@ mod loaded;
 mod memory;
 mod options;
 mod output;
+mod requests;
 pub mod sample;
 
 pub use engine::{Engine, EngineStats, SharedClock};
@@ -33,7 +36,7 @@ pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::LoadedModel;
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
-pub use nuthatch_cache::Eviction;
+pub use nuthatch_cache::{Eviction, Retention};
 pub use nuthatch_scheduler::{Policy, Tenant, Usage};
 pub use options::EngineOptions;
-pub use output::{Hints, Output, Submission, Timings};
+pub use output::{Hints, Output, Submission, Timings, best_of};

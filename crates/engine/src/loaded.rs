@@ -8,7 +8,7 @@ use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{BatchLimits, LoadError, Model, ModelFiles, kv_shape};
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{PageCopy, Slot};
+use nuthatch_types::{PageCopy, PageShift, Slot};
 
 use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
 
@@ -57,6 +57,10 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.store.copy(&self.backend, copies)?;
         // Whoever measures what copies take must not measure how fast they are queued.
         self.backend.wait()
+    }
+
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
+        self.model.shift_pages(&mut self.store, shifts)
     }
 
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {

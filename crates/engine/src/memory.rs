@@ -11,7 +11,7 @@
 use std::fmt;
 
 use nuthatch_model::{ModelFiles, kv_shape};
-use nuthatch_types::{KvDtype, KvShape};
+use nuthatch_types::{KvDtype, KvShape, Window};
 
 use crate::Capacity;
 
@@ -35,6 +35,8 @@ pub struct SizeRequest {
     pub vocab: u32,
     /// Floats of activations for one row of a batch.
     pub row_floats: u64,
+    /// How far back every layer of the model sees; `None` when some layer sees everything.
+    pub window: Option<u32>,
     /// The context that the model was made for.
     pub model_context: u32,
     /// The context that the user asks for. It fits, or it is an error; without it, the model's is
@@ -66,6 +68,8 @@ pub struct Sizes {
     pub kv_dtype: KvDtype,
     /// Most tokens of one sequence.
     pub max_context: u32,
+    /// How far back every layer of the model sees; pages before it are freed.
+    pub window: Option<u32>,
     /// Most sequences that run at one time.
     pub max_seqs: u32,
     /// Most tokens computed in one step.
@@ -159,6 +163,7 @@ impl SizeRequest {
             // The residual stream and its norm; q, k and v; the attended heads; gate, up and both
             // together.
             row_floats: 2 * hidden + 2 * heads + 2 * kv_heads + 3 * ff,
+            window: config.widest_window(),
             model_context: config.max_context,
             max_context: None,
             max_seqs: 8,
@@ -174,28 +179,33 @@ impl Sizes {
     /// Computes the sizes, or says what does not fit.
     ///
     /// There are never more pages than all sequences need at full length: a small model in a large
-    /// machine does not take memory that it cannot use.
+    /// machine does not take memory that it cannot use. A sequence of a model with a window needs the
+    /// pages of its window and of one step, however long it is.
     pub fn compute(request: &SizeRequest) -> Result<Self, MemoryError> {
         check(request)?;
         let kv_budget = kv_budget(request)?;
         let page_bytes = request.kv.page_bytes() as u64;
         let page_len = u64::from(request.kv.page_len);
-        let fits = kv_budget / page_bytes * page_len;
+        let n_affordable = kv_budget / page_bytes;
         let asked = request.max_context.unwrap_or(request.model_context);
-        let least = u64::from(request.max_context.unwrap_or(CONTEXT_MIN));
-        if fits < least {
+        let least = request.max_context.unwrap_or(CONTEXT_MIN);
+        let fits = n_affordable * page_len;
+        if pages_per_seq(request, least) > n_affordable {
             return Err(MemoryError::Context {
                 max_context: asked,
-                kv_needed: u64::from(asked).div_ceil(page_len) * page_bytes,
+                kv_needed: pages_per_seq(request, asked) * page_bytes,
                 kv_budget,
                 fits,
             });
         }
-        let max_context = u32::try_from(fits).map_or(asked, |fits| asked.min(fits));
-        let pages_wanted = u64::from(request.max_seqs) * u64::from(max_context).div_ceil(page_len);
+        let max_context = match u32::try_from(fits) {
+            Ok(fits) if pages_per_seq(request, asked) > n_affordable => asked.min(fits),
+            _ => asked,
+        };
+        let pages_wanted = u64::from(request.max_seqs) * pages_per_seq(request, max_context);
         // Tokens are counted in 32 bits everywhere.
         let pages_countable = u64::from(u32::MAX) / page_len;
-        let n_pages = (kv_budget / page_bytes).min(pages_wanted).min(pages_countable);
+        let n_pages = n_affordable.min(pages_wanted).min(pages_countable);
         let n_host_pages = (request.host_bytes / page_bytes).min(pages_countable - n_pages);
         let countable = |n: u64| u32::try_from(n).expect("at most 2^32 - 1 tokens");
         Ok(Sizes {
@@ -204,6 +214,7 @@ impl Sizes {
             page_len: request.kv.page_len,
             kv_dtype: request.kv.dtype,
             max_context,
+            window: request.window,
             max_seqs: request.max_seqs,
             max_rows: request.max_rows,
             weights: request.weights,
@@ -241,6 +252,7 @@ impl Sizes {
             max_batched_tokens: self.max_rows,
             max_seqs: self.max_seqs,
             max_context: self.max_context,
+            window: self.window,
             ..nuthatch_scheduler::Config::default()
         }
     }
@@ -261,6 +273,17 @@ fn check(request: &SizeRequest) -> Result<(), MemoryError> {
     least("max_rows", request.max_rows.into(), request.max_seqs.into(), per_seq)?;
     let context = request.max_context.unwrap_or(request.model_context);
     least("max_context", context.into(), CONTEXT_MIN.into(), "at least 2")
+}
+
+/// The most pages that one sequence of `n_tokens` holds at one time.
+fn pages_per_seq(request: &SizeRequest, n_tokens: u32) -> u64 {
+    let page_len = request.kv.page_len;
+    let n_pages = match request.window {
+        Some(n_tokens_seen) => Window { n_tokens: n_tokens_seen, max_chunk: request.max_rows }
+            .pages_max(n_tokens, page_len),
+        None => n_tokens.div_ceil(page_len),
+    };
+    u64::from(n_pages)
 }
 
 /// Bytes that pages of the device may take.
@@ -338,6 +361,7 @@ mod tests {
             weights: 16 * GIB,
             vocab: 128_256,
             row_floats: 50_000,
+            window: None,
             model_context: 8192,
             max_context: None,
             max_seqs: 8,
@@ -398,6 +422,24 @@ mod tests {
         let sizes = Sizes::compute(&huge).unwrap();
         assert_eq!(sizes.max_context, 1 << 20);
         assert!(sizes.cache().validate().is_ok());
+    }
+
+    #[test]
+    fn a_window_needs_its_own_pages_however_long_the_context() {
+        let windowed = SizeRequest { window: Some(4096), model_context: 32_768, ..request() };
+        let sizes = Sizes::compute(&windowed).unwrap();
+        assert_eq!((sizes.max_context, sizes.window), (32_768, Some(4096)));
+        // The window and a step of 512 tokens, with a page that is half seen at either end.
+        assert_eq!(sizes.n_pages, 8 * (256 + 32 + 1));
+        let one = SizeRequest { max_context: Some(32_768), ..windowed };
+        let one = SizeRequest { budget: Budget::KvBytes(289 << 21), ..one };
+        assert_eq!(Sizes::compute(&one).unwrap().n_pages, 289);
+        let less = SizeRequest { budget: Budget::KvBytes(288 << 21), ..one };
+        let error = Sizes::compute(&less).unwrap_err();
+        assert!(matches!(error, MemoryError::Context { kv_needed, .. } if kv_needed == 289 << 21));
+        // Not asked for, the context is cut down to what the pages hold without a window.
+        let less = SizeRequest { max_context: None, ..less };
+        assert_eq!(Sizes::compute(&less).unwrap().max_context, 288 * 16);
     }
 
     #[test]

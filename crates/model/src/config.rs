@@ -7,12 +7,15 @@
 mod fields;
 mod from_gguf;
 mod from_json;
+mod kv_owners;
 
 use nuthatch_backend::RopeSpec;
 use nuthatch_types::{LayerIdx, TokenId};
 
 use crate::error::ConfigError;
 use crate::rope::{Rope, RopeOverride};
+
+pub(crate) use from_json::parse_scaling;
 
 /// A family of models that the forward pass knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +88,9 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// `[n_layers]` how many positions back a row of the layer sees, itself included.
     pub windows: Vec<Option<u32>>,
+    /// `[n_layers]` the layer whose keys and values a layer reads: itself, or an earlier one that
+    /// reads its own.
+    pub kv_owners: Vec<u32>,
     /// Tokens that one sequence may have.
     pub max_context: u32,
     /// How positions rotate heads.
@@ -130,6 +136,13 @@ impl ModelConfig {
     /// How many positions back a row of this layer sees, itself included; `None` is all.
     pub fn window(&self, layer: LayerIdx) -> Option<u32> {
         self.windows[layer.0 as usize]
+    }
+
+    /// How many positions back any row of any layer sees, itself included; `None` when some layer
+    /// sees everything. Keys before it are never read again.
+    pub fn widest_window(&self) -> Option<u32> {
+        let windows = self.windows.iter().copied().collect::<Option<Vec<u32>>>()?;
+        windows.into_iter().max()
     }
 
     /// The frequencies for an engine whose sequences have at most `max_context` tokens.
@@ -186,6 +199,7 @@ impl ModelConfig {
         if self.windows.contains(&Some(0)) {
             return Err(invalid("the sliding window", 0, "at least 1"));
         }
+        kv_owners::validate(&self.kv_owners, self.n_layers)?;
         self.rope.validate(self.head_dim)
     }
 }

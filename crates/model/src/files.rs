@@ -13,6 +13,7 @@ use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::gguf::Gguf;
 use crate::names::{Naming, TensorName};
+use crate::random::RandomWeights;
 use crate::rope::RopeOverride;
 use crate::safetensors::SafetensorsFiles;
 use crate::source::{Source, read_small};
@@ -77,6 +78,18 @@ impl ModelFiles {
         Ok(files)
     }
 
+    /// A model of this shape with random weights, for measuring speed. `path` is only a name.
+    pub fn random(config: ModelConfig, path: &Path) -> ModelFiles {
+        let shapes = || TensorName::all(&config).into_iter().map(|name| name.shape(&config));
+        let largest = |dims: usize| {
+            let sizes =
+                shapes().filter(|shape| shape.len() == dims).map(|shape| shape.iter().product());
+            sizes.max().unwrap_or(0)
+        };
+        let source = Source::Random(RandomWeights::new(largest(2), largest(1)));
+        ModelFiles { config, source, path: path.to_owned() }
+    }
+
     /// What the model is.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -102,6 +115,9 @@ impl ModelFiles {
 
     /// A tensor, whose shape is the one that the configuration asks for.
     pub fn tensor(&self, name: TensorName) -> Result<TensorView<'_>, ModelError> {
+        if let Source::Random(weights) = &self.source {
+            return Ok(weights.tensor(name.shape(&self.config)));
+        }
         let in_file = name.in_file(self.naming());
         let Some(raw) = self.source.tensor(&in_file)? else {
             return Err(match name.fused_in_file(self.naming()) {
@@ -133,6 +149,12 @@ impl ModelFiles {
 
     /// Bytes of all tensors in the files.
     pub fn weight_bytes(&self) -> u64 {
+        if let Source::Random(_) = &self.source {
+            let names = TensorName::all(&self.config).into_iter();
+            return names
+                .map(|name| 2 * name.shape(&self.config).iter().product::<usize>() as u64)
+                .sum();
+        }
         self.source.data_bytes()
     }
 
@@ -140,6 +162,12 @@ impl ModelFiles {
     pub fn tokenizer(&self) -> TokenizerFiles<'_> {
         match &self.source {
             Source::Gguf(files) => TokenizerFiles::Gguf(files.header()),
+            Source::Random(_) => TokenizerFiles::Directory {
+                tokenizer: None,
+                tokenizer_config: None,
+                chat_template: None,
+                generation_config: None,
+            },
             Source::Safetensors { dir, .. } => {
                 let file = |name: &str| Some(dir.join(name)).filter(|path| path.is_file());
                 TokenizerFiles::Directory {
@@ -184,7 +212,7 @@ impl ModelFiles {
 
     fn naming(&self) -> Naming {
         match self.source {
-            Source::Safetensors { .. } => Naming::HuggingFace,
+            Source::Safetensors { .. } | Source::Random(_) => Naming::HuggingFace,
             Source::Gguf(_) => Naming::Gguf,
         }
     }

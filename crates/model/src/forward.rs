@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, PlanShape};
 use nuthatch_store::KvStore;
-use nuthatch_types::{KvDtype, KvShape};
+use nuthatch_types::{KvDtype, KvShape, PageShift};
 
 use crate::config::ModelConfig;
 use crate::files::ModelFiles;
@@ -41,7 +41,7 @@ struct Activations<B: Backend> {
     x: B::Buf,
     /// `[T, d]` its norm.
     h: B::Buf,
-    /// `[T, (H + 2 G) D]`.
+    /// `[T, (H + 2 G) D]`, or `[T, H D]` in a layer that owns no KV.
     qkv: B::Buf,
     /// `[T, H D]`.
     attended: B::Buf,
@@ -76,6 +76,15 @@ impl<B: Backend> Model<B> {
         let plan = backend.alloc_plan(&shape)?;
         let acts = Activations::new(&*backend, &config, limits)?;
         Ok(Model { backend, config, weights, plan, acts })
+    }
+
+    /// Writes pages of the store anew with their keys at other positions, in order.
+    pub fn shift_pages(
+        &self,
+        store: &mut KvStore<B>,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError> {
+        store.shift(&self.backend, &self.plan, shifts)
     }
 
     /// What the model's files say about it.
@@ -139,10 +148,10 @@ impl<B: Backend> Activations<B> {
     }
 }
 
-/// The shape of a model's KV cache.
+/// The shape of a model's KV cache; layers that share another's are not in it.
 pub fn kv_shape(config: &ModelConfig, dtype: KvDtype) -> KvShape {
     KvShape {
-        n_layers: config.n_layers,
+        n_layers: config.n_kv_layers(),
         n_kv_heads: config.n_kv_heads,
         head_dim: config.head_dim,
         page_len: PAGE_LEN,

@@ -10,6 +10,7 @@ mod files;
 mod forward;
 mod gguf;
 mod names;
+mod random;
 mod rope;
 mod safetensors;
 mod source;

@@ -1,5 +1,7 @@
 //! The tensors that the forward pass asks for, and what files call them.
 
+use nuthatch_types::LayerIdx;
+
 use crate::config::ModelConfig;
 
 /// One tensor of a model, those of a layer with its number. Matrices are `[output, input]`.
@@ -51,7 +53,7 @@ pub(crate) enum Naming {
 }
 
 impl TensorName {
-    /// Every tensor that a model with this configuration has.
+    /// Every tensor that a model with this configuration needs.
     pub fn all(config: &ModelConfig) -> Vec<TensorName> {
         use TensorName as Name;
         let mut names = vec![Name::Embedding, Name::OutputNorm];
@@ -59,12 +61,22 @@ impl TensorName {
             names.push(Name::Output);
         }
         for layer in 0..config.n_layers {
-            names.extend([Name::AttnNorm(layer), Name::Q(layer), Name::K(layer), Name::V(layer)]);
+            let owns_kv = config.owns_kv(LayerIdx(layer));
+            names.extend([Name::AttnNorm(layer), Name::Q(layer)]);
+            if owns_kv {
+                names.extend([Name::K(layer), Name::V(layer)]);
+            }
             if config.qkv_bias {
-                names.extend([Name::QBias(layer), Name::KBias(layer), Name::VBias(layer)]);
+                names.push(Name::QBias(layer));
+            }
+            if config.qkv_bias && owns_kv {
+                names.extend([Name::KBias(layer), Name::VBias(layer)]);
             }
             if config.qk_norm {
-                names.extend([Name::QNorm(layer), Name::KNorm(layer)]);
+                names.push(Name::QNorm(layer));
+            }
+            if config.qk_norm && owns_kv {
+                names.push(Name::KNorm(layer));
             }
             names.push(Name::O(layer));
             if config.o_bias {

@@ -18,7 +18,7 @@ use std::str::FromStr;
 
 use nuthatch_backend::{RopeSpec, RopeStyle};
 
-use crate::config::invalid;
+use crate::config::{invalid, parse_scaling};
 use crate::error::ConfigError;
 
 /// How a model rotates its heads.
@@ -312,7 +312,11 @@ fn long_attention_factor(factor: f64, original: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() }
 }
 
-/// A scaling that a user may ask for.
+/// What a user who names longrope is told to give: it has a factor for each pair.
+const LONGROPE: &str = "given with its factors, as the JSON object that config.json has under \
+                        rope_scaling, or written into config.json";
+
+/// A scaling that a user may ask for by name. [`RopeOverride::parameters`] can ask for any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the variants are those of `RopeScaling`")]
 pub enum RopeKind {
@@ -320,6 +324,7 @@ pub enum RopeKind {
     Linear,
     Dynamic,
     Yarn,
+    Llama3,
 }
 
 impl FromStr for RopeKind {
@@ -331,7 +336,11 @@ impl FromStr for RopeKind {
             "linear" => RopeKind::Linear,
             "dynamic" => RopeKind::Dynamic,
             "yarn" => RopeKind::Yarn,
-            _ => return Err(invalid("rope scaling", name, "none, linear, dynamic or yarn")),
+            "llama3" => RopeKind::Llama3,
+            "longrope" | "su" => return Err(invalid("rope scaling", name, LONGROPE)),
+            _ => {
+                return Err(invalid("rope scaling", name, "none, linear, dynamic, yarn or llama3"));
+            }
         })
     }
 }
@@ -343,8 +352,12 @@ impl FromStr for RopeKind {
 /// Llama 3.1's scaling is part of the training and stays, below the new one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RopeOverride {
-    /// The scaling; with a scale but no scaling, the model's own kind, or linear.
+    /// The scaling; with a scale but no scaling, the model's own kind, or linear. `llama3` has the
+    /// ramp of Llama 3.1.
     pub scaling: Option<RopeKind>,
+    /// The scaling as a JSON object with the keys of `rope_scaling` in `config.json`, instead of
+    /// `scaling`, `scale` and `original`.
+    pub parameters: Option<String>,
     /// The factor.
     pub scale: Option<f64>,
     /// Base of the plain frequencies.
@@ -356,6 +369,9 @@ pub struct RopeOverride {
 impl RopeOverride {
     /// The rotation and the context that follow.
     pub(crate) fn apply(&self, rope: &Rope, max_context: u32) -> Result<(Rope, u32), ConfigError> {
+        if let Some(parameters) = &self.parameters {
+            return self.apply_parameters(parameters, rope, max_context);
+        }
         let mut rope = rope.clone();
         rope.theta = self.theta.unwrap_or(rope.theta);
         let own_kind = match rope.scaling {
@@ -379,6 +395,9 @@ impl RopeOverride {
             RopeScaling::Dynamic { factor, original }
             | RopeScaling::Yarn(Yarn { factor, original, .. }) => (*original, Some(*factor)),
             RopeScaling::LongRope { original, .. } => (*original, None),
+            RopeScaling::Llama3 { factor, original, .. } if kind == RopeKind::Llama3 => {
+                (*original, Some(*factor))
+            }
             RopeScaling::Llama3 { .. } => {
                 rope.divisors = Some(rope.as_divisors());
                 (max_context, None)
@@ -392,15 +411,52 @@ impl RopeOverride {
         let Some(factor) = self.scale.or(own_factor) else {
             return Err(ConfigError::Missing { key: "the rope scale".to_owned() });
         };
-        rope.scaling = match (kind, &rope.scaling) {
-            (RopeKind::Yarn, RopeScaling::Yarn(own)) => {
-                RopeScaling::Yarn(Yarn { factor, original, ..own.clone() })
-            }
-            (RopeKind::Yarn, _) => RopeScaling::Yarn(Yarn::new(factor, original)),
-            (RopeKind::Dynamic, _) => RopeScaling::Dynamic { factor, original },
-            (RopeKind::Linear | RopeKind::None, _) => RopeScaling::Linear { factor },
-        };
+        rope.scaling = named(kind, &rope.scaling, factor, original);
         Ok((rope, stretched(original, factor)))
+    }
+
+    fn apply_parameters(
+        &self,
+        parameters: &str,
+        rope: &Rope,
+        max_context: u32,
+    ) -> Result<(Rope, u32), ConfigError> {
+        if self.scaling.is_some() || self.scale.is_some() || self.original.is_some() {
+            return Err(invalid("rope scaling", "an object and more", "an object alone"));
+        }
+        let (scaling, theta) = parse_scaling(parameters, max_context)?;
+        let theta = self.theta.or(theta).unwrap_or(rope.theta);
+        let max_context = match &scaling {
+            RopeScaling::None => max_context,
+            RopeScaling::Linear { factor } => stretched(max_context, *factor),
+            RopeScaling::Dynamic { factor, original }
+            | RopeScaling::Yarn(Yarn { factor, original, .. })
+            | RopeScaling::Llama3 { factor, original, .. }
+            | RopeScaling::LongRope { factor, original, .. } => {
+                max_context.max(stretched(*original, *factor))
+            }
+        };
+        Ok((Rope { theta, scaling, ..rope.clone() }, max_context))
+    }
+}
+
+/// A scaling of this kind; what its name does not say is as in the model's own, if that is of the
+/// same kind.
+fn named(kind: RopeKind, own: &RopeScaling, factor: f64, original: u32) -> RopeScaling {
+    match (kind, own) {
+        (RopeKind::Yarn, RopeScaling::Yarn(own)) => {
+            RopeScaling::Yarn(Yarn { factor, original, ..own.clone() })
+        }
+        (RopeKind::Yarn, _) => RopeScaling::Yarn(Yarn::new(factor, original)),
+        (RopeKind::Dynamic, _) => RopeScaling::Dynamic { factor, original },
+        (RopeKind::Llama3, &RopeScaling::Llama3 { low_freq_factor, high_freq_factor, .. }) => {
+            RopeScaling::Llama3 { factor, original, low_freq_factor, high_freq_factor }
+        }
+        (RopeKind::Llama3, _) => {
+            let (low_freq_factor, high_freq_factor) = (1.0, 4.0);
+            RopeScaling::Llama3 { factor, original, low_freq_factor, high_freq_factor }
+        }
+        (RopeKind::Linear | RopeKind::None, _) => RopeScaling::Linear { factor },
     }
 }
 

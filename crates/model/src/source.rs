@@ -10,6 +10,7 @@ use nuthatch_store::mapped::MappedFile;
 
 use crate::error::{GgufError, ModelError};
 use crate::gguf::Gguf;
+use crate::random::RandomWeights;
 use crate::safetensors::SafetensorsFiles;
 
 /// Most bytes of a JSON file that is read whole.
@@ -61,6 +62,7 @@ impl RawTensor<'_> {
 pub(crate) enum Source {
     Safetensors { dir: PathBuf, files: SafetensorsFiles },
     Gguf(GgufFiles),
+    Random(RandomWeights),
 }
 
 impl Source {
@@ -68,6 +70,7 @@ impl Source {
         match self {
             Source::Safetensors { files, .. } => files.contains(name),
             Source::Gguf(files) => files.contains(name),
+            Source::Random(_) => true,
         }
     }
 
@@ -77,6 +80,7 @@ impl Source {
                 .tensor(name)
                 .map_err(|source| ModelError::Safetensors { path: dir.clone(), source }),
             Source::Gguf(files) => Ok(files.tensor(name)),
+            Source::Random(_) => Ok(None),
         }
     }
 
@@ -85,6 +89,7 @@ impl Source {
         match self {
             Source::Safetensors { files, .. } => files.names().collect(),
             Source::Gguf(files) => files.names(),
+            Source::Random(_) => Vec::new(),
         }
     }
 
@@ -93,6 +98,7 @@ impl Source {
         match self {
             Source::Safetensors { files, .. } => files.data_bytes(),
             Source::Gguf(files) => files.data_bytes(),
+            Source::Random(_) => 0,
         }
     }
 }

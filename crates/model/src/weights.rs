@@ -23,7 +23,7 @@ pub(crate) struct Weights<B: Backend> {
 pub(crate) struct Layer<B: Backend> {
     /// `[d]`.
     pub(crate) attn_norm: B::Buf,
-    /// `[(H + 2 G) D, d]`.
+    /// `[(H + 2 G) D, d]`, or `[H D, d]` where the layer owns no KV.
     pub(crate) qkv: B::Weight,
     pub(crate) attention: Dense<B>,
     /// `[d, H D]`.
@@ -58,13 +58,16 @@ impl<B: Backend> Layer<B> {
     fn load(b: &B, files: &ModelFiles, l: u32) -> Result<Self, LoadError> {
         use TensorName as Name;
         let config = files.config();
+        let owns_kv = config.owns_kv(LayerIdx(l));
         let norms = match config.qk_norm {
             true => Some(HeadNorms {
                 q: vector(b, files, Name::QNorm(l))?,
-                k: vector(b, files, Name::KNorm(l))?,
+                k: owns_kv.then(|| vector(b, files, Name::KNorm(l))).transpose()?,
             }),
             false => None,
         };
+        let n_projections = if owns_kv { 3 } else { 1 };
+        let qkv = [Name::Q(l), Name::K(l), Name::V(l)];
         let qkv_bias = [Name::QBias(l), Name::KBias(l), Name::VBias(l)];
         let o_bias = [Name::OBias(l)];
         Ok(Layer {
@@ -72,11 +75,12 @@ impl<B: Backend> Layer<B> {
             qkv: matrices(
                 b,
                 files,
-                &[Name::Q(l), Name::K(l), Name::V(l)],
-                if config.qkv_bias { &qkv_bias } else { &[] },
+                &qkv[..n_projections],
+                if config.qkv_bias { &qkv_bias[..n_projections] } else { &[] },
             )?,
             attention: Dense {
-                layer: LayerIdx(l),
+                layer: config.kv_layer(LayerIdx(l)),
+                owns_kv,
                 n_heads: config.n_heads,
                 scale: 1.0 / (config.head_dim as f32).sqrt(),
                 window: config.window(LayerIdx(l)),

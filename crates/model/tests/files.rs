@@ -10,9 +10,9 @@ use common::{GgufWriter, Golden, golden_dir};
 use nuthatch_backend::WeightType;
 use nuthatch_model::{
     Architecture, ConfigError, GgufError, ModelConfig, ModelError, ModelFiles, SafetensorsError,
-    TensorName, TokenizerFiles,
+    TensorName, TokenizerFiles, kv_shape,
 };
-use nuthatch_types::{LayerIdx, TokenId};
+use nuthatch_types::{KvDtype, LayerIdx, TokenId};
 use tempfile::TempDir;
 
 fn open(name: &str) -> ModelFiles {
@@ -85,11 +85,31 @@ fn architectures_are_told_apart() {
     let window = open("qwen2-window");
     assert_eq!(window.config().windows, [None, Some(13), Some(13)]);
     assert_eq!(window.config().window(LayerIdx(1)), Some(13));
+    assert_eq!(mistral.config().widest_window(), Some(21));
+    assert_eq!(window.config().widest_window(), None);
 
     let quantised = open("gguf-qwen2-q4_0");
     assert!(quantised.config().qkv_bias && !quantised.config().tied_embeddings);
     let q = quantised.tensor(TensorName::Q(0)).unwrap();
     assert_eq!((q.dtype, &q.shape[..], q.bytes.len()), (WeightType::Q4_0, &[32, 32][..], 32 * 18));
+}
+
+#[test]
+fn layers_that_share_own_no_kv() {
+    let open_at = |name: &str| {
+        let files = open(name);
+        let config = files.config();
+        let shape = kv_shape(config, KvDtype::F16);
+        let arena = (0..config.n_layers).map(|l| config.kv_layer(LayerIdx(l)).0).collect();
+        (config.kv_owners.clone(), arena, shape.n_layers)
+    };
+    assert_eq!(open_at("kv-shared"), (vec![0, 1, 1, 1], vec![0, 1, 1, 1], 2));
+    assert_eq!(open_at("kv-shared-window"), (vec![0, 1, 2, 1, 2], vec![0, 1, 2, 1, 2], 3));
+    assert_eq!(open_at("kv-shared-map"), (vec![0, 0, 2, 0], vec![0, 0, 1, 0], 2));
+    assert_eq!(open_at("llama3"), (vec![0, 1], vec![0, 1], 2));
+    let shared = open("kv-shared-map");
+    assert!(!shared.has(TensorName::K(1)) && shared.has(TensorName::K(2)));
+    assert!(!TensorName::all(shared.config()).contains(&TensorName::KNorm(1)));
 }
 
 #[test]

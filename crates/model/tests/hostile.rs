@@ -10,6 +10,7 @@ use common::{GgufWriter, golden_dir};
 use nuthatch_model::{
     Gguf, ModelConfig, ModelFiles, SafetensorsError, SafetensorsHeader, parse_index,
 };
+use nuthatch_types::LayerIdx;
 use proptest::prelude::*;
 
 /// One change of a file.
@@ -114,6 +115,9 @@ fn check_config(bytes: &[u8]) {
     let Ok(config) = ModelConfig::from_json(bytes, None) else { return };
     assert_eq!(config.windows.len(), config.n_layers as usize);
     assert_eq!(config.n_heads % config.n_kv_heads, 0);
+    assert!((1..=config.n_layers).contains(&config.n_kv_layers()));
+    let arena = |layer: u32| config.kv_layer(LayerIdx(layer)).0;
+    assert!((0..config.n_layers).all(|layer| arena(layer) < config.n_kv_layers()));
     for context in [1, 64, 1 << 20] {
         let spec = config.rope_spec(context);
         assert_eq!(spec.inv_freq.len(), config.head_dim as usize / 2);

@@ -113,6 +113,51 @@ fn llama3_scaling_stays_below_a_new_one() {
 }
 
 #[test]
+fn any_scaling_can_be_given_as_it_stands_in_a_file() {
+    let json =
+        |json: &str| RopeOverride { parameters: Some(json.to_owned()), ..RopeOverride::default() };
+    let factors = format!("{:?}", vec![1.5; 32]);
+    for object in [
+        r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}"#
+            .to_owned(),
+        format!(
+            r#"{{"type": "longrope", "factor": 4.0, "short_factor": {factors},
+                "long_factor": {factors}, "original_max_position_embeddings": 2048}}"#
+        ),
+        r#"{"type": "yarn", "factor": 4, "beta_fast": 16, "rope_theta": 50000.0}"#.to_owned(),
+        r#"{"type": "linear", "factor": 3}"#.to_owned(),
+        r#"{"type": "default"}"#.to_owned(),
+    ] {
+        let in_file = llama(&format!(r#", "rope_scaling": {object}"#));
+        let mut config = llama("");
+        config.override_rope(&json(&object)).unwrap();
+        assert_eq!(config.rope, in_file.rope, "{object}");
+        assert!(config.max_context >= in_file.max_context, "{object}");
+    }
+    let mut config = llama("");
+    let llama3 = RopeOverride {
+        scaling: Some(RopeKind::Llama3),
+        scale: Some(8.0),
+        ..RopeOverride::default()
+    };
+    config.override_rope(&llama3).unwrap();
+    assert_eq!(config.max_context, 65536);
+    let (low_freq_factor, high_freq_factor) = (1.0, 4.0);
+    assert_eq!(
+        config.rope.scaling,
+        RopeScaling::Llama3 { factor: 8.0, original: 8192, low_freq_factor, high_freq_factor }
+    );
+    let error = "longrope".parse::<RopeKind>().unwrap_err().to_string();
+    assert!(error.contains("written into config.json"), "{error}");
+    for object in ["{", "3", r#"{"type": "new"}"#, r#"{"type": "longrope", "factor": 4}"#] {
+        assert!(config.override_rope(&json(object)).is_err(), "{object}");
+    }
+    let both = RopeOverride { scale: Some(2.0), ..json(r#"{"type": "linear", "factor": 3}"#) };
+    assert!(config.override_rope(&both).is_err());
+}
+
+#[test]
 fn impossible_flags_are_refused_and_change_nothing() {
     let mut config = llama("");
     let refused = [

@@ -26,22 +26,36 @@ const N_STEPS: usize = 300;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let asked = std::env::args().nth(1).map(|n_seqs| n_seqs.parse()).transpose()?;
     for n_seqs in asked.map_or(vec![1, 64, 256, 1024, 4096], |n_seqs| vec![n_seqs]) {
-        let mut times = run(n_seqs)?;
-        times.sort_unstable();
-        let at = |share: usize| times[times.len() * share / 100].as_nanos() as f64 / 1e3;
-        let worst = times[times.len() - 1].as_nanos() as f64 / 1e3;
+        let times = run(n_seqs)?;
+        let sorted = |part: fn(&Times) -> Duration| {
+            let mut micros: Vec<f64> = times.iter().map(|t| part(t).as_secs_f64() * 1e6).collect();
+            micros.sort_unstable_by(f64::total_cmp);
+            micros
+        };
+        let steps = sorted(|times| times.plan + times.commit);
+        let (plans, commits) = (sorted(|times| times.plan), sorted(|times| times.commit));
+        let at = |micros: &[f64], percent: usize| micros[(micros.len() - 1) * percent / 100];
         println!(
-            "{{\"sequences\": {n_seqs}, \"step_us_median\": {:.1}, \"step_us_p90\": {:.1}, \
-             \"step_us_max\": {worst:.1}}}",
-            at(50),
-            at(90),
+            "{{\"sequences\": {n_seqs}, \"step_us_median\": {:.1}, \"step_us_p10\": {:.1}, \
+             \"step_us_p90\": {:.1}, \"plan_us_median\": {:.1}, \"commit_us_median\": {:.1}}}",
+            at(&steps, 50),
+            at(&steps, 10),
+            at(&steps, 90),
+            at(&plans, 50),
+            at(&commits, 50),
         );
     }
     Ok(())
 }
 
-/// The times of plan and commit of each step.
-fn run(n_seqs: u32) -> Result<Vec<Duration>, Box<dyn std::error::Error>> {
+/// What one step took.
+struct Times {
+    plan: Duration,
+    commit: Duration,
+}
+
+/// The times of each step.
+fn run(n_seqs: u32) -> Result<Vec<Times>, Box<dyn std::error::Error>> {
     let n_tokens = N_PROMPT + (N_WARM + N_STEPS) as u32 + 8;
     let n_pages = n_seqs * n_tokens.div_ceil(16);
     let sizes = nuthatch_cache::Config { page_len: 16, n_pages, n_host_pages: 0 };
@@ -51,6 +65,7 @@ fn run(n_seqs: u32) -> Result<Vec<Duration>, Box<dyn std::error::Error>> {
         max_seqs: n_seqs,
         max_waiting: n_seqs,
         max_context: n_tokens,
+        window: None,
     };
     let mut scheduler = Scheduler::new(config, cache)?;
     for seq in 0..n_seqs {
@@ -75,7 +90,7 @@ fn run(n_seqs: u32) -> Result<Vec<Duration>, Box<dyn std::error::Error>> {
         let end = clock.now();
         drop(outputs);
         if n_step >= N_WARM {
-            times.push(planned - begin + (end - answered));
+            times.push(Times { plan: planned - begin, commit: end - answered });
         }
     }
     Ok(times)
@@ -85,7 +100,7 @@ fn run(n_seqs: u32) -> Result<Vec<Duration>, Box<dyn std::error::Error>> {
 fn answer(plan: &StepPlan, n_step: u32) -> StepResult {
     let sample = |seq: SeqId| {
         let token = TokenId(seq.0 as u32 + n_step);
-        Sampled { seq, token, logprob: 0.0, top: Vec::new() }
+        Sampled { seq, token, logprob: None, top: Vec::new() }
     };
     let asked = plan.seqs.iter().filter(|step| step.sample);
     let sampled = asked.map(|step| sample(step.seq)).collect();

@@ -1,7 +1,7 @@
 //! Letting those who wait in.
 
 use nuthatch_cache::{Admission, Admitted, Prompt, SwapIn};
-use nuthatch_types::SeqId;
+use nuthatch_types::{SeqId, Window};
 
 use crate::policy::{Ask, Rank};
 use crate::sequence::{Place, Sequence};
@@ -9,7 +9,7 @@ use crate::step::Step;
 use crate::{Hints, Scheduler};
 
 /// How a waiting sequence gets its pages.
-enum Entry {
+pub(crate) enum Entry {
     /// It has none: some are found, the others are computed.
     New(Admission),
     /// It was swapped: they come back.
@@ -60,7 +60,8 @@ impl Scheduler {
         }
         // Decoding comes first, so each running sequence may need a token.
         let budget = step.budget.saturating_sub(self.running.len() as u32);
-        let Some((seq, rank)) = self.next_waiting().filter(|_| budget > 0) else { return };
+        let next = self.next_waiting(self.may_start());
+        let Some((seq, rank)) = next.filter(|_| budget > 0) else { return };
         if self.has_seat() && self.fitting(seq, self.outstanding()).is_some() {
             return;
         }
@@ -89,29 +90,35 @@ impl Scheduler {
     /// through its prompt; the first that does not fit ends the search, so that no long request
     /// waits for ever.
     pub(crate) fn admit_waiting(&mut self, step: &mut Step) {
-        while self.has_seat()
+        while (self.has_seat() || self.n_guided > 0)
             && step.budget > 0
-            && let Some((seq, rank)) = self.next_waiting()
-            && let Some(entry) = self.fitting(seq, step.promised)
+            && let Some((seq, rank)) = self.next_to_admit(step)
+            && let Some(entry) = self.make_room(seq, rank, step)
         {
             self.admit(seq, rank, entry, step);
             step.promised += self.pages_outstanding(seq);
         }
     }
 
-    fn has_seat(&self) -> bool {
+    pub(crate) fn has_seat(&self) -> bool {
         (self.running.len() as u32) < self.config.max_seqs.min(self.queue.max_running())
     }
 
+    /// Whether the executor has room for a sequence that it does not know.
+    pub(crate) fn may_start(&self) -> bool {
+        self.n_started + self.n_unstarted < self.config.max_seqs
+    }
+
     /// Who is next, and the rank with which it will run.
-    fn next_waiting(&mut self) -> Option<(SeqId, Rank)> {
+    pub(crate) fn next_waiting(&mut self, may_start: bool) -> Option<(SeqId, Rank)> {
         let Scheduler { queue, cache, seqs, .. } = self;
         let step = self.counters.steps;
         let ask = Ask {
-            may_start: self.n_started + self.n_unstarted < self.config.max_seqs,
+            may_start,
             step,
             n_found: &|seq| {
-                let admission = cache.plan_admit(seq, prompt(&seqs[&seq]));
+                // What is found does not depend on how much of it is kept.
+                let admission = cache.plan_admit(seq, prompt(&seqs[&seq], None));
                 admission.miss().map_or(0, |miss| miss.at)
             },
         };
@@ -120,26 +127,31 @@ impl Scheduler {
     }
 
     /// How a waiting sequence gets its pages, if all its tokens fit beside `promised` pages.
-    fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
-        let room = self.cache.n_available().saturating_sub(promised);
+    pub(crate) fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
+        let is_new = self.seq(seq).place != Place::Swapped;
+        let n_extra = if is_new { self.seq(seq).n_roll_pages() } else { 0 };
+        let room = self.cache.n_available().saturating_sub(promised.saturating_add(n_extra));
         let savings = self.cache.n_savings();
         if self.blocked.is_some_and(|blocked| blocked.holds(seq, room, savings)) {
             return None;
         }
-        let (entry, n_pages) = if self.seq(seq).place == Place::Swapped {
-            let swap = self.cache.plan_swap_in(seq);
-            let n_pages = swap.n_pages() + self.pages_outstanding(seq);
-            (Entry::Back(swap), n_pages)
-        } else {
+        let (entry, n_pages) = if is_new {
             let mut admission = self.plan_admission(seq);
             if admission.n_pages() > room {
                 admission = admission.without_copy();
             }
             let n_pages = admission.n_pages();
             (Entry::New(admission), n_pages)
+        } else {
+            let swap = self.cache.plan_swap_in(seq);
+            let n_pages = swap.n_pages() + self.pages_outstanding(seq);
+            (Entry::Back(swap), n_pages)
         };
         if n_pages > room {
-            self.blocked = Some(Blocked { seq, n_pages, savings });
+            // With a window, what a request needs may fall by more than is counted.
+            if self.config.window.is_none() {
+                self.blocked = Some(Blocked { seq, n_pages, savings });
+            }
             return None;
         }
         Some(entry)
@@ -157,7 +169,7 @@ impl Scheduler {
                 let Admitted { n_found, .. } = self.cache.admit(admission);
                 let sequence = self.seq_mut(seq);
                 sequence.computed = n_found;
-                if !sequence.is_started() {
+                if !sequence.is_started {
                     sequence.cached = n_found.min(sequence.n_prompt);
                 }
             }
@@ -187,7 +199,7 @@ impl Scheduler {
     pub(crate) fn admit_by_force(&mut self, step: &mut Step) {
         while self.running.is_empty()
             && self.cache.n_loads() == 0
-            && let Some((seq, _)) = self.next_waiting()
+            && let Some((seq, _)) = self.next_waiting(self.may_start())
             && self.drop_swapped(Some(seq))
         {
             self.admit_waiting(step);
@@ -198,18 +210,20 @@ impl Scheduler {
     /// sequence that it forks has, whichever is more.
     fn plan_admission(&self, seq: SeqId) -> Admission {
         let sequence = self.seq(seq);
-        let found = self.cache.plan_admit(seq, prompt(sequence));
+        let found = self.cache.plan_admit(seq, prompt(sequence, self.window(&sequence.hints)));
         let n_found = found.miss().map_or(0, |miss| miss.at);
         if self.n_stored(sequence) * self.cache.config().page_len > n_found {
             // What is loaded follows full pages.
             return found.without_copy();
         }
         let Some(source) = self.fork_source(seq) else { return found };
-        let n_shared = sequence.n_common.min(source.computed);
-        if n_shared <= n_found {
+        let n_tokens = sequence.n_sharable() as u32;
+        // The last token is computed, and a table is not full before it has dropped anything.
+        let n_shared = sequence.n_common.min(source.computed).min(n_tokens - 1);
+        if n_shared <= n_found || !self.cache.can_fork(source.id, n_shared) {
             return found;
         }
-        self.cache.plan_fork(source.id, seq, n_shared, sequence.tokens.len() as u32)
+        self.cache.plan_fork(source.id, seq, n_shared, n_tokens)
     }
 
     /// Pages that the running sequences still need for the tokens they have.
@@ -228,7 +242,7 @@ impl Scheduler {
     }
 }
 
-fn prompt(sequence: &Sequence) -> Prompt<'_> {
+fn prompt(sequence: &Sequence, window: Option<Window>) -> Prompt<'_> {
     let Hints { salt, retention, .. } = *sequence.hints;
-    Prompt { tokens: &sequence.tokens, salt, retention }
+    Prompt { tokens: &sequence.tokens[..sequence.n_sharable()], salt, retention, window }
 }

@@ -14,9 +14,14 @@ impl Scheduler {
         let in_flight = self.in_flight.take().expect("a plan was made and not yet committed");
         self.measure(&in_flight, &result);
         let mut sampled = result.sampled.into_iter();
+        let mut failed = result.failed.into_iter().peekable();
         let mut outputs = Vec::with_capacity(in_flight.flights.len());
         let n_before = self.seqs.len();
         for flight in in_flight.flights {
+            if failed.next_if_eq(&flight.seq).is_some() {
+                self.fail(flight, &mut outputs);
+                continue;
+            }
             let sample = flight.sample.then(|| {
                 let sample = sampled.next().expect("one sample for each that was asked for");
                 assert_eq!(sample.seq, flight.seq, "samples come in the order of the plan");
@@ -25,6 +30,7 @@ impl Scheduler {
             self.advance(flight, sample, &mut outputs);
         }
         assert!(sampled.next().is_none(), "no sample that was not asked for");
+        assert!(failed.next().is_none(), "failures come in the order of the plan");
         if self.seqs.len() < n_before {
             let Scheduler { running, seqs, .. } = self;
             running.retain(|seq| seqs.contains_key(seq));
@@ -48,6 +54,16 @@ impl Scheduler {
         self.cache.set_demotion_depth(depth);
     }
 
+    /// Ends a sequence for which no token could be chosen. What the step wrote to its pages is as
+    /// doubtful as its logits, so nothing of it is sealed.
+    fn fail(&mut self, flight: Flight, outputs: &mut Vec<Output>) {
+        assert!(flight.sample, "only a choice can fail");
+        // A sequence that was cancelled during the step has gone.
+        let Some(output) = self.end(flight.seq, FinishReason::Failed) else { return };
+        self.counters.failed += 1;
+        outputs.push(output);
+    }
+
     fn advance(&mut self, flight: Flight, sample: Option<Sampled>, outputs: &mut Vec<Output>) {
         // A sequence that was cancelled during the step has gone.
         let Some(sequence) = self.seqs.get_mut(&flight.seq) else { return };
@@ -64,6 +80,9 @@ impl Scheduler {
             if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
                 sequence.table_known = sequence.table_known.min(first_changed);
             }
+        }
+        if self.config.window.is_some() {
+            self.cache.slide(flight.seq, end);
         }
         if self.queue.counts_service() {
             self.is_unsorted |= serve(self.queue.as_mut(), sequence, flight);
@@ -98,11 +117,15 @@ fn take_sample(
     outputs: &mut Vec<Output>,
 ) -> Option<FinishReason> {
     let Sampled { seq, token, logprob, top } = sample;
+    sequence.protected = false;
+    if sequence.is_guided {
+        outputs.push(Output::Candidates { seq, top });
+        return None;
+    }
     if sequence.is_stop(token) {
         return Some(FinishReason::Stop);
     }
     sequence.push(token);
-    sequence.protected = false;
     outputs.push(Output::Token { seq, token, logprob, top });
     let is_last = sequence.tokens.len() as u32 >= sequence.max_len;
     is_last.then_some(FinishReason::Length)

@@ -13,11 +13,20 @@ pub struct Config {
     pub max_waiting: u32,
     /// Most tokens of a sequence, prompt and answer together.
     pub max_context: u32,
+    /// Tokens that a token sees in every layer of the model, itself included; `None` when some layer
+    /// sees everything. Pages before it are freed while a sequence runs.
+    pub window: Option<u32>,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { max_batched_tokens: 512, max_seqs: 64, max_waiting: 4096, max_context: 8192 }
+        Config {
+            max_batched_tokens: 512,
+            max_seqs: 64,
+            max_waiting: 4096,
+            max_context: 8192,
+            window: None,
+        }
     }
 }
 
@@ -30,6 +39,7 @@ impl Config {
         positive(self.max_batched_tokens, "max_batched_tokens")?;
         positive(self.max_seqs, "max_seqs")?;
         positive(self.max_waiting, "max_waiting")?;
+        positive(self.window.unwrap_or(1), "window")?;
         if self.max_context < 2 {
             return Err(ConfigError::NoContext { max_context: self.max_context });
         }

@@ -13,10 +13,14 @@
 //!                 +-------------- dropped -------------+
 //! ```
 //!
+//! A sequence whose tokens the caller chooses (for beam search) pauses at each one; `pause` draws
+//! how it goes on.
+//!
 //! Code map: [`Scheduler`] is the facade; `sequence` holds what is known of one request, `step`
 //! fills one plan, `admit` lets those who wait in, `policy` says who is next, `preempt` chooses who
-//! gives way and how, `cost` knows what moving and computing cost, `load` waits for pages of slower
-//! tiers, `commit` takes a result in.
+//! gives way and how, `cost` knows what moving and computing cost, `kept` how much of a sequence
+//! stays in the cache, `load` waits for pages of slower tiers, `commit` takes a result in, `pause`
+//! lets the caller choose tokens.
 //!
 //! The crate owns the sequences and the cache. It knows no device, no clock, no thread and no file,
 //! and it sees no strings: stop strings are the caller's, who cancels.
@@ -37,7 +41,7 @@
 //!
 //! let plan = scheduler.plan().expect("one sequence is waiting");
 //! assert_eq!(plan.seqs[0].tokens.len(), 20);
-//! let sampled = Sampled { seq: SeqId(1), token: TokenId(9), logprob: -0.5, top: vec![] };
+//! let sampled = Sampled { seq: SeqId(1), token: TokenId(9), logprob: None, top: vec![] };
 //! let result = StepResult { sampled: vec![sampled], ..StepResult::default() };
 //! let outputs = scheduler.commit(result);
 //! assert!(matches!(outputs[..], [Output::Token { .. }, Output::Finished { .. }]));
@@ -49,8 +53,10 @@ mod admit;
 mod commit;
 mod config;
 mod cost;
+mod kept;
 mod load;
 mod output;
+mod pause;
 mod policy;
 mod preempt;
 mod scheduler;

@@ -55,6 +55,9 @@ impl Scheduler {
     /// Full pages at a sequence's beginning that a slower tier holds, without the last token, which
     /// is always computed.
     pub(crate) fn n_stored(&self, sequence: &Sequence) -> u32 {
+        if sequence.stream.is_some() || self.config.window.is_some() {
+            return 0;
+        }
         let limit = sequence.n_prompt.min(sequence.tokens.len() as u32 - 1);
         sequence.hints.n_stored.min(limit) / self.cache.config().page_len
     }

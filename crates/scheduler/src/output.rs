@@ -11,9 +11,17 @@ pub enum Output {
         seq: SeqId,
         /// The token.
         token: TokenId,
-        /// Natural logarithm of the token's probability before temperature and filters.
-        logprob: f32,
+        /// Natural logarithm of the token's probability before penalties, temperature and filters,
+        /// if it was asked for.
+        logprob: Option<f32>,
         /// The most probable tokens and their logarithms, best first.
+        top: Vec<(TokenId, f32)>,
+    },
+    /// The sequence is paused until the caller has chosen: see [`crate::Scheduler::proceed`].
+    Candidates {
+        /// The sequence.
+        seq: SeqId,
+        /// The best tokens and their scores, best first.
         top: Vec<(TokenId, f32)>,
     },
     /// The last news of a sequence: its pages are free and its id is forgotten.
@@ -31,12 +39,14 @@ impl Output {
     /// The sequence of which this is news.
     pub fn seq(&self) -> SeqId {
         match *self {
-            Output::Token { seq, .. } | Output::Finished { seq, .. } => seq,
+            Output::Token { seq, .. }
+            | Output::Candidates { seq, .. }
+            | Output::Finished { seq, .. } => seq,
         }
     }
 }
 
-/// Tokens that a request used.
+/// Tokens that a sequence used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the prompt.
@@ -45,4 +55,11 @@ pub struct Usage {
     pub cached_tokens: u32,
     /// Tokens of the answer, a stop token at its end not counted.
     pub completion_tokens: u32,
+}
+
+impl Usage {
+    /// The same without the prompt, for answers whose prompt is counted elsewhere.
+    pub fn without_prompt(self) -> Self {
+        Usage { prompt_tokens: 0, cached_tokens: 0, ..self }
+    }
 }

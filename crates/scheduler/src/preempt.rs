@@ -29,10 +29,13 @@ impl Scheduler {
         true
     }
 
-    /// Makes room although everybody is spared: the last running sequence gives way if it is not
-    /// the only one, else the last swapped one that holds pages of the device. False when there is
-    /// nobody.
+    /// Makes room although everybody is spared: the last paused sequence gives way, else the last
+    /// running one if it is not the only one, else the last swapped one that holds pages of the
+    /// device. False when there is nobody.
     pub(crate) fn preempt_by_force(&mut self, step: &mut Step) -> bool {
+        if self.park_last(step) {
+            return true;
+        }
         match self.running.len() {
             0 => false,
             1 => self.drop_swapped(None),
@@ -65,8 +68,14 @@ impl Scheduler {
         true
     }
 
-    fn preempt(&mut self, position: usize, cause: Loss, step: &mut Step) {
+    pub(crate) fn preempt(&mut self, position: usize, cause: Loss, step: &mut Step) {
         let seq = self.running.remove(position);
+        if self.seq(seq).pending() == 0 {
+            self.park(seq, cause);
+            self.counters.count_preemption(cause, false);
+            step.n_preempted += 1;
+            return;
+        }
         let swap = self.cheaper_swap(seq);
         let n_step = self.counters.steps;
         let is_swap = swap.is_some();
@@ -102,9 +111,14 @@ impl Scheduler {
     fn cheaper_swap(&self, seq: SeqId) -> Option<SwapOut> {
         let swap = self.cache.plan_swap_out(seq)?;
         let rates = self.meter.rates();
-        let n_kept = self.cache.n_pages(seq) - swap.n_pages();
         let computed = self.seq(seq).computed;
-        let start = computed.min(n_kept * self.cache.config().page_len);
+        let start = if self.keeps_all(seq) {
+            let n_kept = self.cache.n_pages(seq) - swap.n_pages();
+            computed.min(n_kept * self.cache.config().page_len)
+        } else {
+            // What is not there any more would be computed again too.
+            0
+        };
         (rates.swap(swap.n_pages()) < rates.compute(start..computed)).then_some(swap)
     }
 }

@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use nuthatch_cache::{Cache, Load, PinId, Retention, Salt};
 use nuthatch_types::{
-    FastMap, FinishReason, Limits, Sampling, SamplingError, SeqId, StepPlan, TokenId,
+    FastMap, FinishReason, Limits, Sampling, SamplingError, SeqId, StepPlan, Streaming, TokenId,
 };
 use thiserror::Error;
 
 use crate::admit::Blocked;
 use crate::cost::Meter;
+use crate::kept::Stream;
 use crate::policy::{Arrival, Policy, Queue, Rank, Tenant};
 use crate::sequence::{Loss, Place, Sequence};
 use crate::step::InFlight;
@@ -35,6 +36,10 @@ pub struct Scheduler {
     pub(crate) is_unsorted: bool,
     /// Sequences that the executor knows.
     pub(crate) n_started: u32,
+    /// Sequences whose tokens the caller chooses.
+    pub(crate) n_guided: u32,
+    /// Those of them that have given their pages up until the caller has chosen.
+    pub(crate) n_parked: u32,
     /// Running sequences that the executor does not know, because they have been loading so far.
     pub(crate) n_unstarted: u32,
     /// Sequences of which the executor knows and that it has not been told to forget.
@@ -50,7 +55,7 @@ pub struct Scheduler {
     pub(crate) loads: Vec<Load>,
     /// The request that did not fit when it was its turn.
     pub(crate) blocked: Option<Blocked>,
-    n_arrivals: u64,
+    pub(crate) n_arrivals: u64,
 }
 
 /// A request, in tokens.
@@ -77,12 +82,16 @@ pub struct Hints {
     /// them, or is gone, and then shares all of them, even those that fill no page.
     pub fork_of: Option<SeqId>,
     /// Tokens at its beginning whose KV something slower than the host holds. What the cache does
-    /// not find of them is asked for: see [`Scheduler::take_loads`].
+    /// not find of them is asked for: see [`Scheduler::take_loads`]. Nothing is asked for a sequence
+    /// that does not keep everything.
     pub n_stored: u32,
     /// How urgent it is under [`Policy::Priority`]; higher is more.
     pub priority: u8,
     /// Who pays for it under [`Policy::Fair`].
     pub tenant: Tenant,
+    /// Keeps only the first and the last tokens in the cache, so that neither the context nor the
+    /// cache bounds the answer.
+    pub streaming: Option<Streaming>,
 }
 
 /// Why a request is refused.
@@ -104,7 +113,7 @@ pub enum SubmitError {
         /// Most tokens of a sequence.
         max_context: u32,
     },
-    /// The prompt and one token of the answer do not fit into the empty cache.
+    /// What is kept of the prompt and one token of the answer does not fit into the empty cache.
     #[error(
         "the prompt has {prompt} tokens; with one more it needs {needed} pages of {page_len} \
          tokens, but the cache has {n_pages}"
@@ -118,6 +127,51 @@ pub enum SubmitError {
         n_pages: u32,
         /// Tokens of one page.
         page_len: u32,
+    },
+    /// The answers that are followed at one time do not fit into the empty cache.
+    #[error(
+        "{width} answers to a prompt of {prompt} tokens, up to {max_len} tokens long with it, need \
+         {needed} pages of {page_len} tokens, but the cache has {n_pages}"
+    )]
+    ExceedsCacheWide {
+        /// Tokens of the prompt.
+        prompt: u32,
+        /// Answers that are followed at one time.
+        width: u32,
+        /// Most tokens of prompt and answer together.
+        max_len: u32,
+        /// Pages they need if nothing but the prompt is shared.
+        needed: u64,
+        /// Pages that they may have.
+        n_pages: u32,
+        /// Tokens of one page.
+        page_len: u32,
+    },
+    /// More answers than may run at one time are to be followed.
+    #[error("{width} answers are to be followed, but only {max_seqs} sequences run at one time")]
+    TooWide {
+        /// Answers that are followed at one time.
+        width: u32,
+        /// Sequences that may run at one time.
+        max_seqs: u32,
+    },
+    /// A streaming request that keeps nothing of what it said last.
+    #[error("the streaming window is 0, but must be at least 1")]
+    NoStreamingWindow,
+    /// What a streaming request keeps does not fit.
+    #[error(
+        "sinks and window keep {kept} tokens in up to {needed} pages, but a sequence may have \
+         {max_context} tokens and {n_pages} pages"
+    )]
+    StreamingExceeds {
+        /// Tokens that it keeps, in whole pages.
+        kept: u32,
+        /// Most tokens of a table.
+        max_context: u32,
+        /// Pages that it needs.
+        needed: u32,
+        /// Pages that one sequence may have.
+        n_pages: u32,
     },
     /// Too many requests wait. The same request may be accepted later.
     #[error("{waiting} requests are waiting, and no more may")]
@@ -158,6 +212,8 @@ impl Scheduler {
             is_unsorted: false,
             n_started: 0,
             n_unstarted: 0,
+            n_guided: 0,
+            n_parked: 0,
             ended: Vec::new(),
             in_flight: None,
             counters: Counters::default(),
@@ -171,15 +227,15 @@ impl Scheduler {
 
     /// Takes a request, or refuses it at once: what is taken will finish.
     ///
-    /// The answer is clipped to the context and to what the whole cache holds; it then ends with
-    /// [`FinishReason::Length`].
+    /// The answer is clipped to the context and to what the whole cache holds, unless what is kept
+    /// of the sequence always fits; it then ends with [`FinishReason::Length`].
     pub fn submit(&mut self, submission: Submission) -> Result<(), SubmitError> {
         self.submit_with(submission, Hints::default())
     }
 
     /// Takes a request that says how it is served. See [`Scheduler::submit`].
     pub fn submit_with(&mut self, submission: Submission, hints: Hints) -> Result<(), SubmitError> {
-        let checked = self.check(&submission);
+        let checked = self.check(&submission, &hints);
         match checked {
             Ok(_) => self.counters.submitted += 1,
             Err(_) => self.counters.refused += 1,
@@ -188,7 +244,11 @@ impl Scheduler {
         let Submission { seq, prompt, sampling, limits } = submission;
         // Only a sequence that is there can be forked; it is older, so no two wait for each other.
         let source = hints.fork_of.and_then(|source| self.seqs.get(&source));
-        let source = source.filter(|source| source.hints.salt == hints.salt);
+        let is_alike = |source: &&Sequence| {
+            source.hints.salt == hints.salt
+                && source.hints.streaming.is_some() == hints.streaming.is_some()
+        };
+        let source = source.filter(is_alike);
         let n_common = source.map_or(0, |source| common(&prompt, &source.tokens));
         let hints = Hints { fork_of: source.map(|source| source.id), ..hints };
         self.n_arrivals += 1;
@@ -196,7 +256,7 @@ impl Scheduler {
         let place = if n_common > 0 { Place::Held } else { Place::Waiting };
         let sequence = Sequence {
             id: seq,
-            rank: self.queue.rank(Arrival(self.n_arrivals), &hints, n_prompt),
+            rank: self.queue.rank(Arrival::nth(self.n_arrivals), &hints, n_prompt),
             n_since_rank: 0,
             place,
             since: self.counters.steps,
@@ -204,6 +264,7 @@ impl Scheduler {
             newest: prompt.last().copied().unwrap_or_default(),
             tokens: prompt,
             computed: 0,
+            dropped: 0,
             cached: 0,
             computed_max: 0,
             loss: Loss::PagesShort,
@@ -213,15 +274,21 @@ impl Scheduler {
             max_len,
             limits,
             hints: Box::new(hints),
+            stream: hints.streaming.map(|s| Stream::new(s, self.cache.config().page_len)),
             n_common,
-            sampling: Some(Box::new(sampling)),
+            is_guided: sampling.n_candidates > 0,
+            sampling: Box::new(sampling),
+            is_started: false,
             protected: false,
             last_step: 0,
         };
         match place {
             Place::Held => self.held.push(seq),
-            Place::Waiting | Place::Swapped | Place::Running => self.queue.push(sequence.waiter()),
+            Place::Waiting | Place::Swapped | Place::Running | Place::Parked => {
+                self.queue.push(sequence.waiter());
+            }
         }
+        self.n_guided += u32::from(sequence.is_guided);
         self.seqs.insert(seq, sequence);
         Ok(())
     }
@@ -313,6 +380,7 @@ impl Scheduler {
             waiting: self.n_waiting(),
             swapped: self.swapped.len() as u32,
             running: self.running.len() as u32,
+            parked: self.n_parked,
             cache,
             counters: self.counters,
         }
@@ -330,7 +398,7 @@ impl Scheduler {
     }
 
     /// The most tokens that the request's sequence may have, or why it is refused.
-    fn check(&self, submission: &Submission) -> Result<u32, SubmitError> {
+    pub(crate) fn check(&self, submission: &Submission, hints: &Hints) -> Result<u32, SubmitError> {
         submission.sampling.validate()?;
         if submission.prompt.is_empty() {
             return Err(SubmitError::EmptyPrompt);
@@ -339,20 +407,7 @@ impl Scheduler {
             return Err(SubmitError::NoAnswer);
         }
         let prompt = u32::try_from(submission.prompt.len()).unwrap_or(u32::MAX);
-        let max_context = self.config.max_context;
-        if prompt >= max_context {
-            return Err(SubmitError::ExceedsContext { prompt, max_context });
-        }
-        let page_len = self.cache.config().page_len;
-        let capacity = self.cache.capacity();
-        if prompt >= capacity {
-            return Err(SubmitError::ExceedsCache {
-                prompt,
-                needed: (prompt + 1).div_ceil(page_len),
-                n_pages: capacity / page_len,
-                page_len,
-            });
-        }
+        let max_len = self.max_len(prompt, hints)?;
         if self.seqs.contains_key(&submission.seq) {
             return Err(SubmitError::DuplicateSeq { seq: submission.seq });
         }
@@ -361,7 +416,7 @@ impl Scheduler {
             return Err(SubmitError::QueueFull { waiting });
         }
         let asked = prompt.saturating_add(submission.limits.max_tokens);
-        Ok(asked.min(max_context).min(capacity))
+        Ok(asked.min(max_len))
     }
 
     /// Forgets a sequence and frees its pages. `running` is left to the caller, who may be walking
@@ -378,11 +433,13 @@ impl Scheduler {
                 self.cache.release(seq);
             }
             Place::Running => {
-                self.n_unstarted -= u32::from(!sequence.is_started());
+                self.n_unstarted -= u32::from(!sequence.is_started);
                 self.cache.release(seq);
             }
+            Place::Parked => self.n_parked -= 1,
         }
-        if sequence.is_started() {
+        self.n_guided -= u32::from(sequence.is_guided);
+        if sequence.is_started {
             self.n_started -= 1;
             self.ended.push(seq);
         }

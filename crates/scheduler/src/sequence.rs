@@ -6,9 +6,12 @@
 //!   cache    [0, computed)   [computed, tokens.len())
 //!            in the cache    to be computed: the steps catch up
 //! ```
+//!
+//! A sequence with a window, or one that streams, does not keep all that is computed: see `kept`.
 
 use nuthatch_types::{Limits, Sampling, SeqId, TokenId};
 
+use crate::kept::Stream;
 use crate::policy::{Rank, Waiter};
 use crate::{Hints, Usage};
 
@@ -27,8 +30,10 @@ pub(crate) struct Sequence {
     /// The last of `tokens`, so that a decode step does not read their memory.
     pub(crate) newest: TokenId,
     pub(crate) n_prompt: u32,
-    /// Tokens whose KV is in the cache.
+    /// Tokens whose KV is in the cache, or was before it was given back.
     pub(crate) computed: u32,
+    /// Tokens of those that were dropped from the table; the places of the others are so many less.
+    pub(crate) dropped: u32,
     /// Tokens of the prompt that the cache held when the sequence first got pages.
     pub(crate) cached: u32,
     /// The most that `computed` has been: what lies below is computed again after a preemption.
@@ -42,16 +47,22 @@ pub(crate) struct Sequence {
     pub(crate) table_known: u32,
     /// Pages at its beginning that are being loaded. It is in no step meanwhile.
     pub(crate) n_loading: u32,
-    /// Most tokens, prompt and answer together; already clipped to context and pool.
+    /// Most tokens, prompt and answer together; already clipped to what can be computed.
     pub(crate) max_len: u32,
     pub(crate) limits: Limits,
     /// Boxed like `sampling`.
     pub(crate) hints: Box<Hints>,
+    /// What it keeps if it streams.
+    pub(crate) stream: Option<Stream>,
     /// Tokens that it has in common with the sequence that it forks.
     pub(crate) n_common: u32,
-    /// How tokens are chosen, until the executor was told. Boxed because it is large and needed
-    /// once, where the rest is needed in every step.
-    pub(crate) sampling: Option<Box<Sampling>>,
+    /// How tokens are chosen. Boxed because it is large and needed only when the executor is told,
+    /// where the rest is needed in every step.
+    pub(crate) sampling: Box<Sampling>,
+    /// Whether the executor knows it.
+    pub(crate) is_started: bool,
+    /// Whether the caller chooses its tokens.
+    pub(crate) is_guided: bool,
     /// Whether the sequence was preempted and has sampled nothing since.
     pub(crate) protected: bool,
     /// The last step that gave it tokens to compute.
@@ -69,6 +80,8 @@ pub(crate) enum Place {
     Swapped,
     /// It has its pages on the device.
     Running,
+    /// It has given its pages up and waits for the caller to choose its next token.
+    Parked,
 }
 
 /// Why a sequence has lost what was computed for it.
@@ -90,24 +103,24 @@ impl Sequence {
             seq: self.id,
             rank: self.rank,
             tenant: self.hints.tenant,
-            is_started: self.is_started(),
+            is_started: self.is_started,
             since: self.since,
         }
     }
 
-    /// Whether the executor knows it.
-    pub(crate) fn is_started(&self) -> bool {
-        self.sampling.is_none()
-    }
-
     /// Whether the executor has all of its table, when it has spare places, which end with a page.
     pub(crate) fn is_table_known(&self, page_len: u32) -> bool {
-        self.table_known * page_len == self.computed + self.n_spare
+        self.table_known * page_len + self.dropped == self.computed + self.n_spare
     }
 
     /// Tokens that are not computed.
     pub(crate) fn pending(&self) -> u32 {
         self.tokens.len() as u32 - self.computed
+    }
+
+    /// Whether it has pages and waits for the caller to choose its next token.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.place == Place::Running && self.pending() == 0
     }
 
     /// Whether only the last sampled token is not computed.
@@ -143,6 +156,7 @@ impl Sequence {
     /// Forgets what is in the cache. The tokens stay.
     pub(crate) fn reset(&mut self, loss: Loss) {
         self.computed = 0;
+        self.dropped = 0;
         self.n_spare = 0;
         self.table_known = 0;
         self.n_loading = 0;

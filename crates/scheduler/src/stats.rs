@@ -11,6 +11,8 @@ pub struct Stats {
     pub swapped: u32,
     /// Sequences that have their pages on the device.
     pub running: u32,
+    /// Sequences without pages that wait for the caller to choose their next token.
+    pub parked: u32,
     /// What the cache holds.
     pub cache: nuthatch_cache::Stats,
     /// What was done since the scheduler was made.
@@ -24,13 +26,17 @@ pub struct Counters {
     pub steps: u64,
     /// Requests accepted.
     pub submitted: u64,
+    /// Sequences forked from ones that were paused.
+    pub forks: u64,
     /// Requests refused.
     pub refused: u64,
     /// Sequences that ended by themselves.
     pub finished: u64,
+    /// Sequences that the caller let go because it follows others.
+    pub discarded: u64,
     /// Sequences that were cancelled.
     pub cancelled: u64,
-    /// Sequences that ended with a device fault.
+    /// Sequences that ended with a device fault, or because their logits were no numbers.
     pub failed: u64,
     /// Tokens computed.
     pub computed_tokens: u64,

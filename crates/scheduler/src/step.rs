@@ -33,7 +33,7 @@ pub(crate) struct Flight {
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) plan: StepPlan,
-    flights: Vec<Flight>,
+    pub(crate) flights: Vec<Flight>,
     work: Work,
     n_tokens: u32,
     /// Tokens that may still be added.
@@ -72,8 +72,9 @@ impl Scheduler {
                 break;
             }
         }
-        if step.n_preempted == 0 || self.running.is_empty() {
+        if step.n_preempted == 0 || self.all_paused() {
             self.admit_waiting(&mut step);
+            self.admit_over_paused(&mut step);
             self.admit_by_force(&mut step);
         }
         // Loads begin only when copies from their slots have been carried out.
@@ -81,9 +82,10 @@ impl Scheduler {
         if step.flights.is_empty() && !awaits_copies {
             // What loads hold is not there for others.
             if self.cache.n_loads() == 0 {
-                assert!(self.running.is_empty(), "the first sequence alone always fits");
+                assert!(self.all_paused(), "the first sequence alone always fits");
                 assert_eq!(self.queue.len(), 0, "an empty cache holds every accepted request");
-                assert!(self.held.is_empty(), "who waits for another is released when it ends");
+                let is_free = self.held.is_empty() || self.n_guided > 0;
+                assert!(is_free, "who waits for another is released when it ends");
             }
             self.counters.steps -= 1;
             return None;
@@ -166,9 +168,10 @@ impl Scheduler {
         }
     }
 
-    /// Adds the next `n_tokens` of a sequence to the step, or changes nothing when their pages are
-    /// not there.
+    /// Adds the next `n_tokens` of a sequence to the step, or as many as its table has room for.
+    /// Changes nothing when their pages are not there.
     pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
+        let Some(n_tokens) = self.make_way(seq, n_tokens, step) else { return false };
         let page_len = self.cache.config().page_len;
         let n_step = self.counters.steps;
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
@@ -180,9 +183,13 @@ impl Scheduler {
         let Ok(n_pages) = self.cache.extend(seq, n_places) else { return false };
         self.n_spare = self.n_spare + n_places - n_tokens;
         sequence.n_spare = sequence.n_spare + n_places - n_tokens;
-        if let Some(sampling) = sequence.sampling.take() {
-            let history = sequence.tokens.clone();
-            step.plan.started.push(SeqStart { seq, sampling: *sampling, history });
+        if !std::mem::replace(&mut sequence.is_started, true) {
+            step.plan.started.push(SeqStart {
+                seq,
+                sampling: (*sequence.sampling).clone(),
+                history: sequence.tokens.clone(),
+                n_prompt: sequence.n_prompt,
+            });
             self.n_started += 1;
             self.n_unstarted -= 1;
         }
@@ -192,13 +199,6 @@ impl Scheduler {
         let tokens = sequence.tokens[start as usize..end as usize].into();
         step.push(sequence, tokens, TableChange { keep, push }, n_step);
         true
-    }
-
-    /// Pages that a running sequence still needs for the tokens it has.
-    pub(crate) fn pages_outstanding(&self, seq: SeqId) -> u32 {
-        let sequence = self.seq(seq);
-        let n_pages = (sequence.tokens.len() as u32).div_ceil(self.cache.config().page_len);
-        n_pages.saturating_sub(self.cache.n_pages(seq) + sequence.n_loading)
     }
 }
 
@@ -218,13 +218,14 @@ impl Step {
         table: TableChange,
         n_step: u64,
     ) {
-        let (seq, start, n_tokens) = (sequence.id, sequence.computed, tokens.len() as u32);
-        let sample = (start + n_tokens) as usize == sequence.tokens.len();
+        let (seq, shift, n_tokens) = (sequence.id, sequence.dropped, tokens.len() as u32);
+        let start = sequence.computed - shift;
+        let sample = (sequence.computed + n_tokens) as usize == sequence.tokens.len();
         sequence.last_step = n_step;
         self.budget -= n_tokens;
         self.n_tokens += n_tokens;
         self.work.add(Work::of(start..start + n_tokens));
         self.flights.push(Flight { seq, n_tokens, sample });
-        self.plan.seqs.push(SeqStep { seq, start, tokens, table, sample });
+        self.plan.seqs.push(SeqStep { seq, start, shift, tokens, table, sample });
     }
 }

@@ -25,7 +25,7 @@ pub enum Fault {
         seq: SeqId,
         /// Tokens that the scheduler thinks computed.
         computed: u32,
-        /// Tokens that have a place in the cache.
+        /// Tokens that have a place in the cache, or had one before the window.
         stored: u32,
     },
     /// The cache has a table for a sequence that is neither running nor swapped.
@@ -102,7 +102,10 @@ fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
         }
     }
     for (&seq, sequence) in seqs {
-        if sequence.id != seq {
+        // Only who is guided is ever parked, and then nobody else remembers it.
+        let is_lost = sequence.place == Place::Parked
+            && (!sequence.is_guided || sequence.is_started || sequence.computed > 0);
+        if sequence.id != seq || is_lost {
             return Err(Fault::Queue { seq });
         }
     }
@@ -113,9 +116,12 @@ fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
     count("held sequences", held.len(), at(Place::Held))?;
     count("swapped sequences", swapped.len(), at(Place::Swapped))?;
     count("waiting sequences", queue.len(), at(Place::Waiting) + at(Place::Swapped))?;
-    let n_started = seqs.values().filter(|s| s.is_started()).count();
+    count("parked sequences", scheduler.n_parked as usize, at(Place::Parked))?;
+    let n_guided = seqs.values().filter(|s| s.is_guided).count();
+    count("guided sequences", scheduler.n_guided as usize, n_guided)?;
+    let n_started = seqs.values().filter(|s| s.is_started).count();
     count("started sequences", scheduler.n_started as usize, n_started)?;
-    let is_unstarted = |s: &&Sequence| s.place == Place::Running && !s.is_started();
+    let is_unstarted = |s: &&Sequence| s.place == Place::Running && !s.is_started;
     let n_unstarted = seqs.values().filter(is_unstarted).count();
     count("running sequences not started", scheduler.n_unstarted as usize, n_unstarted)
 }
@@ -140,7 +146,9 @@ fn length_agrees(scheduler: &Scheduler, sequence: &Sequence) -> Result<(), Fault
     let ahead: u32 = flights.filter(|f| f.seq == seq).map(|f| f.n_tokens).sum();
     let is_placed = scheduler.cache.is_swapped(seq) == (sequence.place == Place::Swapped);
     let placed = sequence.computed + ahead + sequence.n_spare;
-    if placed != stored || sequence.pending() == 0 || !is_placed {
+    let has_work = sequence.pending() > 0 || sequence.is_guided;
+    let is_dropped = scheduler.cache.n_dropped(seq) == sequence.dropped;
+    if placed != stored + sequence.dropped || !is_dropped || !has_work || !is_placed {
         return Err(Fault::Length { seq, computed: sequence.computed, stored });
     }
     Ok(())

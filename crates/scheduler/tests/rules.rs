@@ -5,8 +5,8 @@ use nuthatch_scheduler::{
     Config, ConfigError, Hints, Output, Policy, Scheduler, Submission, SubmitError, Usage,
 };
 use nuthatch_types::{
-    FinishReason, Limits, PageCopy, Sampled, Sampling, SeqId, Slot, StepPlan, StepResult,
-    TableChange, TokenId,
+    FinishReason, Limits, PageCopy, PageShift, Sampled, Sampling, SeqId, Slot, StepPlan,
+    StepResult, Streaming, TableChange, TokenId,
 };
 
 const EOS: TokenId = TokenId(0);
@@ -35,7 +35,7 @@ fn shape(plan: &StepPlan) -> Vec<(u64, u32, usize, bool)> {
 /// Gives `token` to every sequence that asked for one.
 fn answer(scheduler: &mut Scheduler, plan: &StepPlan, token: TokenId) -> Vec<Output> {
     let asked = plan.seqs.iter().filter(|step| step.sample);
-    let sample = |seq| Sampled { seq, token, logprob: 0.0, top: vec![] };
+    let sample = |seq| Sampled { seq, token, logprob: None, top: vec![] };
     let sampled = asked.map(|step| sample(step.seq)).collect();
     let outputs = scheduler.commit(StepResult { sampled, ..StepResult::default() });
     scheduler.verify().expect("sound after a commit");
@@ -382,7 +382,7 @@ fn pages_are_computed_again_when_the_host_has_no_room_or_copies_are_dear() {
         let sampled = plan.seqs.iter().filter(|step| step.sample).map(|step| Sampled {
             seq: step.seq,
             token: TokenId(5),
-            logprob: 0.0,
+            logprob: None,
             top: vec![],
         });
         let copy_nanos = page_nanos as u64 * plan.copies.len() as u64;
@@ -468,4 +468,101 @@ fn a_late_load_is_not_waited_for() {
     scheduler.complete_load(load.id, Outcome::Ended { n_pages: 2 });
     scheduler.verify().expect("sound after a load");
     assert_eq!(scheduler.stats().cache.counters.pages_not_loaded, 2);
+}
+
+#[test]
+fn a_window_frees_its_pages_in_the_step_in_which_they_fall_out() {
+    let config =
+        Config { max_batched_tokens: 4, max_seqs: 2, window: Some(6), ..Config::default() };
+    let mut scheduler = scheduler(4, 3, config);
+    // Forty tokens, where the cache holds twelve.
+    scheduler.submit(request(1, 30, 10)).expect("what is seen of it fits");
+    for (start, n_used) in [(0, 1), (4, 2), (8, 2), (12, 2)] {
+        let (plan, _) = step(&mut scheduler, TokenId(9));
+        assert_eq!(shape(&plan), [(1, start, 4, false)]);
+        let stats = scheduler.stats().cache;
+        // A page that others can find stays, but not for this sequence.
+        assert_eq!((stats.pages_used, stats.pages_total), (n_used, 3), "{start}");
+    }
+    let mut n_tokens = 0;
+    while !scheduler.is_idle() {
+        let (_, outputs) = step(&mut scheduler, TokenId(9));
+        n_tokens += outputs.iter().filter(|o| matches!(o, Output::Token { .. })).count();
+        assert!(scheduler.stats().cache.pages_used <= 3);
+    }
+    assert_eq!(n_tokens, 10);
+    let stats = scheduler.stats();
+    assert_eq!((stats.cache.pages_used, stats.counters.preemptions), (0, 0));
+    // 39 tokens were computed, and 34 of them are out of the sight of the next.
+    assert_eq!(stats.cache.counters.pages_out, 34 / 4);
+}
+
+#[test]
+fn a_window_that_does_not_fit_is_refused_with_its_pages() {
+    let config =
+        Config { max_batched_tokens: 8, max_seqs: 2, window: Some(9), ..Config::default() };
+    let mut scheduler = scheduler(4, 4, config);
+    // The window, a step, and a page that is half seen at either end.
+    let (prompt, needed, n_pages, page_len) = (16, 5, 4, 4);
+    let refused = SubmitError::ExceedsCache { prompt, needed, n_pages, page_len };
+    assert_eq!(scheduler.submit(request(1, 16, 1)), Err(refused));
+    scheduler.submit(request(2, 15, 99)).expect("all of it fits");
+    while !scheduler.is_idle() {
+        step(&mut scheduler, TokenId(9));
+    }
+    assert_eq!(scheduler.stats().counters.sampled_tokens, 1, "clipped to what the cache holds");
+}
+
+#[test]
+fn a_stream_drops_its_oldest_page_and_turns_its_sinks() {
+    // The table, the sink as it was computed, and one page to spare.
+    let mut scheduler = scheduler(4, 5, Config { max_context: 12, ..Config::default() });
+    let streaming = Some(Streaming { n_sinks: 1, window: 8 });
+    let hints = Hints { streaming, ..Hints::default() };
+    scheduler.submit_with(request(1, 14, 30), hints).expect("what it keeps fits");
+    // A full table first, although the budget has room for the whole prompt.
+    let (plan, _) = step(&mut scheduler, TokenId(9));
+    assert_eq!(shape(&plan), [(1, 0, 12, false)]);
+    assert_eq!(plan.seqs[0].table.push, [0, 1, 2].map(Slot));
+    // The second page goes, and stays findable. The first is written anew to a page of the
+    // sequence's own.
+    let (plan, _) = step(&mut scheduler, TokenId(9));
+    assert_eq!(plan.shifts, [PageShift { source: Slot(0), target: Slot(3), by: 4 }]);
+    assert_eq!(shape(&plan), [(1, 8, 2, true)]);
+    assert_eq!((plan.seqs[0].shift, plan.seqs[0].table.keep), (4, 0));
+    assert_eq!(plan.seqs[0].table.push, [3, 2, 4].map(Slot));
+    for (start, shift) in [(10, 4), (11, 4), (8, 8), (9, 8), (10, 8), (11, 8), (8, 12)] {
+        let (plan, _) = step(&mut scheduler, TokenId(9));
+        assert_eq!((plan.seqs[0].start, plan.seqs[0].shift), (start, shift));
+        assert_eq!(scheduler.stats().cache.pages_used, 4);
+        let is_full = start == 8;
+        let sink = PageShift { source: Slot(0), target: Slot(3), by: shift as i32 };
+        assert_eq!(plan.shifts, vec![sink; usize::from(is_full)]);
+        let push = if is_full { 2 } else { 0 };
+        assert_eq!(plan.seqs[0].table.push.len(), push);
+    }
+    let mut n_tokens = 8;
+    while !scheduler.is_idle() {
+        let (_, outputs) = step(&mut scheduler, TokenId(9));
+        n_tokens += outputs.iter().filter(|o| matches!(o, Output::Token { .. })).count();
+    }
+    assert_eq!(n_tokens, 30, "neither the context nor the cache ends it");
+    // Only the three pages that saw everything were ever findable.
+    assert_eq!(scheduler.stats().cache.counters.pages_published, 3);
+}
+
+#[test]
+fn a_stream_that_does_not_fit_is_refused_with_numbers() {
+    let mut scheduler = scheduler(4, 8, Config { max_context: 20, ..Config::default() });
+    let mut submit = |n_sinks, window| {
+        let streaming = Some(Streaming { n_sinks, window });
+        scheduler.submit_with(request(1, 10, 1), Hints { streaming, ..Hints::default() })
+    };
+    assert_eq!(submit(1, 0), Err(SubmitError::NoStreamingWindow));
+    let exceeds = |kept, needed| {
+        Err(SubmitError::StreamingExceeds { kept, max_context: 20, needed, n_pages: 8 })
+    };
+    assert_eq!(submit(4, 17), exceeds(24, 8));
+    assert_eq!(submit(12, 8), exceeds(20, 9));
+    assert_eq!(submit(8, 12), Ok(()));
 }

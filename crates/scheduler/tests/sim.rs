@@ -14,7 +14,7 @@ use nuthatch_scheduler::{
     Config, Hints, Output, Policy, Scheduler, Submission, SubmitError, Tenant, Usage,
 };
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone};
-use nuthatch_types::{FinishReason, Limits, Sampling, SeqId, TokenId};
+use nuthatch_types::{FinishReason, Limits, Sampling, SeqId, Streaming, TokenId, Window};
 
 const N_VOCAB: u32 = 50;
 
@@ -27,6 +27,7 @@ fn seeds() -> Range<u64> {
 
 struct Request {
     submission: Submission,
+    streaming: Option<Streaming>,
     answer: Vec<TokenId>,
     finished: Option<FinishReason>,
 }
@@ -70,6 +71,7 @@ impl World {
             max_batched_tokens: max_seqs + rng.range(0..40),
             max_waiting: rng.range(1..40),
             max_context: rng.range(2..400),
+            window: rng.one_in(3).then(|| rng.range(1..60)),
         };
         let options = Options {
             prefix: !rng.one_in(4),
@@ -104,7 +106,8 @@ impl World {
             scheduler: Scheduler::with_policy(config, cache, policy).expect("valid limits"),
             executor: FakeExecutor::new(page_len, n_pages, N_VOCAB)
                 .with_host(n_host_pages)
-                .with_costs(page_nanos, 1000),
+                .with_costs(page_nanos, 1000)
+                .with_window(config.window),
             requests: BTreeMap::new(),
             n_to_submit: rng.range(10..60),
             max_prompt,
@@ -116,8 +119,25 @@ impl World {
         }
     }
 
+    /// The most tokens of a sequence that does not stream.
     fn capacity(&self) -> u32 {
-        self.config.max_context.min(self.scheduler.cache().capacity())
+        let cache = self.scheduler.cache();
+        let page_len = cache.config().page_len;
+        let max_context = self.config.max_context;
+        let fits = self.config.window.is_some_and(|n_tokens| {
+            let window = Window { n_tokens, max_chunk: self.config.max_batched_tokens };
+            window.pages_max(max_context, page_len) <= cache.capacity() / page_len
+        });
+        if fits { max_context } else { max_context.min(cache.capacity()) }
+    }
+
+    /// Whether what a streaming sequence keeps fits.
+    fn streams(&self, streaming: Streaming) -> bool {
+        let cache = self.scheduler.cache();
+        let page_len = cache.config().page_len;
+        streaming.window > 0
+            && streaming.max_len(page_len) <= self.config.max_context
+            && streaming.pages_max(page_len) <= cache.capacity() / page_len
     }
 
     fn submit(&mut self) {
@@ -137,10 +157,18 @@ impl World {
         let seq = SeqId(u64::from(self.n_to_submit) * 7 + 1);
         let submission = Submission { seq, prompt, sampling, limits };
         let waiting = self.scheduler.stats().waiting;
+        let streaming = hints.streaming;
         match self.scheduler.submit_with(submission.clone(), hints) {
             Ok(()) => {
-                assert!(n_prompt > 0 && n_prompt < self.capacity());
-                let request = Request { submission, answer: Vec::new(), finished: None };
+                assert!(n_prompt > 0);
+                match streaming {
+                    Some(streaming) => {
+                        assert!(self.streams(streaming));
+                        self.executor.expect_streaming(seq, streaming);
+                    }
+                    None => assert!(n_prompt < self.capacity()),
+                }
+                let request = Request { submission, streaming, answer: vec![], finished: None };
                 self.requests.insert(seq, request);
             }
             Err(SubmitError::EmptyPrompt) => assert_eq!(n_prompt, 0),
@@ -149,10 +177,11 @@ impl World {
                 assert!(prompt == n_prompt && prompt >= max_context);
             }
             Err(SubmitError::ExceedsCache { needed, n_pages, .. }) => assert!(needed > n_pages),
-            Err(SubmitError::QueueFull { .. }) => assert!(waiting >= self.config.max_waiting),
-            Err(error @ (SubmitError::DuplicateSeq { .. } | SubmitError::Sampling(_))) => {
-                panic!("{error}")
+            Err(SubmitError::NoStreamingWindow | SubmitError::StreamingExceeds { .. }) => {
+                assert!(streaming.is_some_and(|streaming| !self.streams(streaming)));
             }
+            Err(SubmitError::QueueFull { .. }) => assert!(waiting >= self.config.max_waiting),
+            Err(error) => panic!("{error}"),
         }
     }
 
@@ -170,7 +199,12 @@ impl World {
         };
         let priority = self.rng.range(0..4) as u8;
         let tenant = Tenant(u64::from(self.rng.range(0..4)));
-        let mut hints = Hints { salt, retention, fork_of: None, n_stored: 0, priority, tenant };
+        let streaming = self.rng.one_in(4).then(|| Streaming {
+            n_sinks: self.rng.range(0..self.max_prompt / 4 + 2),
+            window: self.rng.range(0..self.max_prompt / 2 + 2),
+        });
+        let mut hints =
+            Hints { salt, retention, fork_of: None, n_stored: 0, priority, tenant, streaming };
         let mut prompt = match self.rng.range(0..4) {
             0 => Vec::new(),
             1 | 2 => self.openings[self.rng.range(0..3) as usize].clone(),
@@ -285,6 +319,7 @@ impl World {
             assert_eq!(request.finished, None, "no news after the last");
             match output {
                 Output::Token { token, .. } => request.answer.push(token),
+                Output::Candidates { .. } => panic!("nobody asked to choose"),
                 Output::Finished { reason, usage, .. } => {
                     request.finished = Some(reason);
                     let expected = Usage {
@@ -341,8 +376,10 @@ impl World {
         assert_eq!(stats.cache.tokens_stored, 0);
         for (seq, request) in &self.requests {
             let Submission { prompt, sampling, limits, .. } = &request.submission;
-            let max_len = self.capacity() as usize;
-            let alone = answer_alone(prompt, sampling, limits, max_len, N_VOCAB);
+            let page_len = self.scheduler.cache().config().page_len;
+            let streaming = request.streaming.map(|streaming| (streaming, page_len));
+            let max_len = streaming.map_or(self.capacity() as usize, |_| usize::MAX);
+            let alone = answer_alone(prompt, sampling, limits, max_len, N_VOCAB, streaming);
             match request.finished.expect("every accepted request ends") {
                 FinishReason::Cancelled | FinishReason::Failed => {
                     assert!(alone.starts_with(&request.answer), "{seq:?}");
@@ -394,6 +431,8 @@ impl Totals {
         all.tokens_copied += one.tokens_copied;
         all.pages_merged += one.pages_merged;
         all.pages_evicted += one.pages_evicted;
+        all.pages_out += one.pages_out;
+        all.pages_dropped += one.pages_dropped;
         all.pages_demoted += one.pages_demoted;
         all.pages_promoted += one.pages_promoted;
         all.pages_swapped_out += one.pages_swapped_out;
@@ -413,6 +452,7 @@ impl Totals {
         assert!(cache.tokens_copied > 2_000, "{cache:?}");
         assert!(cache.pages_merged > 100, "{cache:?}");
         assert!(cache.pages_evicted > 1_000, "{cache:?}");
+        assert!(cache.pages_out > 1_000 && cache.pages_dropped > 1_000, "{cache:?}");
         assert!(cache.pages_demoted > 1_000 && cache.pages_promoted > 200, "{cache:?}");
         assert!(cache.pages_loaded > 200 && cache.pages_not_loaded > 100, "{cache:?}");
         assert!(cache.pages_swapped_out > 200 && cache.pages_swapped_in > 100, "{cache:?}");

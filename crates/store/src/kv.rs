@@ -1,7 +1,7 @@
 //! Where the bytes of pages are: on the device while a step reads them, on the host meanwhile.
 
 use nuthatch_backend::{Backend, DeviceError};
-use nuthatch_types::{KvShape, KvSlots, PageCopy};
+use nuthatch_types::{KvShape, KvSlots, PageCopy, PageShift};
 
 /// The keys and values of all pages of both tiers.
 ///
@@ -36,6 +36,16 @@ impl<B: Backend> KvStore<B> {
     /// Moves pages' bytes inside a tier or between tiers, in order.
     pub fn copy(&mut self, backend: &B, copies: &[PageCopy]) -> Result<(), DeviceError> {
         if copies.is_empty() { Ok(()) } else { backend.copy_pages(&mut self.kv, copies) }
+    }
+
+    /// Writes pages anew with their keys at other positions, in order.
+    pub fn shift(
+        &mut self,
+        backend: &B,
+        plan: &B::Plan,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError> {
+        if shifts.is_empty() { Ok(()) } else { backend.shift_pages(plan, &mut self.kv, shifts) }
     }
 
     /// The device's own handle, for operations on it.

@@ -6,10 +6,14 @@
 //! demands. The sampled token is made from the last number read, so that a wrong page gives a wrong
 //! answer even if nobody compares. Copies move the numbers between slots of both tiers, in order; a
 //! sequence may run on slots of the device only.
+//!
+//! With a window, only what some token of the step sees is read. In a sequence that streams, a number
+//! also depends on how many tokens were dropped before it was computed, and each place knows the
+//! position that its key is rotated to.
 
 use nuthatch_types::{
-    FastMap, FastSet, Limits, Sampled, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan,
-    StepResult, TokenId,
+    FastMap, FastSet, Limits, PageShift, Sampled, Sampling, SeqId, SeqStart, SeqStep, Slot,
+    StepPlan, StepResult, Streaming, TokenId,
 };
 
 use crate::rng::mix;
@@ -24,28 +28,40 @@ pub struct FakeExecutor {
     /// What it says a copied page and a computed token took.
     page_nanos: u64,
     token_nanos: u64,
+    window: Option<usize>,
     /// `[slot][page_len]` the KV of the token there.
-    arena: Vec<Vec<Option<u64>>>,
+    arena: Vec<Vec<Option<Kv>>>,
     seqs: FastMap<SeqId, FakeSeq>,
+    /// Sequences that keep their first and last tokens only.
+    streaming: FastMap<SeqId, Streaming>,
     /// Whether a fault has just made it forget sequences that others still know.
     has_forgotten: bool,
+}
+
+/// The KV of one token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kv {
+    number: u64,
+    /// Where its key is rotated to.
+    position: i64,
 }
 
 #[derive(Debug)]
 struct FakeSeq {
     sampling: Sampling,
     history: Vec<TokenId>,
-    /// `[history.len()]` the KV that each token must have.
-    kv: Vec<u64>,
+    /// `[history.len()]` the number that each token must have.
+    numbers: Vec<u64>,
     table: Vec<Slot>,
 }
 
 impl FakeSeq {
     fn new(start: &SeqStart) -> Self {
+        assert!(start.n_prompt as usize <= start.history.len(), "more prompt than history");
         let mut seq = FakeSeq {
             sampling: start.sampling.clone(),
             history: Vec::new(),
-            kv: Vec::new(),
+            numbers: Vec::new(),
             table: Vec::new(),
         };
         start.history.iter().for_each(|&token| seq.push(token));
@@ -53,8 +69,15 @@ impl FakeSeq {
     }
 
     fn push(&mut self, token: TokenId) {
-        self.kv.push(kv_of(self.kv.last().copied(), token));
+        self.numbers.push(number_of(self.numbers.last().copied(), token, 0));
         self.history.push(token);
+    }
+
+    /// The number of a token that is computed when `n_dropped` before it were dropped.
+    fn compute(&mut self, i: usize, n_dropped: u32) -> u64 {
+        let before = i.checked_sub(1).map(|before| self.numbers[before]);
+        self.numbers[i] = number_of(before, self.history[i], n_dropped);
+        self.numbers[i]
     }
 }
 
@@ -68,8 +91,10 @@ impl FakeExecutor {
             n_device: n_slots,
             page_nanos: 1000,
             token_nanos: 1000,
+            window: None,
             arena: vec![vec![None; page_len as usize]; n_slots as usize],
             seqs: FastMap::default(),
+            streaming: FastMap::default(),
             has_forgotten: false,
         }
     }
@@ -88,6 +113,18 @@ impl FakeExecutor {
         self
     }
 
+    /// The same executor, with a model that sees no further back than `window` tokens.
+    #[must_use]
+    pub fn with_window(mut self, window: Option<u32>) -> Self {
+        self.window = window.map(|window| window as usize);
+        self
+    }
+
+    /// Says that a sequence which has not started streams.
+    pub fn expect_streaming(&mut self, seq: SeqId, streaming: Streaming) {
+        self.streaming.insert(seq, streaming);
+    }
+
     /// Checks a plan and carries it out.
     pub fn run(&mut self, plan: &StepPlan) -> StepResult {
         for seq in &plan.ended {
@@ -103,6 +140,9 @@ impl FakeExecutor {
             assert_ne!(copy.source, copy.target, "a page is copied onto itself");
             self.arena[copy.target.0 as usize] = self.arena[copy.source.0 as usize].clone();
         }
+        for shift in &plan.shifts {
+            self.shift(shift);
+        }
         assert!(!plan.seqs.is_empty() || !plan.copies.is_empty(), "a step that does nothing");
         let mut written = FastSet::default();
         plan.seqs.iter().for_each(|step| self.write(step, &mut written));
@@ -111,6 +151,7 @@ impl FakeExecutor {
         let n_tokens: usize = plan.seqs.iter().map(|step| step.tokens.len()).sum();
         StepResult {
             sampled,
+            failed: Vec::new(),
             copy_nanos: self.page_nanos * plan.copies.len() as u64,
             compute_nanos: self.token_nanos * n_tokens as u64,
         }
@@ -119,13 +160,15 @@ impl FakeExecutor {
     /// Writes the KV of a prompt's tokens from `start` on to whole slots, as a slower tier does that
     /// has kept it.
     pub fn fill(&mut self, prompt: &[TokenId], start: u32, slots: &[Slot]) {
-        let mut kv = None;
+        let mut last = None;
         for (position, &token) in prompt.iter().enumerate() {
-            kv = Some(kv_of(kv, token));
+            let number = number_of(last, token, 0);
+            last = Some(number);
             let place = position.checked_sub(start as usize);
             let slot = place.and_then(|place| slots.get(place / self.page_len));
             if let Some(slot) = slot {
-                self.arena[slot.0 as usize][position % self.page_len] = kv;
+                let kv = Kv { number, position: position as i64 };
+                self.arena[slot.0 as usize][position % self.page_len] = Some(kv);
             }
         }
     }
@@ -142,6 +185,15 @@ impl FakeExecutor {
         self.has_forgotten = true;
     }
 
+    fn shift(&mut self, shift: &PageShift) {
+        let turned = |kv: &Option<Kv>| {
+            let Kv { number, position } = kv.expect("a page that is turned was computed");
+            Some(Kv { number, position: position + i64::from(shift.by) })
+        };
+        let page = self.arena[shift.source.0 as usize].iter().map(turned).collect();
+        self.arena[shift.target.0 as usize] = page;
+    }
+
     fn write(&mut self, step: &SeqStep, written: &mut FastSet<(Slot, usize)>) {
         let id = step.seq;
         let seq = self.seqs.get_mut(&id).unwrap_or_else(|| panic!("{id:?} was not started"));
@@ -152,67 +204,125 @@ impl FakeExecutor {
 
         let on_host = seq.table.iter().find(|slot| slot.0 >= self.n_device);
         assert_eq!(on_host, None, "{id:?} runs on the host");
-        let start = step.start as usize;
+        let (start, shift) = (step.start as usize, step.shift as usize);
         let end = start + step.tokens.len();
         assert!(start < end, "{id:?} computes nothing");
-        assert!(end <= seq.history.len(), "{id:?} computes tokens that are not known");
-        assert_eq!(step.tokens[..], seq.history[start..end], "{id:?} computes other tokens");
+        if seq.sampling.n_candidates > 0 && end + shift == seq.history.len() + 1 {
+            // The caller's choice is told by computing it.
+            seq.push(step.tokens[end - start - 1]);
+        }
+        assert!(end + shift <= seq.history.len(), "{id:?} computes tokens that are not known");
+        let history = &seq.history[start + shift..end + shift];
+        assert_eq!(step.tokens[..], *history, "{id:?} computes other tokens");
         assert_eq!(seq.table.len(), end.div_ceil(self.page_len), "{id:?} has unused entries");
-        for position in start..end {
-            let slot = seq.table[position / self.page_len];
-            let offset = position % self.page_len;
+        if let Some(streaming) = self.streaming.get(&id) {
+            let page_len = self.page_len as u32;
+            assert!(end <= streaming.max_len(page_len) as usize, "{id:?} keeps too much");
+        }
+        for place in start..end {
+            let slot = seq.table[place / self.page_len];
+            let offset = place % self.page_len;
             assert!(written.insert((slot, offset)), "{id:?} writes {slot:?}+{offset}, not alone");
-            self.arena[slot.0 as usize][offset] = Some(seq.kv[position]);
+            let number = seq.compute(place + shift, step.shift);
+            let position = (place + shift) as i64;
+            self.arena[slot.0 as usize][offset] = Some(Kv { number, position });
         }
     }
 
     fn read(&mut self, step: &SeqStep) -> Option<Sampled> {
         let id = step.seq;
+        let n_sinks = match self.streaming.get(&id) {
+            Some(streaming) if step.shift > 0 => {
+                streaming.sink_pages(self.page_len as u32) as usize * self.page_len
+            }
+            _ => 0,
+        };
         let seq = self.seqs.get_mut(&id).expect("it was written to");
-        let end = step.start as usize + step.tokens.len();
+        let (start, shift) = (step.start as usize, step.shift as usize);
+        let end = start + step.tokens.len();
+        // What streams keeps its whole table, whatever the model sees of it.
+        let window = self.window.filter(|_| !self.streaming.contains_key(&id));
+        let first = window.map_or(0, |window| (start + 1).saturating_sub(window));
         let mut last = None;
-        for position in 0..end {
-            let slot = seq.table[position / self.page_len];
-            last = self.arena[slot.0 as usize][position % self.page_len];
-            let expected = Some(seq.kv[position]);
-            assert_eq!(last, expected, "{id:?} reads another token at {position} in {slot:?}");
+        for place in first..end {
+            let slot = seq.table[place / self.page_len];
+            last = self.arena[slot.0 as usize][place % self.page_len];
+            let token = if place < n_sinks { place } else { place + shift };
+            let position = (place + shift) as i64;
+            let expected = Some(Kv { number: seq.numbers[token], position });
+            assert_eq!(last, expected, "{id:?} reads another token at {place} in {slot:?}");
         }
-        let at_end = end == seq.history.len();
+        let at_end = end + shift == seq.history.len();
         assert!(!step.sample || at_end, "{id:?} samples in the middle of its tokens");
         if !step.sample {
             return None;
         }
-        let token = next_token(last?, seq.sampling.seed, self.n_vocab);
-        seq.push(token);
-        Some(Sampled { seq: id, token, logprob: -1.0, top: Vec::new() })
+        let token = next_token(last?.number, seq.sampling.seed, self.n_vocab);
+        let top = candidates(token, &seq.sampling, self.n_vocab);
+        if top.is_empty() {
+            seq.push(token);
+        }
+        Some(Sampled { seq: id, token, logprob: None, top })
     }
 }
 
+/// The candidates that a [`FakeExecutor`] gives after `tokens`, which are not empty.
+pub fn candidates_after(
+    tokens: &[TokenId],
+    sampling: &Sampling,
+    n_vocab: u32,
+) -> Vec<(TokenId, f32)> {
+    let last = tokens.iter().fold(None, |last, &token| Some(number_of(last, token, 0)));
+    let best = next_token(last.expect("there is a token"), sampling.seed, n_vocab);
+    candidates(best, sampling, n_vocab)
+}
+
+fn candidates(best: TokenId, sampling: &Sampling, n_vocab: u32) -> Vec<(TokenId, f32)> {
+    let n = sampling.n_candidates.min(n_vocab);
+    (0..n).map(|i| (TokenId((best.0 + i) % n_vocab), -1.0 - i as f32)).collect()
+}
+
 /// The answer that a [`FakeExecutor`] gives to a prompt when nothing else is running, at most
-/// `max_len` tokens of prompt and answer together.
+/// `max_len` tokens of prompt and answer together. `streaming` comes with the length of a page.
 pub fn answer_alone(
     prompt: &[TokenId],
     sampling: &Sampling,
     limits: &Limits,
     max_len: usize,
     n_vocab: u32,
+    streaming: Option<(Streaming, u32)>,
 ) -> Vec<TokenId> {
-    let mut kv = prompt.iter().fold(None, |kv, &token| Some(kv_of(kv, token)));
+    let number = |before: (Option<u64>, u32), token: &TokenId| {
+        let (last, n_tokens) = before;
+        (Some(number_of(last, *token, n_dropped(streaming, n_tokens))), n_tokens + 1)
+    };
+    let mut so_far = prompt.iter().fold((None, 0), number);
     let mut answer = Vec::new();
     while prompt.len() + answer.len() < max_len && answer.len() < limits.max_tokens as usize {
-        let Some(last) = kv else { break };
+        let Some(last) = so_far.0 else { break };
         let token = next_token(last, sampling.seed, n_vocab);
         if answer.len() >= limits.min_tokens as usize && limits.stop_tokens.contains(&token) {
             break;
         }
         answer.push(token);
-        kv = Some(kv_of(kv, token));
+        so_far = number(so_far, &token);
     }
     answer
 }
 
-fn kv_of(before: Option<u64>, token: TokenId) -> u64 {
-    mix(before.unwrap_or(1).rotate_left(17) ^ mix(u64::from(token.0) + 0x5EED))
+/// Tokens that were dropped when the one after the first `n_tokens` is computed: a page each time
+/// the table is full.
+fn n_dropped(streaming: Option<(Streaming, u32)>, n_tokens: u32) -> u32 {
+    let Some((streaming, page_len)) = streaming else { return 0 };
+    match n_tokens.checked_sub(streaming.max_len(page_len)) {
+        Some(n_over) => (n_over / page_len + 1) * page_len,
+        None => 0,
+    }
+}
+
+fn number_of(before: Option<u64>, token: TokenId, n_dropped: u32) -> u64 {
+    let before = before.unwrap_or(1).rotate_left(17) ^ mix(u64::from(n_dropped));
+    mix(before ^ mix(u64::from(token.0) + 0x5EED))
 }
 
 fn next_token(kv: u64, seed: u64, n_vocab: u32) -> TokenId {
@@ -227,13 +337,19 @@ mod tests {
 
     fn plan(push: Vec<Slot>, start: u32, tokens: &[TokenId], sample: bool) -> StepPlan {
         let table = TableChange { keep: 0, push };
-        let step = SeqStep { seq: SeqId(1), start, tokens: tokens.into(), table, sample };
+        let tokens = tokens.into();
+        let step = SeqStep { seq: SeqId(1), start, shift: 0, tokens, table, sample };
         StepPlan { seqs: vec![step], ..StepPlan::default() }
     }
 
     fn start(mut plan: StepPlan, history: &[TokenId]) -> StepPlan {
         let sampling = Sampling::default();
-        plan.started.push(SeqStart { seq: SeqId(1), sampling, history: history.to_vec() });
+        plan.started.push(SeqStart {
+            seq: SeqId(1),
+            sampling,
+            history: history.to_vec(),
+            n_prompt: history.len() as u32,
+        });
         plan
     }
 
@@ -241,7 +357,7 @@ mod tests {
     fn the_same_history_gives_the_same_answer_however_it_is_cut() {
         let prompt = [3, 1, 4, 1, 5].map(TokenId);
         let limits = Limits { max_tokens: 1, ..Limits::default() };
-        let alone = answer_alone(&prompt, &Sampling::default(), &limits, 99, 50);
+        let alone = answer_alone(&prompt, &Sampling::default(), &limits, 99, 50, None);
         let mut executor = FakeExecutor::new(2, 8, 50);
         executor.run(&start(plan(vec![Slot(7), Slot(2)], 0, &prompt[..3], false), &prompt));
         let slots = vec![Slot(7), Slot(2), Slot(0)];
@@ -256,5 +372,18 @@ mod tests {
         let mut executor = FakeExecutor::new(2, 8, 50);
         executor.run(&start(plan(vec![Slot(7)], 0, &prompt[..2], false), &prompt));
         executor.run(&plan(vec![Slot(6), Slot(2)], 2, &prompt[2..], true));
+    }
+
+    #[test]
+    #[should_panic(expected = "reads another token at 0")]
+    fn a_sink_that_was_not_turned_is_noticed() {
+        let prompt: Vec<TokenId> = (0..7).map(TokenId).collect();
+        let mut executor = FakeExecutor::new(2, 8, 50);
+        executor.expect_streaming(SeqId(1), Streaming { n_sinks: 2, window: 4 });
+        let slots = vec![Slot(7), Slot(2), Slot(0)];
+        executor.run(&start(plan(slots, 0, &prompt[..6], false), &prompt));
+        let mut next = plan(vec![Slot(7), Slot(0), Slot(1)], 4, &prompt[6..], true);
+        next.seqs[0].shift = 2;
+        executor.run(&next);
     }
 }

@@ -5,5 +5,5 @@
 mod fake_executor;
 mod rng;
 
-pub use fake_executor::{FakeExecutor, answer_alone};
+pub use fake_executor::{FakeExecutor, answer_alone, candidates_after};
 pub use rng::Rng;

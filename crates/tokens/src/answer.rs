@@ -40,7 +40,7 @@ impl AnswerText {
     }
 
     /// Ends the answer and gives the text that was held back.
-    pub fn finish(mut self) -> String {
+    pub fn finish(&mut self) -> String {
         if self.stops.is_stopped() {
             return String::new();
         }

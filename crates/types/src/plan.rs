@@ -6,7 +6,7 @@
 use crate::{Sampling, SeqId, Slot, StepTokens, TokenId};
 
 /// Everything the executor needs for one forward pass, in the order in which it is applied:
-/// `ended`, `started`, `copies`, `seqs`.
+/// `ended`, `started`, `copies`, `shifts`, `seqs`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepPlan {
     /// Sequences that the executor forgets.
@@ -16,6 +16,8 @@ pub struct StepPlan {
     /// Pages whose bytes move before the pass, in order: the source of one copy may be the target of
     /// an earlier one.
     pub copies: Vec<PageCopy>,
+    /// Pages of the device that are written anew, their keys at other positions, in order.
+    pub shifts: Vec<PageShift>,
     /// The batch. It is empty when there are only copies to make.
     pub seqs: Vec<SeqStep>,
 }
@@ -27,8 +29,12 @@ pub struct SeqStart {
     pub seq: SeqId,
     /// How its tokens are chosen.
     pub sampling: Sampling,
-    /// The tokens that penalties look back on; sampled ones are added by the executor.
+    /// The tokens that penalties look back on: the prompt, then what was generated before the
+    /// sequence came to the executor. Later ones are added by the executor, when they are sampled
+    /// or, if they are the caller's choice, when they are computed.
     pub history: Vec<TokenId>,
+    /// How many of `history` are the prompt's.
+    pub n_prompt: u32,
 }
 
 /// What one sequence does in one step.
@@ -36,8 +42,11 @@ pub struct SeqStart {
 pub struct SeqStep {
     /// The sequence.
     pub seq: SeqId,
-    /// Position of the first of `tokens`; everything before it is in the cache.
+    /// Place of the first of `tokens` in the table; everything before it is in the cache.
     pub start: u32,
+    /// Tokens that were dropped from the table. The first of `tokens` is at `start + shift` of the
+    /// sequence, and is rotated by that.
+    pub shift: u32,
     /// The tokens to compute, at least one.
     pub tokens: StepTokens,
     /// How the sequence's table of slots changes before the pass.
@@ -51,7 +60,7 @@ pub struct SeqStep {
 pub struct TableChange {
     /// Entries that stay.
     pub keep: u32,
-    /// Slots that follow them.
+    /// Slots that follow them. An entry before the window is any slot: nobody reads it.
     pub push: Vec<Slot>,
 }
 
@@ -65,11 +74,26 @@ pub struct PageCopy {
     pub target: Slot,
 }
 
+/// One page written from another: values as they are, keys turned by `by` positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageShift {
+    /// Where the keys and values are. It may be the target.
+    pub source: Slot,
+    /// Where they go.
+    pub target: Slot,
+    /// Positions that are added to those of the keys.
+    pub by: i32,
+}
+
 /// What the executor gives back.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepResult {
-    /// One entry for each [`SeqStep`] that asked for a sample, in the order of the plan.
+    /// One entry for each [`SeqStep`] that asked for a sample and is not in `failed`, in the order
+    /// of the plan.
     pub sampled: Vec<Sampled>,
+    /// Sequences whose logits were no numbers to choose by, in the order of the plan. They end; the
+    /// others are as if these were not there.
+    pub failed: Vec<SeqId>,
     /// What the plan's copies took, in nanoseconds; 0 when it was not measured.
     pub copy_nanos: u64,
     /// What the pass took, in nanoseconds; 0 when it was not measured.
@@ -81,10 +105,12 @@ pub struct StepResult {
 pub struct Sampled {
     /// The sequence.
     pub seq: SeqId,
-    /// The token.
+    /// The token. Where the caller chooses ([`Sampling::n_candidates`]), the best candidate.
     pub token: TokenId,
-    /// Natural logarithm of the token's probability before temperature and filters.
-    pub logprob: f32,
-    /// The most probable tokens and their logarithms, as many as were asked for, best first.
+    /// Natural logarithm of the token's probability before penalties, temperature and filters, if
+    /// logarithms were asked for.
+    pub logprob: Option<f32>,
+    /// The most probable tokens and their logarithms, as many as were asked for, best first. Where
+    /// the caller chooses, the candidates and their scores.
     pub top: Vec<(TokenId, f32)>,
 }

@@ -25,8 +25,13 @@ pub struct Sampling {
     pub logit_bias: Vec<(TokenId, f32)>,
     /// Seed of the sequence's own random stream.
     pub seed: u64,
-    /// How many of the most probable tokens are reported with each sampled one.
-    pub n_logprobs: u32,
+    /// Whether each token comes with the logarithm of its probability, and how many of the most
+    /// probable tokens come with it. `None` saves a pass over the vocabulary.
+    pub n_logprobs: Option<u32>,
+    /// 0 draws a token. Otherwise none is drawn: the caller gets this many of the best tokens,
+    /// each with the logarithm of its probability changed by penalties and bias, and says which
+    /// one it is. Temperature and filters do not count then.
+    pub n_candidates: u32,
 }
 
 impl Default for Sampling {
@@ -41,7 +46,8 @@ impl Default for Sampling {
             presence_penalty: 0.0,
             logit_bias: Vec::new(),
             seed: 0,
-            n_logprobs: 0,
+            n_logprobs: None,
+            n_candidates: 0,
         }
     }
 }

@@ -95,7 +95,7 @@ pub(super) fn run(mut args: Args) -> Result<()> {
 fn nuthatch(bed: &Bed, mode: &str, prompt: &str, tokens: u32) -> Result<Value> {
     let mut command = shell::command(&bed.nuthatch);
     command.args(["run", "--model"]).arg(&bed.model).args(["--prompt", prompt]);
-    command.args(["--greedy", "--json", "--logprobs", "5", "-n", &tokens.to_string()]);
+    command.args(["--greedy", "--json", "--logprobs", "5", "--max-tokens", &tokens.to_string()]);
     command.args(["--threads", &bed.threads.to_string()]);
     if mode == "raw" {
         command.arg("--raw");

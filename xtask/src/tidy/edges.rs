@@ -53,7 +53,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 ];
 
 /// What tests may use besides.
-const ALLOWED_IN_TESTS: &[&str] = &["backend-cpu", "testkit"];
+const ALLOWED_IN_TESTS: &[&str] = &["backend-cpu", "backend-cuda", "testkit"];
 
 /// Crates that use nothing from outside, except what only computes: error texts and a keyed hash.
 const PURE: &[&str] = &["types", "cache", "scheduler"];

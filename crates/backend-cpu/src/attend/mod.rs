@@ -41,8 +41,9 @@ pub(crate) struct Attention<'a> {
     pub(crate) layer: usize,
     pub(crate) scale: f32,
     pub(crate) window: Option<usize>,
-    /// `[T, (H + 2 G) D]`.
+    /// `[T, width]`; a row begins with its queries, `[H D]`.
     pub(crate) qkv: &'a [f32],
+    pub(crate) width: usize,
 }
 
 /// Keys that a row sees: `start..end`.
@@ -113,17 +114,16 @@ impl Attention<'_> {
         self.kv.shape.head_dim as usize
     }
 
-    /// Keys that the row at `position` sees.
-    fn span(&self, position: usize) -> Span {
-        let end = position + 1;
+    /// Keys that the row at `place` sees.
+    fn span(&self, place: usize) -> Span {
+        let end = place + 1;
         Span { start: self.window.map_or(0, |window| end.saturating_sub(window)), end }
     }
 
     /// Scales the group's queries of one batch row into `q`, `[group][D]`.
     fn load_queries(&self, row: usize, head: usize, q: &mut [f32]) {
         let (d, group) = (self.d(), self.plan.group());
-        let width = (self.plan.shape.n_heads + 2 * self.kv.shape.n_kv_heads as usize) * d;
-        let source = &self.qkv[row * width + head * group * d..][..group * d];
+        let source = &self.qkv[row * self.width + head * group * d..][..group * d];
         for (q, &x) in q.iter_mut().zip(source) {
             *q = x * self.scale;
         }
@@ -160,7 +160,7 @@ impl Attention<'_> {
         target: &mut [f32],
     ) {
         let (d, group) = (self.d(), self.plan.group());
-        let span = self.span(seq.position);
+        let span = self.span(seq.place);
         let start = (chunk * CHUNK).max(span.start);
         let end = ((chunk + 1) * CHUNK).min(span.end);
         if start >= end {
@@ -244,10 +244,10 @@ impl Attention<'_> {
         for row in state.chunks_exact_mut(d + 2) {
             row[d] = f32::NEG_INFINITY;
         }
-        let position = seq.position + start;
-        let (first, last) = (self.span(position), self.span(position + n - 1));
+        let place = seq.place + start;
+        let (first, last) = (self.span(place), self.span(place + n - 1));
         for chunk in first.start / CHUNK..last.end.div_ceil(CHUNK) {
-            self.tile_chunk(head, seq, (position, n), chunk, scratch);
+            self.tile_chunk(head, seq, (place, n), chunk, scratch);
         }
         let n_heads = self.kv.shape.n_kv_heads as usize;
         for (row, state) in scratch.state.chunks_exact(d + 2).enumerate() {
@@ -268,14 +268,14 @@ impl Attention<'_> {
         &self,
         head: usize,
         seq: &PlanSeq,
-        (position, n): (usize, usize),
+        (place, n): (usize, usize),
         chunk: usize,
         scratch: &mut Scratch,
     ) {
         let (d, group) = (self.d(), self.plan.group());
-        let chunk_start = (chunk * CHUNK).max(self.span(position).start);
+        let chunk_start = (chunk * CHUNK).max(self.span(place).start);
         let first_page = chunk_start / PAGE;
-        let chunk_end = ((chunk + 1) * CHUNK).min(position + n);
+        let chunk_end = ((chunk + 1) * CHUNK).min(place + n);
         let n_pages = chunk_end.div_ceil(PAGE) - first_page;
         let first = first_page * PAGE;
         let Scratch { q, scores, chunk_out, state, keys, values } = scratch;
@@ -285,12 +285,12 @@ impl Attention<'_> {
         let step = PAGE.min(n);
         for block in (0..n).step_by(step) {
             let tokens = step.min(n - block);
-            let last = self.span(position + block + tokens - 1);
+            let last = self.span(place + block + tokens - 1);
             let end = last.end.min(chunk_end);
             if end <= first {
                 continue;
             }
-            let begin = self.span(position + block).start.max(chunk_start);
+            let begin = self.span(place + block).start.max(chunk_start);
             let (lo, hi) = ((begin - first) / PAGE, (end - first).div_ceil(PAGE));
             let pages =
                 Pages { dtype: KvDtype::F32, d, keys: &key_at[lo..hi], values: &value_at[lo..hi] };
@@ -301,7 +301,7 @@ impl Attention<'_> {
             self.scores(&pages, rows.len(), &q[rows.start * d..rows.end * d], scores);
             let mut totals = [(f32::NEG_INFINITY, 0.0); PAGE * MAX_GROUP];
             for (row, total) in totals[..rows.len()].iter_mut().enumerate() {
-                let span = self.span(position + block + row / group);
+                let span = self.span(place + block + row / group);
                 let visible =
                     (span.start.max(base) - base, span.end.min(chunk_end) as isize - base as isize);
                 let scores = &mut scores[row * CHUNK..][..pages.keys.len() * PAGE];

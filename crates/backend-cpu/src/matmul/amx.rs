@@ -50,7 +50,7 @@ std::thread_local! {
 #[repr(C, align(64))]
 struct Products([[[i32; LANES * TILE_ROWS]; BATCH]; 2]);
 
-/// Tile shapes for [`ldtilecfg`]: tile 0..4 products, 4 activations, 5 weights.
+/// Tile shapes for `ldtilecfg`: tile 0..4 products, 4 activations, 5 weights.
 #[repr(C, align(64))]
 struct TileConfig {
     palette: u8,

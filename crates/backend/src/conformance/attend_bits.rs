@@ -10,7 +10,7 @@ use super::inputs::Random;
 use super::rig::{Case, LAYER, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
 
 /// Cases for which bits are compared; cheaper than those that are compared with `f64`.
-fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<Case> {
     use KvDtype::{Bf16, F16, F32};
     use RopeStyle::{Halves, Pairs};
     vec![
@@ -25,7 +25,7 @@ fn cases() -> Vec<Case> {
 }
 
 /// A rig with room for `n_tables` sequences of `rows`, and all its slots in random order.
-fn rig_and_slots<'a, B: Backend>(
+pub(super) fn rig_and_slots<'a, B: Backend>(
     b: &'a B,
     case: &'a Case,
     random: &mut Random,
@@ -37,7 +37,7 @@ fn rig_and_slots<'a, B: Backend>(
 }
 
 /// All outputs of a sequence that is computed in steps that end at `cuts` and at its end.
-fn in_steps<B: Backend>(
+pub(super) fn in_steps<B: Backend>(
     rig: &mut Rig<'_, B>,
     seq: &Sequence,
     table: u32,
@@ -96,7 +96,8 @@ pub fn attend_neighbours_agree<B: Backend>(b: &B) {
         let seq = Sequence::new(&mut random, case, ROWS);
         let long = Sequence::new(&mut random, case, LONG);
         let short = Sequence::new(&mut random, case, 21);
-        let wrong = Sequence { first: 0, qkv: vec![f32::NAN; 19 * case.qkv_width()], rows: 19 };
+        let wrong =
+            Sequence { first: 0, turn: 0, qkv: vec![f32::NAN; 19 * case.qkv_width()], rows: 19 };
         let (mut rig, slots) = rig_and_slots(b, case, &mut random, (5, LONG));
         for (table, own) in slots.chunks_exact(long.n_pages()).enumerate() {
             rig.write_table(table as u32, 0, own);

@@ -27,16 +27,16 @@ pub fn buffers_match<B: Backend>(b: &B) {
 }
 
 /// A different sequence in each layer, all on the slots of one table.
-struct Layers<'a, B: Backend> {
-    rig: Rig<'a, B>,
-    sequences: Vec<Sequence>,
+pub(super) struct Layers<'a, B: Backend> {
+    pub(super) rig: Rig<'a, B>,
+    pub(super) sequences: Vec<Sequence>,
 }
 
 impl<'a, B: Backend> Layers<'a, B> {
-    const ROWS: usize = 40;
+    pub(super) const ROWS: usize = 40;
     const N_SLOTS: u32 = 12;
 
-    fn new(b: &'a B, case: &'a Case, random: &mut Random, slots: &[Slot]) -> Self {
+    pub(super) fn new(b: &'a B, case: &'a Case, random: &mut Random, slots: &[Slot]) -> Self {
         let room =
             Room { n_slots: Self::N_SLOTS as usize, n_tables: 2, max_rows: 64, max_context: 64 };
         let mut rig = Rig::new(b, case, room);
@@ -50,7 +50,7 @@ impl<'a, B: Backend> Layers<'a, B> {
     }
 
     /// The last row's output of each layer, by way of a table.
-    fn last_rows(&mut self, table: u32) -> Vec<Vec<f32>> {
+    pub(super) fn last_rows(&mut self, table: u32) -> Vec<Vec<f32>> {
         let mut rows = Vec::new();
         for (layer, seq) in self.sequences.iter().enumerate() {
             let part = Part { seq, table, start: Self::ROWS - 1, end: Self::ROWS };

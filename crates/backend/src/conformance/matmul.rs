@@ -1,7 +1,8 @@
 //! `matmul` and `matmul_add`: every weight format, odd shapes, stacks of parts, biases.
 //!
-//! How far off may a product be? With float weights, by the rounding of an `f32` sum in any order.
-//! With quantised weights a device may also round the activations to eight bits in blocks of 32,
+//! How far off may a product be? With float weights, by the rounding of an `f32` sum in any order;
+//! on a device that says so, with 16-bit ones also by the rounding of activations to bf16, at most
+//! 1/256 of each. With quantised weights a device may also round the activations to eight bits in blocks of 32,
 //! which is how integer dot products work: each activation then moves by at most half a step,
 //! `largest of the block / 254`. The products of these errors with the weights have random signs,
 //! so they add up like a random walk, and [`WALK`] deviations are never left by chance.
@@ -56,14 +57,14 @@ impl Stack {
     }
 
     /// The product with every row of `x`, in `f64`.
-    fn truth(&self, x: &[f32], kind: Activations) -> Truth {
+    fn truth(&self, x: &[f32], kind: Activations, rounds: bool) -> Truth {
         let n_out = self.rows();
         let rows = x.len() / self.cols();
         let mut truth = Truth { value: vec![0.0; rows * n_out], bound: vec![0.0; rows * n_out] };
         let mut out = 0;
         for (matrix, bias) in &self.parts {
             for i in 0..matrix.rows {
-                let row = WeightRow::new(matrix, i);
+                let row = WeightRow::new(matrix, i, rounds);
                 let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[i]));
                 for (t, x) in x.chunks_exact(self.cols()).enumerate() {
                     let (value, bound) = row.times(x, kind);
@@ -88,6 +89,8 @@ enum Activations {
 /// One row of weights, with what its bound needs of each block.
 struct WeightRow {
     is_float: bool,
+    /// Whether a device may round activations to bf16 before it multiplies.
+    takes_bf16: bool,
     weights: Vec<f64>,
     /// Per block: sum and sum of squares of how much one activation's error can count.
     gain: Vec<(f64, f64)>,
@@ -96,8 +99,9 @@ struct WeightRow {
 }
 
 impl WeightRow {
-    fn new(matrix: &Matrix, i: usize) -> Self {
+    fn new(matrix: &Matrix, i: usize, rounds: bool) -> Self {
         let is_float = matrix.dtype.block_len() == 1;
+        let takes_bf16 = rounds && matrix.dtype != WeightType::F32;
         let weights: Vec<f64> = matrix.row(i).into_iter().map(f64::from).collect();
         let offsets: Vec<f64> = matrix.offsets(i).into_iter().map(f64::from).collect();
         let blocks = || weights.chunks(BLOCK).zip(offsets.chunks(BLOCK));
@@ -115,21 +119,27 @@ impl WeightRow {
                 weights.iter().zip(offsets).map(|(w, offset)| w.abs() + 2.0 * offset.abs()).sum()
             })
             .collect();
-        WeightRow { is_float, weights, gain, mass }
+        WeightRow { is_float, takes_bf16, weights, gain, mass }
     }
 
     /// The dot product and its bound.
     fn times(&self, x: &[f32], kind: Activations) -> (f64, f64) {
         let mut value = 0.0;
         let mut magnitude = 0.0;
+        let mut squares: f64 = 0.0;
         for (w, &x) in self.weights.iter().zip(x) {
             let product = w * f64::from(x);
             value += product;
             magnitude += product.abs();
+            squares += product * product;
         }
         let sum_rounding = (4.0 + 2.0 * (x.len() as f64).sqrt()) * ROUNDING;
         if self.is_float {
-            return (value, sum_rounding * magnitude + TINY);
+            let activations = match kind {
+                Activations::Any if self.takes_bf16 => magnitude.min(WALK * squares.sqrt()) / 256.0,
+                Activations::Any | Activations::Whole => 0.0,
+            };
+            return (value, activations + sum_rounding * magnitude + TINY);
         }
         let (mut certain, mut walk, mut mass) = (0.0, 0.0, 0.0);
         for (i, x) in x.chunks(BLOCK).enumerate() {
@@ -211,10 +221,11 @@ fn check<B: Backend>(b: &B, random: &mut Random, stack: &Stack, rows: usize) {
     let weight = stack.load(b);
     let x = activations(random, rows, cols);
     let whole = whole_activations(random, rows, cols);
+    let rounds = b.rounds_activations();
     stack
-        .truth(&whole, Activations::Whole)
+        .truth(&whole, Activations::Whole, rounds)
         .check(&product(b, &weight, &whole, (rows, n_out)), &|| what("matmul of whole numbers"));
-    let mut truth = stack.truth(&x, Activations::Any);
+    let mut truth = stack.truth(&x, Activations::Any, rounds);
     truth.check(&product(b, &weight, &x, (rows, n_out)), &|| what("matmul"));
 
     let before = random.values(rows * n_out);

@@ -20,12 +20,15 @@ mod compare;
 mod copy;
 mod embed;
 mod inputs;
+mod kept;
 mod matmul;
 mod matmul_bits;
 mod norm;
 mod rig;
 mod rope;
 mod rows;
+mod shared;
+mod shift;
 mod swiglu;
 mod truth;
 
@@ -39,11 +42,14 @@ pub use attend_bits::{
 };
 pub use copy::{buffers_match, copy_pages_matches, copy_tiers_match, layers_match};
 pub use embed::embed_matches;
+pub use kept::{attend_freed_agrees, attend_places_are_not_positions};
 pub use matmul::{load_refuses_wrong_sizes, matmul_matches, matmul_stacks_match};
 pub use matmul_bits::matmul_rows_agree;
 pub use norm::{norm_matches, norm_rows_agree};
 pub use rope::{rope_matches, rope_rows_agree};
 pub use rows::gather_rows_matches;
+pub use shared::shared_layers_agree;
+pub use shift::shift_pages_matches;
 pub use swiglu::{swiglu_matches, swiglu_rows_agree};
 
 /// One check: it returns if the device conforms, and panics if not.
@@ -67,7 +73,9 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("rope_rows_agree", rope_rows_agree::<B>),
         ("copy_pages_matches", copy_pages_matches::<B>),
         ("copy_tiers_match", copy_tiers_match::<B>),
+        ("shift_pages_matches", shift_pages_matches::<B>),
         ("layers_match", layers_match::<B>),
+        ("shared_layers_agree", shared_layers_agree::<B>),
         ("attend_reads_queries_only", attend_reads_queries_only::<B>),
         ("attend_decode_matches", attend_decode_matches::<B>),
         ("attend_prefill_matches", attend_prefill_matches::<B>),
@@ -76,6 +84,8 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_neighbours_agree", attend_neighbours_agree::<B>),
         ("attend_places_agree", attend_places_agree::<B>),
         ("attend_past_agrees", attend_past_agrees::<B>),
+        ("attend_freed_agrees", attend_freed_agrees::<B>),
+        ("attend_places_are_not_positions", attend_places_are_not_positions::<B>),
     ]
 }
 

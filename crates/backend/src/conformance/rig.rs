@@ -1,6 +1,6 @@
 //! An arena, tables and a plan of one shape, and the steps that sequences take on them.
 
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageShift, Slot};
 
 use crate::{AttnSpec, Backend, BatchLayout, PlanShape, RopeSpec, RopeStyle};
 
@@ -124,8 +124,10 @@ impl Case {
 /// The tokens of one sequence.
 #[derive(Clone)]
 pub(super) struct Sequence {
-    /// Position of the first row of `qkv`; what lies before it must be out of every window.
+    /// Place of the first row of `qkv`; what lies before it must be out of every window.
     pub(super) first: usize,
+    /// How far positions are beyond places.
+    pub(super) turn: usize,
     /// `[rows, qkv_width]` before rotation.
     pub(super) qkv: Vec<f32>,
     pub(super) rows: usize,
@@ -142,7 +144,12 @@ impl Sequence {
                 row[..v_start].iter_mut().for_each(|x| *x = x.clamp(-LARGEST, LARGEST));
             }
         }
-        Sequence { first: 0, qkv, rows }
+        Sequence { first: 0, turn: 0, qkv, rows }
+    }
+
+    /// The position that a row is rotated to.
+    pub(super) fn position(&self, row: usize) -> usize {
+        self.first + row + self.turn
     }
 
     /// Pages of its table.
@@ -178,6 +185,8 @@ pub(super) struct Rig<'a, B: Backend> {
     pub(super) case: &'a Case,
     pub(super) kv: B::Kv,
     tables: B::Tables,
+    /// A table that no sequence has.
+    spare_table: u32,
     plan: B::Plan,
     norms: Option<(B::Buf, B::Buf)>,
 }
@@ -203,25 +212,32 @@ impl<'a, B: Backend> Rig<'a, B> {
             tables: b
                 .alloc_tables(n_tables, context.div_ceil(PAGE_LEN) as u32)
                 .expect("small tables fit"),
+            spare_table: n_tables - 1,
             plan: b.alloc_plan(&plan_shape).expect("a small plan fits"),
             norms: case.norms.as_ref().map(|(q, k)| (upload(b, q), upload(b, k))),
         };
-        rig.poison(room.n_slots, n_tables - 1);
+        let slots: Vec<Slot> = (0..room.n_slots as u32).map(Slot).collect();
+        rig.poison(&slots);
         rig
     }
 
-    /// Writes what must never be read to every token of the arena.
-    fn poison(&mut self, n_slots: usize, table: u32) {
+    /// Writes what must never be read to every token of these slots.
+    pub(super) fn poison(&mut self, slots: &[Slot]) {
         const POISON: [f32; 5] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN];
-        let slots: Vec<Slot> = (0..n_slots as u32).map(Slot).collect();
-        self.write_table(table, 0, &slots);
-        let rows = n_slots * PAGE_LEN;
+        let table = self.spare_table;
+        self.write_table(table, 0, slots);
+        let rows = slots.len() * PAGE_LEN;
         let n = rows * self.case.qkv_width();
         let qkv = (0..n).map(|i| POISON[i % POISON.len()]).collect();
-        let seq = Sequence { first: 0, qkv, rows };
+        let seq = Sequence { first: 0, turn: 0, qkv, rows };
         for layer in 0..N_LAYERS {
             self.append(&seq, table, rows, LayerIdx(layer));
         }
+    }
+
+    /// Turns pages, in order.
+    pub(super) fn shift(&mut self, shifts: &[PageShift]) {
+        self.b.shift_pages(&self.plan, &mut self.kv, shifts).expect("shift_pages runs");
     }
 
     pub(super) fn write_table(&mut self, table: u32, start: u32, slots: &[Slot]) {
@@ -238,18 +254,30 @@ impl<'a, B: Backend> Rig<'a, B> {
 
     /// Prepares the plan and appends; gives back the buffer of q, k and v.
     pub(super) fn rotate(&mut self, parts: &[Part<'_>], layer: LayerIdx) -> B::Buf {
+        self.rotate_as(parts, layer, true)
+    }
+
+    fn rotate_as(&mut self, parts: &[Part<'_>], layer: LayerIdx, owns_kv: bool) -> B::Buf {
         let width = self.case.qkv_width();
-        let qkv: Vec<f32> = parts
-            .iter()
-            .flat_map(|part| part.seq.qkv[part.start * width..part.end * width].iter().copied())
-            .collect();
+        let n_used = if owns_kv { width } else { self.case.out_width() };
+        let rows = |part: &Part<'_>| {
+            let rows = &part.seq.qkv[part.start * width..part.end * width];
+            rows.chunks_exact(width).flat_map(|row| row[..n_used].to_vec()).collect::<Vec<_>>()
+        };
+        let qkv: Vec<f32> = parts.iter().flat_map(rows).collect();
         let mut qkv = upload(self.b, &qkv);
         self.b.plan(&mut self.plan, &self.tables, &layout(parts)).expect("the batch is planned");
-        let spec = spec(self.case, &self.norms);
+        let spec = spec(self.case, &self.norms, owns_kv);
         self.b
             .rope_append(&self.plan, layer, &spec, &mut qkv, &mut self.kv)
             .expect("rope_append runs");
         qkv
+    }
+
+    /// One whole step of a layer that reads the keys and values of [`LAYER`].
+    pub(super) fn step_shared(&mut self, parts: &[Part<'_>]) -> Vec<Vec<f32>> {
+        let qkv = self.rotate_as(parts, LAYER, false);
+        self.attend_as(parts, &qkv, LAYER, false)
     }
 
     /// One whole step on [`LAYER`]: each part's outputs, `[rows, out_width]`.
@@ -265,10 +293,20 @@ impl<'a, B: Backend> Rig<'a, B> {
         qkv: &B::Buf,
         layer: LayerIdx,
     ) -> Vec<Vec<f32>> {
+        self.attend_as(parts, qkv, layer, true)
+    }
+
+    fn attend_as(
+        &self,
+        parts: &[Part<'_>],
+        qkv: &B::Buf,
+        layer: LayerIdx,
+        owns_kv: bool,
+    ) -> Vec<Vec<f32>> {
         let width = self.case.out_width();
         let rows: usize = parts.iter().map(|part| part.end - part.start).sum();
         let mut out = unwritten(self.b, rows * width);
-        let spec = spec(self.case, &self.norms);
+        let spec = spec(self.case, &self.norms, owns_kv);
         self.b.attend(&self.plan, layer, &spec, qkv, &self.kv, &mut out).expect("attend runs");
         let out = download(self.b, &out, rows * width);
         let mut rest = &out[..];
@@ -283,11 +321,16 @@ impl<'a, B: Backend> Rig<'a, B> {
     }
 }
 
-fn spec<'a, B: Backend>(case: &Case, norms: &'a Option<(B::Buf, B::Buf)>) -> AttnSpec<'a, B> {
+fn spec<'a, B: Backend>(
+    case: &Case,
+    norms: &'a Option<(B::Buf, B::Buf)>,
+    owns_kv: bool,
+) -> AttnSpec<'a, B> {
     AttnSpec {
         n_heads: case.n_heads as u32,
         scale: case.scale(),
         window: case.window,
+        owns_kv,
         head_norms: norms.as_ref().map(|(q, k)| (q, k)),
         eps: EPS,
     }
@@ -297,10 +340,10 @@ fn spec<'a, B: Backend>(case: &Case, norms: &'a Option<(B::Buf, B::Buf)>) -> Att
 pub(super) fn layout(parts: &[Part<'_>]) -> BatchLayout {
     let mut layout = BatchLayout { query_start: vec![0], ..BatchLayout::default() };
     for part in parts {
-        let positions = part.seq.first + part.start..part.seq.first + part.end;
-        layout.tokens.extend(positions.clone().map(|position| position as u32 % 7));
-        layout.kv_len.push(positions.end as u32);
-        layout.positions.extend(positions.map(|position| position as u32));
+        let rows = part.start..part.end;
+        layout.tokens.extend(rows.clone().map(|row| (part.seq.first + row) as u32 % 7));
+        layout.kv_len.push((part.seq.first + part.end) as u32);
+        layout.positions.extend(rows.map(|row| part.seq.position(row) as u32));
         layout.query_start.push(layout.tokens.len() as u32);
         layout.table_row.push(part.table);
         layout.output_rows.push(layout.tokens.len() as u32 - 1);

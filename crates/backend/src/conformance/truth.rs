@@ -37,11 +37,11 @@ struct Heads {
 }
 
 impl Heads {
-    fn new(case: &Case, seq: &Sequence, rows: &Range<usize>) -> Self {
+    fn new(case: &Case, seq: &Sequence, rows: &Range<usize>, turns: &Turns<'_>) -> Self {
         let (d, h, g) = (case.d(), case.n_heads, case.n_kv_heads());
         let mut heads = Heads { q: Vec::new(), k: Vec::new(), v: Vec::new() };
         for (t, row) in seq.qkv.chunks_exact(case.qkv_width()).enumerate() {
-            let position = seq.first + t;
+            let position = seq.position(t);
             let norms = case.norms.as_ref();
             if rows.contains(&t) {
                 for head in row[..h * d].chunks_exact(d) {
@@ -51,8 +51,13 @@ impl Heads {
             }
             for head in row[h * d..(h + g) * d].chunks_exact(d) {
                 let norm = norms.map(|(_, k)| &k[..]);
-                let ready = ready(head, norm, &case.rope, position);
-                heads.k.extend(ready.into_iter().map(|x| stored(case.kv.dtype, x)));
+                let mut key = ready(head, norm, &case.rope, position);
+                key.iter_mut().for_each(|x| *x = stored(case.kv.dtype, *x));
+                if turns(t) != 0 {
+                    turn(&mut key, &case.rope, f64::from(turns(t)), 1.0);
+                    key.iter_mut().for_each(|x| *x = stored(case.kv.dtype, *x));
+                }
+                heads.k.extend(key);
             }
             let v = &row[(h + g) * d..];
             heads.v.extend(v.iter().map(|&x| stored(case.kv.dtype, f64::from(x))));
@@ -74,16 +79,20 @@ pub(super) fn ready(
         let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
         head.iter_mut().zip(weight).for_each(|(x, &w)| *x *= scale * f64::from(w));
     }
-    let factor = f64::from(rope.attention_factor);
+    turn(&mut head, rope, position as f64, f64::from(rope.attention_factor));
+    head
+}
+
+/// Rotates a head in place.
+fn turn(head: &mut [f64], rope: &RopeSpec, position: f64, factor: f64) {
     for (i, &inv_freq) in rope.inv_freq.iter().enumerate() {
-        let angle = position as f64 * f64::from(inv_freq);
+        let angle = position * f64::from(inv_freq);
         let (sin, cos) = (factor * angle.sin(), factor * angle.cos());
         let (first, second) = pair(rope, i);
         let (x, y) = (head[first], head[second]);
         head[first] = x * cos - y * sin;
         head[second] = x * sin + y * cos;
     }
-    head
 }
 
 /// The two elements that frequency `i` rotates.
@@ -116,10 +125,23 @@ fn stored_step(dtype: KvDtype) -> f64 {
     }
 }
 
+/// By how many positions the key of a row was turned after it was stored.
+pub(super) type Turns<'a> = dyn Fn(usize) -> i32 + 'a;
+
 /// Outputs of some rows of a sequence, `[rows, H, D]`.
 pub(super) fn attend(case: &Case, seq: &Sequence, rows: Range<usize>) -> Truth {
+    attend_turned(case, seq, rows, &|_| 0)
+}
+
+/// The same, of a sequence some of whose keys were turned.
+pub(super) fn attend_turned(
+    case: &Case,
+    seq: &Sequence,
+    rows: Range<usize>,
+    turns: &Turns<'_>,
+) -> Truth {
     let d = case.d();
-    let heads = Heads::new(case, seq, &rows);
+    let heads = Heads::new(case, seq, &rows, turns);
     let first_row = rows.start;
     let angles = AngleError::new(case);
     let mut truth = Truth::default();
@@ -133,7 +155,11 @@ pub(super) fn attend(case: &Case, seq: &Sequence, rows: Range<usize>) -> Truth {
                 .map(|j| {
                     let k = &heads.k[at(j)..][..d];
                     let mut score = Score::new(case, q, k);
-                    score.error += angles.of(q, k, (seq.first + t, seq.first + j));
+                    if turns(j) != 0 {
+                        // It was computed and rounded twice.
+                        score.error *= 2.0;
+                    }
+                    score.error += angles.of(q, k, (seq.position(t), seq.position(j)));
                     score
                 })
                 .collect();

@@ -3,7 +3,7 @@
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
 };
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 use crate::plain::{self, Kv, Plain, Plan};
 
@@ -66,6 +66,24 @@ pub(crate) enum Mistake {
     FirstTable,
     /// A decode step is computed a little differently than a prefill.
     DecodeKernel,
+    /// Pages are copied and not turned.
+    NoShift,
+    /// Pages are turned the other way.
+    ShiftBack,
+    /// Pages are turned by multiples of 64 positions only.
+    CoarseShift,
+    /// Turned keys are scaled again.
+    ShiftScales,
+    /// Shifts run backwards.
+    ShiftsReversed,
+    /// A row's place is taken from its position.
+    PlaceByPosition,
+    /// Keys before the window get weight zero instead of being left out.
+    TouchesAll,
+    /// A layer without keys of its own writes its queries over those of the other.
+    SharedWrites,
+    /// A layer without keys of its own reads its queries as if it had keys.
+    SharedWidth,
 }
 
 pub(crate) struct Broken(pub(crate) Mistake);
@@ -95,6 +113,7 @@ impl Broken {
             n_heads: spec.n_heads,
             scale: if self.is(Mistake::Scale) { spec.scale * 1.001 } else { spec.scale },
             window,
+            owns_kv: spec.owns_kv,
             head_norms: spec.head_norms.filter(|_| !self.is(Mistake::NoHeadNorm)),
             eps: spec.eps,
         }
@@ -228,6 +247,29 @@ impl Backend for Broken {
         }
     }
 
+    fn shift_pages(
+        &self,
+        plan: &Plan,
+        kv: &mut Kv,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError> {
+        let mut shifts = shifts.to_vec();
+        match self.0 {
+            Mistake::NoShift => shifts.iter_mut().for_each(|shift| shift.by = 0),
+            Mistake::ShiftBack => shifts.iter_mut().for_each(|shift| shift.by = -shift.by),
+            Mistake::CoarseShift => {
+                shifts.iter_mut().for_each(|shift| shift.by = shift.by / 64 * 64);
+            }
+            Mistake::ShiftsReversed => shifts.reverse(),
+            _ => {}
+        }
+        Plain.shift_pages(plan, kv, &shifts)?;
+        if self.is(Mistake::ShiftScales) {
+            kv.scale_keys(&shifts, plan.attention_factor());
+        }
+        Ok(())
+    }
+
     fn alloc_plan(&self, shape: &PlanShape) -> Result<Plan, DeviceError> {
         let mut shape = shape.clone();
         if self.is(Mistake::SwappedRope) {
@@ -257,6 +299,13 @@ impl Backend for Broken {
             Mistake::LatePositions => {
                 // Wrapped, so that the page stays inside the table.
                 layout.positions.iter_mut().for_each(|at| *at = *at / 16 * 16 + (*at + 1) % 16);
+            }
+            Mistake::PlaceByPosition => {
+                // The last row's position, but never beyond the table.
+                for (end, rows) in layout.kv_len.iter_mut().zip(layout.query_start.windows(2)) {
+                    let room = tables[0].len() as u32 * 16;
+                    *end = (layout.positions[rows[1] as usize - 1] + 1).min(room);
+                }
             }
             Mistake::FirstTable => {
                 let first = layout.table_row[0];
@@ -332,6 +381,17 @@ impl Backend for Broken {
         qkv: &mut Vec<f32>,
         kv: &mut Kv,
     ) -> Result<(), DeviceError> {
+        let inner = self.spec(spec);
+        if self.is(Mistake::SharedWrites) && !spec.owns_kv {
+            let mut wide = Vec::new();
+            let width = qkv.len() / plan.n_rows();
+            for row in qkv.chunks_exact(width) {
+                wide.extend_from_slice(row);
+                wide.extend(row.iter().cycle().take(kv.token_width()));
+            }
+            let owner = AttnSpec { owns_kv: true, ..inner };
+            Plain.rope_append(plan, self.layer(layer), &owner, &mut wide, kv)?;
+        }
         Plain.rope_append(plan, self.layer(layer), &self.spec(spec), qkv, kv)
     }
 
@@ -344,7 +404,19 @@ impl Backend for Broken {
         kv: &Kv,
         out: &mut Vec<f32>,
     ) -> Result<(), DeviceError> {
+        if self.is(Mistake::SharedWidth) && !spec.owns_kv {
+            let mut wide = qkv.clone();
+            wide.resize(qkv.len() + plan.n_rows() * kv.token_width(), 0.0);
+            let owner = AttnSpec { owns_kv: true, ..self.spec(spec) };
+            return Plain.attend(plan, self.layer(layer), &owner, &wide, kv, out);
+        }
         Plain.attend(plan, self.layer(layer), &self.spec(spec), qkv, kv, out)?;
+        if self.is(Mistake::TouchesAll) {
+            let mut all = vec![0.0; out.len()];
+            let unbounded = AttnSpec { window: None, ..self.spec(spec) };
+            Plain.attend(plan, self.layer(layer), &unbounded, qkv, kv, &mut all)?;
+            out.iter_mut().zip(all).for_each(|(out, all)| *out += 0.0 * all);
+        }
         let one_row = plan.n_rows() == 1;
         if self.is(Mistake::DecodeKernel) && one_row {
             Broken::nudge(out);

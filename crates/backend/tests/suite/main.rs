@@ -48,6 +48,15 @@ const CAUGHT_BY: &[(Mistake, &[&str])] = &[
     (Mistake::OneHostSlot, &["copy_tiers_match"]),
     (Mistake::FirstTable, &["attend_neighbours_agree", "attend_decode_matches"]),
     (Mistake::DecodeKernel, &["attend_cuts_agree"]),
+    (Mistake::NoShift, &["shift_pages_matches"]),
+    (Mistake::ShiftBack, &["shift_pages_matches"]),
+    (Mistake::CoarseShift, &["shift_pages_matches"]),
+    (Mistake::ShiftScales, &["shift_pages_matches"]),
+    (Mistake::ShiftsReversed, &["shift_pages_matches"]),
+    (Mistake::PlaceByPosition, &["attend_places_are_not_positions"]),
+    (Mistake::TouchesAll, &["attend_freed_agrees"]),
+    (Mistake::SharedWrites, &["shared_layers_agree"]),
+    (Mistake::SharedWidth, &["shared_layers_agree"]),
 ];
 
 #[test]

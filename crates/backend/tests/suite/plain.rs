@@ -8,7 +8,7 @@ use nuthatch_backend::quant::dequantize_row;
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeSpec, RopeStyle,
 };
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub(crate) struct Plain;
 
@@ -37,6 +37,26 @@ impl Kv {
         (page * page_len + offset) * 2 * self.shape.head_dim as usize
     }
 
+    /// Floats of one token's keys and values.
+    pub(crate) fn token_width(&self) -> usize {
+        2 * self.shape.n_kv_heads as usize * self.shape.head_dim as usize
+    }
+
+    /// Multiplies all keys of the targets.
+    pub(crate) fn scale_keys(&mut self, shifts: &[PageShift], factor: f32) {
+        let d = self.shape.head_dim as usize;
+        for shift in shifts {
+            for layer in (0..self.shape.n_layers).map(LayerIdx) {
+                for head in 0..self.shape.n_kv_heads as usize {
+                    for offset in 0..self.shape.page_len as usize {
+                        let at = self.at(layer, head, shift.target.0, offset);
+                        self.data[at..at + d].iter_mut().for_each(|x| *x *= factor);
+                    }
+                }
+            }
+        }
+    }
+
     fn round(&self, x: f32) -> f32 {
         match self.shape.dtype {
             KvDtype::F32 => x,
@@ -57,14 +77,26 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
+    /// What cosine and sine are multiplied by.
+    pub(crate) fn attention_factor(&self) -> f32 {
+        self.rope.attention_factor
+    }
+
     /// Rows of the batch.
     pub(crate) fn n_rows(&self) -> usize {
         self.seq.len()
     }
 
-    /// Slot and offset of a row's own sequence at a position.
-    fn place(&self, row: usize, position: usize) -> (u32, usize) {
-        (self.slots[self.seq[row]][position / self.page_len], position % self.page_len)
+    /// Slot and offset of a place of a row's own sequence.
+    fn place(&self, row: usize, place: usize) -> (u32, usize) {
+        (self.slots[self.seq[row]][place / self.page_len], place % self.page_len)
+    }
+
+    /// The place of a row in its own sequence.
+    fn own_place(&self, row: usize) -> usize {
+        let seq = self.seq[row];
+        let n_after = self.layout.query_start[seq + 1] as usize - row;
+        self.layout.kv_len[seq] as usize - n_after
     }
 }
 
@@ -77,11 +109,10 @@ fn normalise(x: &mut [f32], weight: &[f32], eps: f32) {
     x.iter_mut().zip(weight).for_each(|(x, w)| *x *= scale * w);
 }
 
-fn rotate(head: &mut [f32], rope: &RopeSpec, position: u32) {
+fn rotate(head: &mut [f32], rope: &RopeSpec, position: f64, factor: f32) {
     for (i, &inv_freq) in rope.inv_freq.iter().enumerate() {
-        let angle = f64::from(position) * f64::from(inv_freq);
-        let sin = angle.sin() as f32 * rope.attention_factor;
-        let cos = angle.cos() as f32 * rope.attention_factor;
+        let angle = position * f64::from(inv_freq);
+        let (sin, cos) = (angle.sin() as f32 * factor, angle.cos() as f32 * factor);
         let (first, second) = match rope.style {
             RopeStyle::Halves => (i, i + rope.inv_freq.len()),
             RopeStyle::Pairs => (2 * i, 2 * i + 1),
@@ -185,6 +216,30 @@ impl Backend for Plain {
         Ok(())
     }
 
+    fn shift_pages(
+        &self,
+        plan: &Plan,
+        kv: &mut Kv,
+        shifts: &[PageShift],
+    ) -> Result<(), DeviceError> {
+        let d = kv.shape.head_dim as usize;
+        for &PageShift { source, target, by } in shifts {
+            self.copy_pages(kv, &[PageCopy { source, target }])?;
+            for layer in (0..kv.shape.n_layers).map(LayerIdx) {
+                for head in 0..kv.shape.n_kv_heads as usize {
+                    for offset in 0..kv.shape.page_len as usize {
+                        let at = kv.at(layer, head, target.0, offset);
+                        let mut key = kv.data[at..at + d].to_vec();
+                        rotate(&mut key, &plan.rope, f64::from(by), 1.0);
+                        key.iter_mut().for_each(|x| *x = kv.round(*x));
+                        kv.data[at..at + d].copy_from_slice(&key);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn alloc_plan(&self, shape: &PlanShape) -> Result<Plan, DeviceError> {
         Ok(Plan {
             rope: shape.rope.clone(),
@@ -279,17 +334,17 @@ impl Backend for Plain {
         qkv: &mut Vec<f32>,
         kv: &mut Kv,
     ) -> Result<(), DeviceError> {
-        let (h, g) = (spec.n_heads as usize, kv.shape.n_kv_heads as usize);
-        let d = kv.shape.head_dim as usize;
+        let g = if spec.owns_kv { kv.shape.n_kv_heads as usize } else { 0 };
+        let (h, d) = (spec.n_heads as usize, kv.shape.head_dim as usize);
         let rows = qkv.chunks_exact_mut((h + 2 * g) * d);
         for ((row, qkv), &position) in rows.enumerate().zip(&plan.layout.positions) {
             for (i, head) in qkv[..(h + g) * d].chunks_exact_mut(d).enumerate() {
                 if let Some((q, k)) = spec.head_norms {
                     normalise(head, if i < h { q } else { k }, spec.eps);
                 }
-                rotate(head, &plan.rope, position);
+                rotate(head, &plan.rope, f64::from(position), plan.rope.attention_factor);
             }
-            let (slot, offset) = plan.place(row, position as usize);
+            let (slot, offset) = plan.place(row, plan.own_place(row));
             for i in 0..g {
                 let at = kv.at(layer, i, slot, offset);
                 for j in 0..d {
@@ -312,14 +367,15 @@ impl Backend for Plain {
     ) -> Result<(), DeviceError> {
         let (h, g) = (spec.n_heads as usize, kv.shape.n_kv_heads as usize);
         let d = kv.shape.head_dim as usize;
-        for (row, &position) in plan.layout.positions.iter().enumerate() {
-            let end = position as usize + 1;
+        let width = (if spec.owns_kv { h + 2 * g } else { h }) * d;
+        for row in 0..plan.n_rows() {
+            let end = plan.own_place(row) + 1;
             let start = spec.window.map_or(0, |window| end.saturating_sub(window as usize));
             for i in 0..h {
-                let q = &qkv[(row * (h + 2 * g) + i) * d..][..d];
+                let q = &qkv[row * width + i * d..][..d];
                 let places: Vec<usize> = (start..end)
-                    .map(|position| {
-                        let (slot, offset) = plan.place(row, position);
+                    .map(|place| {
+                        let (slot, offset) = plan.place(row, place);
                         kv.at(layer, i / (h / g), slot, offset)
                     })
                     .collect();

@@ -1,9 +1,8 @@
 //! In which order cached pages that nobody uses are given up.
 //!
-//! Only leaves of the prefix tree are offered to an order, so that a page is never given up before
-//! the pages that follow it: without its parent a page could not be found again. When the last child
-//! of an unused page goes, the page itself is offered. Every operation of every order takes
-//! O(log n).
+//! Only pages that no unused page follows are offered to an order, so that a page is never given up
+//! before the unused pages after it: without its parent a page could not be found again. When the
+//! last of those goes, the page itself is offered. Every operation of every order takes O(log n).
 
 mod lfu;
 mod lineage;

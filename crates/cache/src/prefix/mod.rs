@@ -8,12 +8,19 @@
 //!                          +------- reuse ------+---------- reuse, promote --------+
 //! ```
 //!
-//! A page that some table holds is in use; so are all pages before it, because a table holds its
-//! whole path. Pages that no table holds stay as long as there is room: they are idle.
+//! A page that some table holds is in use. Pages that no table holds stay as long as there is room:
+//! they are idle. A tier is offered those of its idle pages that no idle page of the same tier
+//! follows right away, so that of a line of idle pages the last leaves first.
 //!
-//! The page before one on the device is on the device too: pages leave it from the last one on. So
-//! the device is offered those idle pages that no page of the device follows, and the host those
-//! that no page follows at all.
+//! Most tables hold their whole path, so that what follows an idle page is idle too. But a table
+//! whose first pages left its window holds the end of a path only:
+//!
+//! ```text
+//!   root --> idle --> idle, offered --> held --> held
+//! ```
+//!
+//! When an idle page is given up, what follows it can no longer be found and leaves the tree with it;
+//! what is held then belongs to its holders alone.
 
 mod ghosts;
 mod node;
@@ -25,7 +32,7 @@ use std::time::Duration;
 use nuthatch_types::{PageId, TokenId};
 
 use self::ghosts::Ghosts;
-pub(crate) use self::node::{Node, Parent};
+pub(crate) use self::node::Parent;
 pub(crate) use self::tree::Tree;
 pub(crate) use self::walk::Found;
 pub use self::walk::{Miss, MissReason};
@@ -57,6 +64,15 @@ pub(crate) enum Published {
     Hidden,
 }
 
+/// Pages that have left the tree.
+#[derive(Debug, Default)]
+pub(crate) struct Removed {
+    /// Pages that nobody holds.
+    pub(crate) idle: Vec<PageId>,
+    /// Pages that tables hold and that nobody else can find any more.
+    pub(crate) held: Vec<PageId>,
+}
+
 impl Prefix {
     pub(crate) fn new(chain: Chain, eviction: Eviction, n_pages: u32, page_len: u32) -> Self {
         Prefix {
@@ -74,7 +90,8 @@ impl Prefix {
         self.now = self.now.max(now);
     }
 
-    /// Makes a full page of the device, which a table holds, findable after `parent`, which the same table holds.
+    /// Makes a full page of the device, which a table holds, findable after `parent`, which the same
+    /// table holds.
     pub(crate) fn publish(
         &mut self,
         parent: Parent,
@@ -89,11 +106,14 @@ impl Prefix {
         if is_new { Published::New } else { Published::Hidden }
     }
 
-    /// Records that an idle page of `tier` is held by a table again.
-    pub(crate) fn reuse(&mut self, page: PageId, tier: Tier) {
+    /// Records that an idle page is held by a table again.
+    pub(crate) fn reuse(&mut self, page: PageId, pages: &Pages) {
+        let tier = pages.tier(page);
+        let node = self.tree.node(page);
         if self.tree.is_last(page, tier) {
-            self.orders[tier as usize].remove(page, &self.tree.node(page).facts);
+            self.orders[tier as usize].remove(page, &node.facts);
         }
+        self.one_idle_less(node.parent, tier, pages);
     }
 
     /// Records that a page in use was found by a request.
@@ -102,11 +122,11 @@ impl Prefix {
         facts.n_hits = facts.n_hits.saturating_add(1);
     }
 
-    /// Records that no table holds a page of `tier` any more.
-    pub(crate) fn idle(&mut self, page: PageId, tier: Tier) {
+    /// Records that no table holds a page any more.
+    pub(crate) fn idle(&mut self, page: PageId, pages: &Pages) {
         self.n_uses += 1;
         self.tree.facts_mut(page).last_use = self.n_uses;
-        self.offer(page, tier);
+        self.add_idle(page, pages);
     }
 
     /// Records how long a page in use should stay.
@@ -122,28 +142,38 @@ impl Prefix {
         self.orders[tier as usize].pop(self.now)
     }
 
-    /// Takes a page that [`Prefix::pop`] gave and that nothing follows out of the tree.
-    pub(crate) fn remove(&mut self, page: PageId, pages: &Pages) {
-        let node = self.tree.remove(page);
-        self.ghosts.push(node.hash);
-        if pages.tier(page) == Tier::Device {
-            self.tree.count_off_device(node.parent);
+    /// Takes an idle page that [`Prefix::pop`] gave out of the tree, and all that follow it. `popped`
+    /// is another one that it gave and that may be among them.
+    pub(crate) fn remove(
+        &mut self,
+        first: PageId,
+        popped: Option<PageId>,
+        pages: &Pages,
+    ) -> Removed {
+        self.one_idle_less(self.tree.node(first).parent, pages.tier(first), pages);
+        let mut removed = Removed::default();
+        for page in self.tree.subtree(first).into_iter().rev() {
+            let node = self.tree.remove(page);
+            self.ghosts.push(node.hash);
+            if !pages.is_idle(page) {
+                removed.held.push(page);
+                continue;
+            }
+            let tier = pages.tier(page) as usize;
+            let is_offered = node.n_idle[tier] == 0 && page != first && Some(page) != popped;
+            if is_offered {
+                self.orders[tier].remove(page, &node.facts);
+            }
+            removed.idle.push(page);
         }
-        self.offer_parent(node.parent, pages.tier(page), pages);
+        removed
     }
 
-    /// Records that a page, which is not offered, has changed its tier to `to`.
-    pub(crate) fn moved(&mut self, page: PageId, to: Tier, pages: &Pages) {
-        match to {
-            Tier::Device => self.tree.count_on_device(page),
-            Tier::Host => {
-                let parent = self.tree.node(page).parent;
-                self.tree.count_off_device(parent);
-                self.offer_parent(parent, Tier::Device, pages);
-            }
-        }
+    /// Records that a page has come from the tier `from`. An idle one is not offered.
+    pub(crate) fn moved(&mut self, page: PageId, from: Tier, pages: &Pages) {
         if pages.is_idle(page) {
-            self.offer(page, to);
+            self.one_idle_less(self.tree.node(page).parent, from, pages);
+            self.add_idle(page, pages);
         }
     }
 
@@ -152,20 +182,28 @@ impl Prefix {
         self.ghosts.clear();
     }
 
-    /// Offers an idle page of `tier` if it may leave it.
-    fn offer(&mut self, page: PageId, tier: Tier) {
+    /// Offers an idle page if it may leave its tier, and tells the page before it.
+    fn add_idle(&mut self, page: PageId, pages: &Pages) {
+        let tier = pages.tier(page);
+        let node = self.tree.node(page);
         if self.tree.is_last(page, tier) {
-            self.orders[tier as usize].insert(page, &self.tree.node(page).facts);
+            self.orders[tier as usize].insert(page, &node.facts);
+        }
+        let Parent::Page(parent) = node.parent else { return };
+        let n_idle = self.tree.n_idle_mut(parent, tier);
+        *n_idle += 1;
+        if *n_idle == 1 && pages.is_idle(parent) && pages.tier(parent) == tier {
+            self.orders[tier as usize].remove(parent, &self.tree.node(parent).facts);
         }
     }
 
-    /// Offers the page before one that has left `tier`, if it lies there and nobody holds it.
-    fn offer_parent(&mut self, parent: Parent, tier: Tier, pages: &Pages) {
-        if let Parent::Page(parent) = parent
-            && pages.is_idle(parent)
-            && pages.tier(parent) == tier
-        {
-            self.offer(parent, tier);
+    /// Records that one page less is idle of those of a tier that follow.
+    fn one_idle_less(&mut self, parent: Parent, tier: Tier, pages: &Pages) {
+        let Parent::Page(parent) = parent else { return };
+        let n_idle = self.tree.n_idle_mut(parent, tier);
+        *n_idle -= 1;
+        if *n_idle == 0 && pages.is_idle(parent) && pages.tier(parent) == tier {
+            self.orders[tier as usize].insert(parent, &self.tree.node(parent).facts);
         }
     }
 }

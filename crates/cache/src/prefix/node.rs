@@ -24,8 +24,8 @@ pub(crate) struct Node {
     pub(crate) tokens: Box<[TokenId]>,
     /// Pages that follow, sorted by their tokens.
     pub(crate) children: Vec<PageId>,
-    /// How many of the children lie on the device.
-    pub(crate) n_on_device: u32,
+    /// `[tier]` how many of the children nobody holds.
+    pub(crate) n_idle: [u32; 2],
     /// What eviction looks at. Changed only while the page is not offered for eviction.
     pub(crate) facts: Facts,
 }

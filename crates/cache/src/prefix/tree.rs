@@ -58,27 +58,25 @@ impl Tree {
         &mut self.node_mut(page).facts
     }
 
-    /// Whether no page of the same tier, or of a lower one, follows a cached page of `tier`: it can
-    /// leave its tier.
+    /// Whether no idle page of a tier follows a cached page right away.
     pub(crate) fn is_last(&self, page: PageId, tier: Tier) -> bool {
-        match tier {
-            Tier::Device => self.node(page).n_on_device == 0,
-            Tier::Host => self.node(page).children.is_empty(),
-        }
+        self.node(page).n_idle[tier as usize] == 0
     }
 
-    /// Counts a page that came to the device; its parent is told.
-    pub(crate) fn count_on_device(&mut self, page: PageId) {
-        if let Parent::Page(parent) = self.node(page).parent {
-            self.node_mut(parent).n_on_device += 1;
-        }
+    /// How many of a cached page's children in a tier nobody holds, to change.
+    pub(crate) fn n_idle_mut(&mut self, page: PageId, tier: Tier) -> &mut u32 {
+        &mut self.node_mut(page).n_idle[tier as usize]
     }
 
-    /// Counts a page that left the device from under `parent`.
-    pub(crate) fn count_off_device(&mut self, parent: Parent) {
-        if let Parent::Page(parent) = parent {
-            self.node_mut(parent).n_on_device -= 1;
+    /// A cached page and all that follow it, each after the one before it.
+    pub(crate) fn subtree(&self, page: PageId) -> Vec<PageId> {
+        let mut pages = vec![page];
+        let mut i = 0;
+        while i < pages.len() {
+            pages.extend(&self.node(pages[i]).children);
+            i += 1;
         }
+        pages
     }
 
     /// The pages that follow, sorted by their tokens.
@@ -127,8 +125,8 @@ impl Tree {
         self.first_pages.contains_key(&self.unsalted(tokens))
     }
 
-    /// Adds a page of the device that [`Tree::find`] does not find. False when another page has its hash: it then
-    /// cannot be cached.
+    /// Adds a page that somebody holds and that [`Tree::find`] does not find. False when another page
+    /// has its hash: it then cannot be cached.
     pub(crate) fn insert(
         &mut self,
         hash: PageHash,
@@ -151,16 +149,15 @@ impl Tree {
         };
         let facts = Facts { depth, ..Facts::default() };
         let (tokens, children) = (tokens.into(), Vec::new());
-        let node = Node { hash, parent, tokens, children, n_on_device: 0, facts };
+        let node = Node { hash, parent, tokens, children, n_idle: [0; 2], facts };
         let before = self.nodes[page.0 as usize].replace(node);
         assert!(before.is_none(), "{page:?} is cached once");
-        self.count_on_device(page);
         self.index.insert(hash, page);
         self.n_nodes += 1;
         true
     }
 
-    /// Takes out a leaf. The caller tells the parent if it was on the device.
+    /// Takes out a leaf. The caller tells the parent if it was idle.
     pub(crate) fn remove(&mut self, page: PageId) -> Node {
         let node = self.nodes[page.0 as usize].take().expect("the page is cached");
         assert!(node.children.is_empty(), "{page:?} goes after the pages that follow it");

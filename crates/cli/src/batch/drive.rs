@@ -223,7 +223,12 @@ fn read(line: &Line) -> Result<(String, Result<Request, ApiError>), ApiError> {
 
 fn refusal(error: &SubmitError) -> ApiError {
     let kind = match error {
-        SubmitError::Refused(_) | SubmitError::UnknownToken { .. } => ErrorKind::InvalidRequest,
+        SubmitError::Refused(_)
+        | SubmitError::UnknownToken { .. }
+        | SubmitError::NoAnswers
+        | SubmitError::StreamingBeams
+        | SubmitError::TooManyAnswers { .. }
+        | SubmitError::TooManyBeams { .. } => ErrorKind::InvalidRequest,
         SubmitError::Failed { .. } | SubmitError::Stopped => ErrorKind::Server,
     };
     ApiError::new(kind, error.to_string())

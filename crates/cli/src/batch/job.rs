@@ -80,11 +80,12 @@ impl Part {
         let mut progress = Progress::None;
         while let Ok(output) = self.outputs.try_recv() {
             match output {
-                Output::Token { token, logprob, top } => {
+                Output::Token { token, logprob, top, .. } => {
                     let Some(text) = self.text.as_mut().filter(|text| !text.is_stopped()) else {
                         continue;
                     };
                     self.shown += &text.push(token);
+                    let logprob = logprob.unwrap_or_default();
                     self.tokens.push(Token { id: token, logprob, top });
                     if text.is_stopped() {
                         progress = Progress::Stopped;
@@ -97,7 +98,7 @@ impl Part {
     }
 
     fn finish(&mut self, reason: FinishReason, usage: nuthatch_engine::Usage) {
-        let Some(text) = self.text.take() else { return };
+        let Some(mut text) = self.text.take() else { return };
         let reason = if text.is_stopped() { FinishReason::Stop } else { reason };
         self.shown += &text.finish();
         self.end = Some((reason, usage));

@@ -51,6 +51,7 @@ impl Endpoint {
                         sampling: self.sampling(options, seed, i),
                         limits: limits.clone(),
                         hints: hints(options),
+                        ..Submission::default()
                     },
                     answer: self.answer(request),
                     is_repeat: i > 0,
@@ -114,7 +115,7 @@ impl Endpoint {
             min_p: model.min_p.unwrap_or(0.0),
             repetition_penalty: model.repetition_penalty.unwrap_or(1.0),
             seed,
-            n_logprobs: options.logprobs.unwrap_or(0),
+            n_logprobs: options.logprobs,
             ..Sampling::default()
         };
         let sampling = options.sampling.apply(base);

@@ -8,7 +8,7 @@ use nuthatch_engine::{SharedClock, Submission};
 use nuthatch_types::{Limits, Sampling, TokenId};
 
 use crate::config::WARM_UP_TOKENS;
-use crate::load::CpuEngine;
+use crate::device::AnyEngine;
 use crate::random::Random;
 
 /// What a test measures.
@@ -56,7 +56,7 @@ struct Step {
 /// An engine under measurement.
 #[derive(Debug)]
 pub(super) struct Bench {
-    engine: CpuEngine,
+    engine: AnyEngine,
     clock: Clock,
     vocab: u32,
     random: Random,
@@ -72,7 +72,7 @@ impl fmt::Debug for Clock {
 }
 
 impl Bench {
-    pub(super) fn new(engine: CpuEngine, clock: SharedClock, vocab: u32) -> Self {
+    pub(super) fn new(engine: AnyEngine, clock: SharedClock, vocab: u32) -> Self {
         Bench { engine, clock: Clock(clock), vocab, random: Random::new(1) }
     }
 

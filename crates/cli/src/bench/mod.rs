@@ -25,14 +25,16 @@ use result::{BenchResult, TestResult};
 
 /// Runs the command.
 pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()> {
-    let path = fetch::fetch(&config.model, fetch)?;
-    let mut files = ModelFiles::open(&path)?;
+    let mut files = match &config.shape {
+        Some(name) => ModelFiles::random(plan::shape_config(name)?, Path::new(name)),
+        None => ModelFiles::open(&fetch::fetch(&config.model, fetch)?)?,
+    };
     files.override_rope(&config.engine.rope)?;
     let mut engine_config = config.engine.clone();
     // Speed does not depend on whether the model makes sense at this length.
     let asked = engine_config.max_context.unwrap_or(0);
     engine_config.max_context = Some(asked.max(config.longest()));
-    let prepared = Prepared::with_files(files, &engine_config)?;
+    let prepared = Prepared::with_files(files, &engine_config, fetch.env)?;
     let loaded = prepared.load()?;
     let model = prepared.files.config();
     let mut bench = Bench::new(loaded.engine, loaded.clock, model.vocab);
@@ -48,7 +50,7 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
     let result = BenchResult {
         version: env!("CARGO_PKG_VERSION"),
         commit: option_env!("NUTHATCH_COMMIT"),
-        model: load::model_name(&path),
+        model: load::model_name(prepared.files.path()),
         architecture: model.architecture.name(),
         weights_bytes: prepared.files.weight_bytes(),
         n_params: plan::n_params(model),

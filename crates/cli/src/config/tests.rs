@@ -2,6 +2,7 @@
 
 use clap::Parser as _;
 use nuthatch_engine::Eviction;
+use nuthatch_model::RopeKind;
 
 use super::*;
 use crate::args::{Args, Command};
@@ -84,7 +85,7 @@ fn sampling_is_typed_then_the_models_then_ours() {
     let words: Vec<&str> = all.split_whitespace().collect();
     let all = sampling(&words, &greedy);
     assert_eq!((all.repetition_penalty, all.frequency_penalty), (1.1, -0.5));
-    assert_eq!((all.presence_penalty, all.min_p, all.seed, all.n_logprobs), (0.5, 0.2, 7, 3));
+    assert_eq!((all.presence_penalty, all.min_p, all.seed, all.n_logprobs), (0.5, 0.2, 7, Some(3)));
 }
 
 #[test]
@@ -152,11 +153,47 @@ fn scheduling_flags_have_the_names_people_know() {
 }
 
 #[test]
+fn there_are_seats_for_all_answers() {
+    let config = |words: &[&str]| run(&[words, &["-p", "x"]].concat(), true).unwrap();
+    let seats = |words: &[&str]| config(words).engine.max_seqs;
+    assert_eq!(seats(&[]), 1);
+    assert_eq!(seats(&["-n", "3"]), 3);
+    assert_eq!(seats(&["-n", "100"]), 16);
+    assert_eq!(seats(&["-n", "3", "--max-num-seqs", "9"]), 9);
+    assert_eq!(seats(&["-n", "2", "--num-beams", "5"]), 5);
+    let search = |words: &[&str]| config(&[&["--beam-width", "4"], words].concat()).sampling.beam();
+    assert_eq!(search(&[]), Some(BeamParams::new(4)));
+    let beam = search(&["--length-penalty", "-0.5", "--early-stopping"]).unwrap();
+    assert_eq!((beam.length_penalty, beam.early_stopping), (-0.5, EarlyStopping::Yes));
+    let early = |when| search(&[when]).unwrap().early_stopping;
+    assert_eq!(early("--early-stopping=never"), EarlyStopping::Never);
+    assert_eq!(early("--early-stopping=false"), EarlyStopping::No);
+    assert_eq!(config(&[]).sampling.beam(), None);
+}
+
+#[test]
+fn rope_scaling_is_a_name_or_an_object() {
+    let rope = |text: &str| run(&["--rope-scaling", text], true).unwrap().engine.rope;
+    assert_eq!(rope("llama3").scaling, Some(RopeKind::Llama3));
+    let object = r#"{"rope_type": "llama3", "factor": 8.0}"#;
+    assert_eq!(rope(object).parameters.as_deref(), Some(object));
+    let words = ["nuthatch", "run", "--rope-scaling", "longrope"];
+    let error = Args::try_parse_from(words).unwrap_err().to_string();
+    assert!(error.contains("config.json has under rope_scaling"), "{error}");
+}
+
+#[test]
 fn what_makes_no_sense_is_refused() {
     for (words, expect) in [
         (&["--block-size", "32"][..], "--block-size is 32, but pages have 16 tokens"),
         (&["--threads", "0"], "--threads is 0"),
-        (&["-n", "0"], "--max-tokens is 0"),
+        (&["--max-tokens", "0"], "--max-tokens is 0"),
+        (&["-n", "0"], "-n is 0"),
+        (&["-n", "2"], "-n needs a prompt"),
+        (&["-n", "3", "--beam-width", "2", "-p", "x"], "-n is 3, but must be at most"),
+        (&["--beam-width", "0"], "beam_width is 0"),
+        (&["--beam-width", "2", "--length-penalty", "nan"], "length_penalty is NaN"),
+        (&["--beam-width", "600"], "--max-num-batched-tokens (512) is less"),
         (&["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (&["--max-num-seqs", "600"], "--max-num-batched-tokens (512) is less"),
         (&["--temperature", "nan"], "temperature is NaN, but must be 0 to 100"),

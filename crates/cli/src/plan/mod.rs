@@ -27,6 +27,13 @@ pub(crate) fn shape_names() -> String {
     shape::BUILT_IN.iter().map(|model| model.name).collect::<Vec<_>>().join(", ")
 }
 
+/// A built-in shape as a model's configuration.
+pub(crate) fn shape_config(name: &str) -> anyhow::Result<ModelConfig> {
+    let shape = shape::find(name)
+        .with_context(|| format!("no shape `{name}`; the built-in ones are {}", shape_names()))?;
+    Ok(ModelConfig::from_json(shape.config_json().as_bytes(), None)?)
+}
+
 /// Parameters of a model, counted from its sizes.
 pub(crate) fn n_params(config: &ModelConfig) -> u64 {
     PlanModel::from_config(String::new(), config, None).n_params

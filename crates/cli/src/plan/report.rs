@@ -162,9 +162,9 @@ impl Report {
     }
 }
 
-/// Keys and values of one token over all layers.
+/// Keys and values of one token over all layers that own them.
 fn token_bytes(model: &PlanModel, n_kv_heads: u32, bits: u64) -> u64 {
-    2 * u64::from(model.n_layers) * u64::from(n_kv_heads) * u64::from(model.head_dim) * bits / 8
+    2 * u64::from(model.n_kv_layers) * u64::from(n_kv_heads) * u64::from(model.head_dim) * bits / 8
 }
 
 fn fit(model: &PlanModel, ask: &Ask, memory: u64) -> Fit {

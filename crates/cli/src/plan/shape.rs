@@ -8,6 +8,8 @@ use serde::Serialize;
 pub(super) struct PlanModel {
     pub(super) name: String,
     pub(super) n_layers: u32,
+    /// Layers that own keys and values; the others read theirs.
+    pub(super) n_kv_layers: u32,
     pub(super) n_heads: u32,
     pub(super) n_kv_heads: u32,
     pub(super) head_dim: u32,
@@ -36,6 +38,7 @@ impl PlanModel {
     ) -> Self {
         let n_params = count_params(&Sizes {
             n_layers: config.n_layers,
+            n_kv_layers: config.n_kv_layers(),
             hidden: config.hidden,
             ff: config.ff,
             vocab: config.vocab,
@@ -46,15 +49,15 @@ impl PlanModel {
             qkv_bias: config.qkv_bias,
             qk_norm: config.qk_norm,
         });
-        let windows = config.windows.iter().copied().collect::<Option<Vec<u32>>>();
         PlanModel {
             name,
             n_layers: config.n_layers,
+            n_kv_layers: config.n_kv_layers(),
             n_heads: config.n_heads,
             n_kv_heads: config.n_kv_heads,
             head_dim: config.head_dim,
             context: config.max_context,
-            window: windows.and_then(|windows| windows.into_iter().max()),
+            window: config.widest_window(),
             n_params,
             weights: weights.unwrap_or_else(|| bf16_weights(n_params)),
         }
@@ -69,6 +72,7 @@ fn bf16_weights(n_params: u64) -> Weights {
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     n_layers: u32,
+    n_kv_layers: u32,
     hidden: u32,
     ff: u32,
     vocab: u32,
@@ -84,16 +88,19 @@ fn count_params(sizes: &Sizes) -> u64 {
     let [layers, d, ff, vocab] =
         [sizes.n_layers, sizes.hidden, sizes.ff, sizes.vocab].map(u64::from);
     let [h, g, head] = [sizes.n_heads, sizes.n_kv_heads, sizes.head_dim].map(u64::from);
-    let qkv = (h + 2 * g) * head;
-    let mut layer = d * qkv + h * head * d + 3 * d * ff + 2 * d;
+    let (q, kv) = (h * head, 2 * g * head);
+    let mut layer = d * q + q * d + 3 * d * ff + 2 * d;
+    let mut kv_layer = d * kv;
     if sizes.qkv_bias {
-        layer += qkv;
+        layer += q;
+        kv_layer += kv;
     }
     if sizes.qk_norm {
-        layer += 2 * head;
+        layer += head;
+        kv_layer += head;
     }
     let embeddings = if sizes.tied { 1 } else { 2 };
-    layers * layer + embeddings * vocab * d + d
+    layers * layer + u64::from(sizes.n_kv_layers) * kv_layer + embeddings * vocab * d + d
 }
 
 /// A well-known model, planned without its files.
@@ -111,6 +118,7 @@ impl BuiltIn {
         PlanModel {
             name: self.name.to_owned(),
             n_layers: self.sizes.n_layers,
+            n_kv_layers: self.sizes.n_kv_layers,
             n_heads: self.sizes.n_heads,
             n_kv_heads: self.sizes.n_kv_heads,
             head_dim: self.sizes.head_dim,
@@ -119,6 +127,35 @@ impl BuiltIn {
             n_params,
             weights: bf16_weights(n_params),
         }
+    }
+}
+
+impl BuiltIn {
+    /// What a `config.json` of this shape says.
+    pub(super) fn config_json(self) -> String {
+        let Sizes { n_layers, hidden, ff, vocab, n_heads, n_kv_heads, head_dim, tied, .. } =
+            self.sizes;
+        let model_type = match (self.sizes.qkv_bias, self.sizes.qk_norm) {
+            (true, _) => "qwen2",
+            (false, true) => "qwen3",
+            (false, false) => "llama",
+        };
+        let context = self.context;
+        serde_json::json!({
+            "model_type": model_type,
+            "num_hidden_layers": n_layers,
+            "hidden_size": hidden,
+            "intermediate_size": ff,
+            "vocab_size": vocab,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "tie_word_embeddings": tied,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": context,
+        })
+        .to_string()
     }
 }
 
@@ -137,6 +174,7 @@ const fn llama(
     let (tied, qkv_bias, qk_norm) = (false, false, false);
     let sizes = Sizes {
         n_layers,
+        n_kv_layers: n_layers,
         hidden,
         ff,
         vocab,
@@ -175,7 +213,7 @@ impl BuiltIn {
 const K: u32 = 1024;
 
 /// Sizes as their makers published them.
-pub(super) const BUILT_IN: [BuiltIn; 14] = [
+pub(super) const BUILT_IN: [BuiltIn; 15] = [
     llama("smollm2-135m", [30, 576, 1536, 49_152], [9, 3, 64], 8 * K).tied(),
     llama("llama2-7b", [32, 4096, 11_008, 32_000], [32, 32, 128], 4 * K),
     llama("llama2-13b", [40, 5120, 13_824, 32_000], [40, 40, 128], 4 * K),
@@ -187,6 +225,7 @@ pub(super) const BUILT_IN: [BuiltIn; 14] = [
     llama("mistral-7b", [32, 4096, 14_336, 32_000], [32, 8, 128], 32 * K).window(4 * K),
     llama("qwen2.5-0.5b", [24, 896, 4864, 151_936], [14, 2, 64], 32 * K).qkv_bias().tied(),
     llama("qwen2.5-7b", [28, 3584, 18_944, 152_064], [28, 4, 128], 32 * K).qkv_bias(),
+    llama("qwen2.5-14b", [48, 5120, 13_824, 152_064], [40, 8, 128], 32 * K).qkv_bias(),
     llama("qwen2.5-72b", [80, 8192, 29_568, 152_064], [64, 8, 128], 32 * K).qkv_bias(),
     llama("qwen3-0.6b", [28, 1024, 3072, 151_936], [16, 8, 128], 40 * K).qk_norm().tied(),
     llama("qwen3-8b", [36, 4096, 12_288, 151_936], [32, 8, 128], 40 * K).qk_norm(),
@@ -208,6 +247,7 @@ mod tests {
             ("mistral-7b", 7_241_732_096),
             ("qwen2.5-0.5b", 494_032_768),
             ("qwen2.5-7b", 7_615_616_512),
+            ("qwen2.5-14b", 14_770_033_664),
             ("qwen3-0.6b", 596_049_920),
             ("Qwen3-8B", 8_190_735_360),
         ] {

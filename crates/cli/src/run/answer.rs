@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use nuthatch_engine::{EngineHandle, Output, Submission, Ticket, Timings, Usage};
 use nuthatch_tokens::{AnswerText, DecodeOptions};
-use nuthatch_types::{FinishReason, Limits, Sampling, TokenId};
+use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, TokenId};
 
 use crate::interrupt::Interrupt;
 use crate::text::Text;
@@ -22,6 +22,9 @@ pub(super) struct Answerer<'a> {
     pub(super) text: &'a Text,
     pub(super) interrupt: &'a Interrupt,
     pub(super) sampling: Sampling,
+    /// Answers to each prompt.
+    pub(super) n: u32,
+    pub(super) beam: Option<BeamParams>,
     pub(super) stops: &'a [String],
     pub(super) max_tokens: Option<u32>,
     pub(super) max_context: u32,
@@ -47,7 +50,8 @@ pub(super) enum Ending {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct AnswerToken {
     pub(super) id: TokenId,
-    pub(super) logprob: f32,
+    /// If it was asked for.
+    pub(super) logprob: Option<f32>,
     /// The most probable tokens, best first.
     pub(super) top: Vec<(TokenId, f32)>,
 }
@@ -60,6 +64,8 @@ pub(super) struct Answer {
     pub(super) ending: Ending,
     pub(super) usage: Usage,
     pub(super) timings: Timings,
+    /// By which a search orders its answers.
+    pub(super) score: Option<f32>,
 }
 
 /// The prompt leaves no room for an answer.
@@ -71,56 +77,75 @@ pub(super) struct ContextFull {
 }
 
 impl Answerer<'_> {
-    /// Computes an answer, giving its text to `show` as it comes. An error of `show` ends it.
-    pub(super) fn answer(
+    /// Computes the answers to a prompt, giving their text to `show` as it comes, each piece with
+    /// the place of its answer. An error of `show` ends them.
+    pub(super) fn answers(
         &self,
         prompt: Vec<TokenId>,
-        mut show: impl FnMut(&str, Option<&AnswerToken>) -> io::Result<()>,
-    ) -> anyhow::Result<Answer> {
-        let room = (self.max_context as usize).saturating_sub(prompt.len());
+        mut show: impl FnMut(u32, &str, Option<&AnswerToken>) -> io::Result<()>,
+    ) -> anyhow::Result<Vec<Answer>> {
+        let room = self.room(&prompt)?;
+        let max_tokens = self.max_tokens.map_or(room, |asked| asked.min(room));
+        let limits = Limits { max_tokens, stop_tokens: self.text.ends.clone(), min_tokens: 0 };
+        let _running = self.interrupt.begin();
+        let (sampling, n, beam) = (self.sampling.clone(), self.n, self.beam);
+        let submission = Submission { prompt, sampling, limits, n, beam, ..Submission::default() };
+        let ticket = self.engine.submit(submission)?;
+        let mut streams: Vec<Stream> = (0..n).map(|_| Stream::new(self)).collect();
+        let mut answers: Vec<Option<Answer>> = vec![None; n as usize];
+        while answers.contains(&None) {
+            match self.next(&ticket)? {
+                None if self.interrupt.requested() => {
+                    streams.iter_mut().for_each(|stream| stream.end(Ending::Interrupted));
+                    ticket.cancel();
+                }
+                None => {}
+                Some(Output::Token { index, token, logprob, top }) => {
+                    let token = AnswerToken { id: token, logprob, top };
+                    let stream = &mut streams[index as usize];
+                    stream.push(token, &mut |piece, token| show(index, piece, token))?;
+                    // The engine ends all answers or none.
+                    if stream.ending.is_some()
+                        && streams
+                            .iter()
+                            .zip(&answers)
+                            .all(|(s, a)| s.ending.is_some() || a.is_some())
+                    {
+                        ticket.cancel();
+                    }
+                }
+                Some(Output::Finished { index, reason, usage, timings, score }) => {
+                    let stream = &mut streams[index as usize];
+                    show(index, &stream.flush(), None)?;
+                    let ending = match (stream.ending, reason) {
+                        (Some(ending), _) => ending,
+                        (None, FinishReason::Stop) => Ending::Stop,
+                        (None, FinishReason::Length) if max_tokens == room => Ending::Context,
+                        (None, FinishReason::Length) => Ending::Length,
+                        (None, FinishReason::Cancelled) => Ending::Interrupted,
+                        (None, FinishReason::Failed) => bail!(self.failure()),
+                    };
+                    let text = std::mem::take(&mut stream.shown);
+                    let tokens = std::mem::take(&mut stream.tokens);
+                    let answer = Answer { text, tokens, ending, usage, timings, score };
+                    answers[index as usize] = Some(answer);
+                }
+            }
+        }
+        Ok(answers.into_iter().flatten().collect())
+    }
+
+    /// Tokens that an answer may have.
+    fn room(&self, prompt: &[TokenId]) -> anyhow::Result<u32> {
+        let (n_tokens, max_context) = (prompt.len(), self.max_context);
+        let room = (max_context as usize).saturating_sub(n_tokens);
         if room == 0 {
-            let (n_tokens, max_context) = (prompt.len(), self.max_context);
             return Err(ContextFull { n_tokens, max_context }.into());
         }
         if prompt.is_empty() {
             bail!("the prompt has no tokens");
         }
-        let room = u32::try_from(room).unwrap_or(u32::MAX);
-        let max_tokens = self.max_tokens.map_or(room, |asked| asked.min(room));
-        let limits = Limits { max_tokens, stop_tokens: self.text.ends.clone(), min_tokens: 0 };
-        let _running = self.interrupt.begin();
-        let sampling = self.sampling.clone();
-        let submission = Submission { prompt, sampling, limits, ..Submission::default() };
-        let ticket = self.engine.submit(submission)?;
-        let mut stream = Stream::new(self);
-        let (reason, usage, timings) = loop {
-            match self.next(&ticket)? {
-                None => {
-                    if self.interrupt.requested() {
-                        stream.end(Ending::Interrupted, &ticket);
-                    }
-                }
-                Some(Output::Token { token, logprob, top }) => {
-                    let token = AnswerToken { id: token, logprob, top };
-                    stream.push(token, &ticket, &mut show)?;
-                }
-                Some(Output::Finished { reason, usage, timings }) => {
-                    break (reason, usage, timings);
-                }
-            }
-        };
-        let rest = stream.text.finish();
-        stream.shown.push_str(&rest);
-        show(&rest, None)?;
-        let ending = match (stream.ending, reason) {
-            (Some(ending), _) => ending,
-            (None, FinishReason::Stop) => Ending::Stop,
-            (None, FinishReason::Length) if max_tokens == room => Ending::Context,
-            (None, FinishReason::Length) => Ending::Length,
-            (None, FinishReason::Cancelled) => Ending::Interrupted,
-            (None, FinishReason::Failed) => bail!(self.failure()),
-        };
-        Ok(Answer { text: stream.shown, tokens: stream.tokens, ending, usage, timings })
+        Ok(u32::try_from(room).unwrap_or(u32::MAX))
     }
 
     fn next(&self, ticket: &Ticket) -> anyhow::Result<Option<Output>> {
@@ -159,7 +184,6 @@ impl Stream {
     fn push(
         &mut self,
         token: AnswerToken,
-        ticket: &Ticket,
         show: &mut impl FnMut(&str, Option<&AnswerToken>) -> io::Result<()>,
     ) -> io::Result<()> {
         // Tokens that were on their way when the answer was ended are not part of it.
@@ -171,15 +195,19 @@ impl Stream {
         show(&piece, Some(&token))?;
         self.tokens.push(token);
         if self.text.is_stopped() {
-            self.end(Ending::Stop, ticket);
+            self.end(Ending::Stop);
         }
         Ok(())
     }
 
-    fn end(&mut self, ending: Ending, ticket: &Ticket) {
-        if self.ending.is_none() {
-            self.ending = Some(ending);
-            ticket.cancel();
-        }
+    fn end(&mut self, ending: Ending) {
+        self.ending.get_or_insert(ending);
+    }
+
+    /// What was held back.
+    fn flush(&mut self) -> String {
+        let rest = self.text.finish();
+        self.shown.push_str(&rest);
+        rest
     }
 }

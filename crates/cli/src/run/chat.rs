@@ -87,7 +87,7 @@ impl Chat<'_> {
             Ending::Length => say("(ended by --max-tokens)")?,
             Ending::Context => say("(the context is full: /reset begins a new conversation)")?,
         }
-        let speeds = Speeds::of(&answer);
+        let speeds = Speeds::of(std::slice::from_ref(&answer));
         if self.config.with_stats {
             say(&speeds.line(self.config.sampling.seed))?;
         }
@@ -101,11 +101,12 @@ impl Chat<'_> {
         let messages: Vec<Message> = system.chain(self.messages.iter().cloned()).collect();
         let tokens = self.answerer.text.conversation(&messages);
         let tokens = tokens.expect("a chat begins only with a template")?;
-        let answer = self.answerer.answer(tokens, |piece, _| {
+        let mut answers = self.answerer.answers(tokens, |_, piece, _| {
             let mut out = io::stdout().lock();
             out.write_all(piece.as_bytes())?;
             out.flush()
         })?;
+        let answer = answers.pop().expect("a chat asks for one answer");
         if !answer.text.ends_with('\n') {
             writeln!(io::stdout())?;
         }

@@ -29,7 +29,7 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         Prompt::Stdin => Some(read_stdin()?),
     };
     let path = fetch::fetch(&config.model, fetch)?;
-    let prepared = Prepared::open(&path, &config.engine)?;
+    let prepared = Prepared::open(&path, &config.engine, fetch.env)?;
     let text = Text::load(&prepared.files, config.is_raw)?;
     if prompt.is_none() && !text.has_template() {
         anyhow::bail!(
@@ -43,6 +43,8 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         text: &text,
         interrupt: fetch.interrupt,
         sampling: config.sampling.sampling(&prepared.files.config().generation),
+        n: config.sampling.n(),
+        beam: config.sampling.beam(),
         stops: config.sampling.stops(),
         max_tokens: config.sampling.max_tokens(),
         max_context: prepared.sizes.max_context,

@@ -1,4 +1,4 @@
-//! One prompt, one answer: nothing but the answer on stdout.
+//! One prompt: nothing but its answer, or its answers, on stdout.
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
@@ -20,14 +20,18 @@ pub(super) fn run(
     prompt: &str,
 ) -> anyhow::Result<ExitCode> {
     let prompt = encode(config, answerer.text, prompt)?;
-    let (text, as_json) = (answerer.text, config.as_json);
+    let (text, as_json, is_many) = (answerer.text, config.as_json, answerer.n > 1);
     let with_logprobs = config.sampling.wants_logprobs() && !as_json;
-    let answer = answerer.answer(prompt.clone(), |piece, token| {
+    let answers = answerer.answers(prompt.clone(), |index, piece, token| {
         if let Some(token) = token.filter(|_| with_logprobs) {
-            let line = describe(text, token);
+            let mut line = describe(text, token);
+            if is_many {
+                line["answer"] = json!(index + 1);
+            }
             writeln!(io::stderr(), "{line}")?;
         }
-        if as_json || piece.is_empty() {
+        // Several answers come at the same time, and are printed one after the other.
+        if as_json || is_many || piece.is_empty() {
             return Ok(());
         }
         let mut out = io::stdout().lock();
@@ -35,20 +39,32 @@ pub(super) fn run(
         out.flush()
     })?;
     if as_json {
-        let whole = to_json(config, answerer, &prompt, &answer);
+        let whole = to_json(config, answerer, &prompt, &answers);
         writeln!(io::stdout(), "{whole}")?;
-    } else if !answer.text.ends_with('\n') {
-        writeln!(io::stdout())?;
+    } else {
+        end_lines(&answers)?;
     }
     if config.with_stats || (io::stderr().is_terminal() && !as_json) {
         // A closed stderr is no reason to fail.
-        let line = Speeds::of(&answer).line(config.sampling.seed);
+        let line = Speeds::of(&answers).line(config.sampling.seed);
         let _ = writeln!(io::stderr(), "{line}");
     }
-    match answer.ending {
-        Ending::Interrupted => Ok(ExitCode::from(EXIT_INTERRUPTED)),
-        Ending::Stop | Ending::Length | Ending::Context => Ok(ExitCode::SUCCESS),
+    let is_interrupted = answers.iter().any(|answer| answer.ending == Ending::Interrupted);
+    Ok(if is_interrupted { ExitCode::from(EXIT_INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// Ends the line of a single answer, which has been printed; prints several, numbered.
+fn end_lines(answers: &[Answer]) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    let end = |answer: &Answer| if answer.text.ends_with('\n') { "" } else { "\n" };
+    if let [answer] = answers {
+        return write!(out, "{}", end(answer));
     }
+    for (number, answer) in (1u32..).zip(answers) {
+        let score = answer.score.map_or_else(String::new, |score| format!(", score {score:.4}"));
+        write!(out, "[{number}{score}] {}{}", answer.text, end(answer))?;
+    }
+    Ok(())
 }
 
 /// The prompt's tokens: a conversation if the model has a template, else the text itself.
@@ -66,38 +82,55 @@ fn encode(config: &RunConfig, text: &Text, prompt: &str) -> anyhow::Result<Vec<T
 
 /// One line of `--logprobs`.
 fn describe(text: &Text, token: &AnswerToken) -> serde_json::Value {
-    let one = |id: TokenId, logprob: f32| json!({ "id": id.0, "token": text.piece(id), "logprob": logprob });
+    let one = |id: TokenId, logprob: Option<f32>| json!({ "id": id.0, "token": text.piece(id), "logprob": logprob });
     let mut line = one(token.id, token.logprob);
-    line["top"] = token.top.iter().map(|&(id, logprob)| one(id, logprob)).collect();
+    line["top"] = token.top.iter().map(|&(id, logprob)| one(id, Some(logprob))).collect();
     line
 }
 
-/// The whole answer. `steps` holds each token's best candidates as pairs of id and logarithm.
+/// Everything: a single answer's keys beside the rest, those of several in `answers`.
 fn to_json(
     config: &RunConfig,
     answerer: &Answerer<'_>,
     prompt: &[TokenId],
-    answer: &Answer,
+    answers: &[Answer],
 ) -> serde_json::Value {
-    let ids = |tokens: &[TokenId]| tokens.iter().map(|token| token.0).collect::<Vec<u32>>();
-    let chosen: Vec<TokenId> = answer.tokens.iter().map(|token| token.id).collect();
+    let mut whole = json!({
+        "model": config.model.to_string(),
+        "seed": config.sampling.seed,
+        "temperature": answerer.sampling.temperature,
+        "prompt_ids": prompt.iter().map(|token| token.0).collect::<Vec<u32>>(),
+        "stats": Speeds::of(answers),
+    });
+    let with_logprobs = config.sampling.wants_logprobs();
+    if let [answer] = answers {
+        let keys = answer_json(answer, with_logprobs);
+        whole.as_object_mut().expect("made above").extend(keys);
+    } else {
+        whole["answers"] =
+            answers.iter().map(|answer| json!(answer_json(answer, with_logprobs))).collect();
+    }
+    whole
+}
+
+/// One answer. `steps` holds each token's best candidates as pairs of id and logarithm.
+fn answer_json(answer: &Answer, with_logprobs: bool) -> serde_json::Map<String, serde_json::Value> {
     let pairs = |token: &AnswerToken| -> Vec<(u32, f32)> {
         token.top.iter().map(|&(id, logprob)| (id.0, logprob)).collect()
     };
-    let mut whole = json!({
-        "model": config.model.to_string(),
-        "text": answer.text,
-        "finish_reason": answer.ending,
-        "seed": config.sampling.seed,
-        "temperature": answerer.sampling.temperature,
-        "prompt_ids": ids(prompt),
-        "ids": ids(&chosen),
-        "stats": Speeds::of(answer),
-    });
-    if config.sampling.wants_logprobs() {
-        let logprobs: Vec<f32> = answer.tokens.iter().map(|token| token.logprob).collect();
-        whole["logprobs"] = json!(logprobs);
-        whole["steps"] = json!(answer.tokens.iter().map(pairs).collect::<Vec<_>>());
+    let mut keys = serde_json::Map::new();
+    let ids: Vec<u32> = answer.tokens.iter().map(|token| token.id.0).collect();
+    keys.insert("text".to_owned(), json!(answer.text));
+    keys.insert("finish_reason".to_owned(), json!(answer.ending));
+    keys.insert("ids".to_owned(), json!(ids));
+    if let Some(score) = answer.score {
+        keys.insert("score".to_owned(), json!(score));
     }
-    whole
+    if with_logprobs {
+        let logprobs: Vec<Option<f32>> = answer.tokens.iter().map(|t| t.logprob).collect();
+        let steps: Vec<Vec<(u32, f32)>> = answer.tokens.iter().map(pairs).collect();
+        keys.insert("logprobs".to_owned(), json!(logprobs));
+        keys.insert("steps".to_owned(), json!(steps));
+    }
+    keys
 }

@@ -1,5 +1,9 @@
 //! What an answer cost, in one line.
 
+use std::time::Duration;
+
+use nuthatch_engine::Timings;
+
 use super::answer::Answer;
 
 /// Tokens and speeds of an answer.
@@ -15,20 +19,28 @@ pub(super) struct Speeds {
 }
 
 impl Speeds {
-    /// Of a finished answer.
-    pub(super) fn of(answer: &Answer) -> Self {
-        let (usage, timings) = (answer.usage, answer.timings);
-        let rate = |n: u32, seconds: f64| (n > 0 && seconds > 0.0).then(|| f64::from(n) / seconds);
-        let computed = usage.prompt_tokens.saturating_sub(usage.cached_tokens);
+    /// Of the finished answers to a prompt, which were computed side by side.
+    pub(super) fn of(answers: &[Answer]) -> Self {
+        let rate = |n: u32, time: Duration| {
+            (n > 0 && !time.is_zero()).then(|| f64::from(n) / time.as_secs_f64())
+        };
+        let sum = |count: fn(&Answer) -> u32| answers.iter().map(count).sum::<u32>();
+        let longest = |part: fn(&Timings) -> Duration| {
+            answers.iter().map(|answer| part(&answer.timings)).max().unwrap_or_default()
+        };
+        let first = answers.first().map(|answer| answer.timings).unwrap_or_default();
+        let prompt_tokens = sum(|answer| answer.usage.prompt_tokens);
+        let cached_tokens = sum(|answer| answer.usage.cached_tokens);
+        let computed = prompt_tokens.saturating_sub(cached_tokens);
         // The first token comes out of the prefill.
-        let decoded = usage.completion_tokens.saturating_sub(1);
+        let decoded = sum(|answer| answer.usage.completion_tokens.saturating_sub(1));
         Speeds {
-            prompt_tokens: usage.prompt_tokens,
-            cached_tokens: usage.cached_tokens,
-            completion_tokens: usage.completion_tokens,
-            first_token_ms: (timings.queue + timings.prefill).as_secs_f64() * 1e3,
-            prefill_tokens_per_s: rate(computed, timings.prefill.as_secs_f64()),
-            decode_tokens_per_s: rate(decoded, timings.decode.as_secs_f64()),
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens: sum(|answer| answer.usage.completion_tokens),
+            first_token_ms: (first.queue + first.prefill).as_secs_f64() * 1e3,
+            prefill_tokens_per_s: rate(computed, first.prefill),
+            decode_tokens_per_s: rate(decoded, longest(|timings| timings.decode)),
         }
     }
 
@@ -54,9 +66,7 @@ impl Speeds {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
-    use nuthatch_engine::{Timings, Usage};
+    use nuthatch_engine::Usage;
 
     use super::*;
     use crate::run::answer::Ending;
@@ -73,15 +83,21 @@ mod tests {
                 prefill: Duration::from_millis(200),
                 decode: Duration::from_millis(500),
             },
+            score: None,
         };
         assert_eq!(
-            Speeds::of(&answer).line(7),
+            Speeds::of(std::slice::from_ref(&answer)).line(7),
             "prompt 120 tokens (20 cached) at 500.0 tokens/s, answer 51 tokens at 100.0 tokens/s, \
              first token after 205 ms, seed 7"
         );
+        let other =
+            Answer { usage: Usage { completion_tokens: 51, ..Usage::default() }, ..answer.clone() };
+        assert!(
+            Speeds::of(&[answer.clone(), other]).line(7).contains("answer 102 tokens at 200.0")
+        );
         let none = Answer { usage: Usage::default(), timings: Timings::default(), ..answer };
         assert_eq!(
-            Speeds::of(&none).line(0),
+            Speeds::of(&[none]).line(0),
             "prompt 0 tokens, answer 0 tokens, first token after 0 ms, seed 0"
         );
     }

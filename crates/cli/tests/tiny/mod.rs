@@ -97,30 +97,79 @@ fn tokenizer() -> Value {
 #[test]
 fn the_same_seed_gives_the_same_answer() {
     let tiny = Tiny::new();
-    let draw = |seed| tiny.answer(&["Hello", "-n", "24", "--temp", "3", "--seed", seed]);
+    let draw = |seed| tiny.answer(&["Hello", "--max-tokens", "24", "--temp", "3", "--seed", seed]);
     let first = draw("7");
     assert_eq!(first, draw("7"));
     assert_ne!(first, draw("8"));
-    let greedy = tiny.answer(&["Hello", "-n", "24", "--greedy"]);
-    assert_eq!(greedy, tiny.answer(&["Hello", "-n", "24", "--temperature", "0", "--seed", "9"]));
+    let greedy = tiny.answer(&["Hello", "--max-tokens", "24", "--greedy"]);
+    assert_eq!(
+        greedy,
+        tiny.answer(&["Hello", "--max-tokens", "24", "--temperature", "0", "--seed", "9"])
+    );
+}
+
+#[test]
+fn several_answers_are_numbered() {
+    let tiny = Tiny::new();
+    let words = ["-p", "Hello", "--max-tokens", "12", "--temp", "3"];
+    let alone = |seed: &str| tiny.answer(&[&words[..], &["--seed", seed]].concat());
+    let all = tiny.answer(&[&words[..], &["--seed", "7", "-n", "3"]].concat());
+    let expect: String = [(1, "7"), (2, "8"), (3, "9")]
+        .iter()
+        .map(|(number, seed)| format!("[{number}] {}", alone(seed)))
+        .collect();
+    assert_eq!(all, expect);
+    let json = tiny.json("run", &[&words[..], &["--seed", "7", "-n", "2", "--json"]].concat());
+    let answers = json["answers"].as_array().unwrap();
+    assert_eq!(format!("{}\n", answers[1]["text"].as_str().unwrap()), alone("8"));
+    let n_tokens: usize = answers.iter().map(|a| a["ids"].as_array().unwrap().len()).sum();
+    assert_eq!(json["stats"]["completion_tokens"], n_tokens);
+    assert_eq!(json["stats"]["prompt_tokens"], json["prompt_ids"].as_array().unwrap().len());
+}
+
+#[test]
+fn a_search_gives_its_best_answers_first() {
+    let tiny = Tiny::new();
+    let words = ["-p", "Hello", "--max-tokens", "12", "--json", "--beam-width"];
+    let best = tiny.json("run", &[&words[..], &["4"]].concat());
+    let all = tiny.json("run", &[&words[..], &["4", "-n", "4", "--early-stopping=never"]].concat());
+    let scores: Vec<f64> = all["answers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|answer| answer["score"].as_f64().unwrap())
+        .collect();
+    assert!(scores.len() == 4 && scores.is_sorted_by(|a, b| a >= b), "{scores:?}");
+    assert!(best["score"].as_f64().unwrap() <= scores[0]);
+    // One beam is the greedy answer.
+    let one = tiny.json("run", &[&words[..], &["1"]].concat());
+    let greedy = tiny.json("run", &["-p", "Hello", "--max-tokens", "12", "--json", "--greedy"]);
+    assert_eq!(one["text"], greedy["text"]);
+    let words = ["-p", "Hello", "--max-tokens", "12", "--beam-width", "2", "-n", "2"];
+    let text =
+        tiny.answer(&[&words[..], &["--length-penalty", "0.5", "--early-stopping"]].concat());
+    assert!(text.starts_with("[1, score -"), "{text}");
+    let error =
+        tiny.error(&["-p", "Hello", "--beam-width", "2", "--kv-cache-memory-bytes", "16KiB"]);
+    assert!(error.contains("pages of 16 tokens, but the cache has"), "{error}");
 }
 
 #[test]
 fn the_prompt_is_the_same_from_everywhere() {
     let tiny = Tiny::new();
-    let words = ["-n", "8", "--greedy"];
-    let expect = tiny.answer(&["-p", "Hello", "-n", "8", "--greedy"]);
+    let words = ["--max-tokens", "8", "--greedy"];
+    let expect = tiny.answer(&["-p", "Hello", "--max-tokens", "8", "--greedy"]);
     let piped = tiny.output("run", &words, "Hello\n");
     assert_eq!(text(&piped.stdout), expect);
     assert_eq!(text(&piped.stderr), "", "nothing but the answer");
-    let dash = tiny.output("run", &["-", "-n", "8", "--greedy"], "Hello");
+    let dash = tiny.output("run", &["-", "--max-tokens", "8", "--greedy"], "Hello");
     assert_eq!(text(&dash.stdout), expect);
 }
 
 #[test]
 fn json_says_everything() {
     let tiny = Tiny::new();
-    let words = ["-p", "ab", "--json", "--greedy", "-n", "5", "--logprobs", "3"];
+    let words = ["-p", "ab", "--json", "--greedy", "--max-tokens", "5", "--logprobs", "3"];
     let chat = tiny.json("run", &words);
     let id = |c: u8| u32::from(c - b'!') + 4;
     let ids = |text: &str| text.bytes().map(id).collect::<Vec<_>>();
@@ -148,13 +197,14 @@ fn json_says_everything() {
 #[test]
 fn logprobs_are_lines_beside_the_answer() {
     let tiny = Tiny::new();
-    let words = ["-p", "ab", "--raw", "--greedy", "-n", "5", "--logprobs", "2"];
+    let words = ["-p", "ab", "--raw", "--greedy", "--max-tokens", "5", "--logprobs", "2"];
     let output = tiny.output("run", &words, "");
     let lines: Vec<Value> =
         text(&output.stderr).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!((1..=5).contains(&lines.len()), "{lines:?}");
     assert!(lines.iter().all(|line| line["top"][0]["id"] == line["id"]), "{lines:?}");
-    let stats = tiny.output("run", &["-p", "ab", "-n", "2", "--stats", "--seed", "77"], "");
+    let stats =
+        tiny.output("run", &["-p", "ab", "--max-tokens", "2", "--stats", "--seed", "77"], "");
     let stats = text(&stats.stderr);
     assert!(stats.starts_with("prompt 10 tokens at ") && stats.ends_with("seed 77\n"), "{stats}");
 }
@@ -162,7 +212,7 @@ fn logprobs_are_lines_beside_the_answer() {
 #[test]
 fn a_stop_string_ends_the_answer_before_itself() {
     let tiny = Tiny::new();
-    let words = ["-p", "Hello", "--greedy", "-n", "40", "--json"];
+    let words = ["-p", "Hello", "--greedy", "--max-tokens", "40", "--json"];
     let whole = tiny.json("run", &words)["text"].as_str().unwrap().to_owned();
     let letters: Vec<char> = whole.chars().collect();
     assert!(letters.len() > 6, "the answer has letters to stop at: {whole:?}");
@@ -190,7 +240,7 @@ fn the_context_has_an_end() {
         &["--scheduling-policy", "mlfq", "--eviction-policy", "lineage"],
         &["--schedule-policy", "lpm", "--disable-radix-cache", "--chunked-prefill-size", "8"],
     ] {
-        let words = [&["-p", "Hello there", "-n", "4", "--greedy"], words].concat();
+        let words = [&["-p", "Hello there", "--max-tokens", "4", "--greedy"], words].concat();
         assert!(tiny.answer(&words).ends_with('\n'), "{words:?}");
     }
 }
@@ -201,7 +251,7 @@ fn a_model_without_words_cannot_speak() {
     tiny.write("tokenizer_config.json", r#"{"chat_template": "{% for %}"}"#);
     let error = tiny.error(&["-p", "x"]);
     assert!(error.contains("--raw goes without it"), "{error}");
-    assert!(tiny.answer(&["-p", "x", "--raw", "-n", "2"]).ends_with('\n'));
+    assert!(tiny.answer(&["-p", "x", "--raw", "--max-tokens", "2"]).ends_with('\n'));
     std::fs::remove_file(tiny.dir.path().join("tokenizer.json")).unwrap();
     let error = tiny.error(&["-p", "x"]);
     assert!(error.contains("there is no tokenizer.json beside the weights"), "{error}");

@@ -1,9 +1,11 @@
 //! Choosing the next token from the logits.
 //!
 //! ```text
-//! logits -> logprobs (of the raw logits)
+//! logits -> logprobs (of the raw logits, if they are asked for)
 //!        -> penalties -> bias -> temperature 0: the best token
 //!                             -> temperature -> top-k -> top-p -> min-p -> draw
+//!
+//! logits -> logprobs -> penalties -> bias -> the best candidates, where the caller chooses
 //! ```
 //!
 //! A [`Sampler`] belongs to one sequence; the [`Scratch`] is shared by all. A draw depends on the
@@ -41,8 +43,9 @@ pub struct Scratch(Room);
 pub struct Choice {
     /// The token.
     pub token: TokenId,
-    /// Natural logarithm of its probability before penalties, temperature and filters.
-    pub logprob: f32,
+    /// Natural logarithm of its probability before penalties, temperature and filters, if it was
+    /// asked for.
+    pub logprob: Option<f32>,
     /// The most probable tokens and their logarithms, as many as were asked for, best first.
     pub top: Vec<(TokenId, f32)>,
 }
@@ -75,7 +78,9 @@ impl Sampler {
         Sampler { sampling, seen }
     }
 
-    /// Chooses the token at `position` from `logits` (`[V]`) and remembers it.
+    /// Chooses the token at `position` from `logits` (`[V]`) and remembers it. Where the caller
+    /// chooses, gives the candidates, takes the best for the choice, and remembers nothing: see
+    /// [`Sampler::remember`].
     ///
     /// Changes `logits`: they are the caller's reused buffer, and copying them costs as much as
     /// choosing greedily does. Tokens outside the vocabulary in bias or history are ignored. After
@@ -88,8 +93,13 @@ impl Sampler {
     ) -> Result<Choice, SampleError> {
         let room = &mut scratch.0;
         let raw_max = softmax::finite_max(logits).ok_or(SampleError::Logits { position })?;
-        let log_total = softmax::log_sum_exp(logits, raw_max);
-        let top = self.top_logprobs(logits, log_total, room);
+        if self.sampling.n_candidates > 0 {
+            return Ok(self.candidates(logits, raw_max, room));
+        }
+        let log_total = self.sampling.n_logprobs.map(|_| softmax::log_sum_exp(logits, raw_max));
+        let n_top = self.sampling.n_logprobs.unwrap_or(0);
+        let top =
+            log_total.map_or_else(Vec::new, |total| best_logprobs(logits, total, n_top, room));
         let (token, raw) = if self.is_plain() {
             let token = self.choose(logits, raw_max, position, room);
             (token, logits[token.0 as usize])
@@ -97,7 +107,36 @@ impl Sampler {
             self.choose_adjusted(logits, position, room)?
         };
         self.seen.push(&self.sampling, token);
-        Ok(Choice { token, logprob: (f64::from(raw) - log_total) as f32, top })
+        let logprob = log_total.map(|total| logprob(raw, total));
+        Ok(Choice { token, logprob, top })
+    }
+
+    /// Remembers a token that the caller chose.
+    pub fn remember(&mut self, token: TokenId) {
+        self.seen.push(&self.sampling, token);
+    }
+
+    /// The best tokens with the logarithms of their probabilities, moved by penalties and bias.
+    ///
+    /// As in Hugging Face's beam search, these move the logarithms and not the logits; nothing is
+    /// normalised again.
+    fn candidates(&self, logits: &mut [f32], raw_max: f32, room: &mut Room) -> Choice {
+        let mut total = softmax::log_sum_exp(logits, raw_max);
+        if !self.is_plain() {
+            for logit in logits.iter_mut() {
+                *logit = logprob(*logit, total);
+            }
+            total = 0.0;
+            self.adjust(logits);
+        }
+        let top = best_logprobs(logits, total, self.sampling.n_candidates, room);
+        let (token, logprob) = top[0];
+        Choice { token, logprob: Some(logprob), top }
+    }
+
+    /// Whether it draws tokens, or leaves the choice to the caller.
+    pub fn draws(&self) -> bool {
+        self.sampling.n_candidates == 0
     }
 
     /// Whether the raw logits are the ones to choose by.
@@ -119,12 +158,7 @@ impl Sampler {
             let value = *logits.get(token.0 as usize)?;
             Some(Candidate { value, id: token.0 })
         }));
-        self.seen.apply(&self.sampling, logits);
-        for &(token, bias) in &self.sampling.logit_bias {
-            if let Some(logit) = logits.get_mut(token.0 as usize) {
-                *logit += bias;
-            }
-        }
+        self.adjust(logits);
         let chosen = softmax::finite_max(logits)
             .map(|max| self.choose(logits, max, position, room))
             .ok_or(SampleError::Logits { position });
@@ -136,6 +170,16 @@ impl Sampler {
         raw
     }
 
+    /// Applies penalties and bias.
+    fn adjust(&self, logits: &mut [f32]) {
+        self.seen.apply(&self.sampling, logits);
+        for &(token, bias) in &self.sampling.logit_bias {
+            if let Some(logit) = logits.get_mut(token.0 as usize) {
+                *logit += bias;
+            }
+        }
+    }
+
     fn choose(&self, logits: &[f32], max: f32, position: u32, room: &mut Room) -> TokenId {
         if self.sampling.temperature == 0.0 {
             return greedy::first_of(logits, max);
@@ -143,15 +187,15 @@ impl Sampler {
         let uniform = random::uniform(self.sampling.seed, position);
         nucleus::draw(&self.sampling, logits, max, uniform, room)
     }
+}
 
-    fn top_logprobs(&self, logits: &[f32], log_total: f64, room: &mut Room) -> Vec<(TokenId, f32)> {
-        let n = self.sampling.n_logprobs as usize;
-        if n == 0 {
-            return Vec::new();
-        }
-        nucleus::select_best(logits, n, &mut room.candidates);
-        nucleus::sort_best(&mut room.candidates);
-        let logprob = |c: &Candidate| (TokenId(c.id), (f64::from(c.value) - log_total) as f32);
-        room.candidates.iter().map(logprob).collect()
-    }
+/// The `n` best tokens, best first, each with its logit less `log_total`.
+fn best_logprobs(logits: &[f32], log_total: f64, n: u32, room: &mut Room) -> Vec<(TokenId, f32)> {
+    nucleus::select_best(logits, n as usize, &mut room.candidates);
+    nucleus::sort_best(&mut room.candidates);
+    room.candidates.iter().map(|c| (TokenId(c.id), logprob(c.value, log_total))).collect()
+}
+
+fn logprob(logit: f32, log_total: f64) -> f32 {
+    (f64::from(logit) - log_total) as f32
 }

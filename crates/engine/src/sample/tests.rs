@@ -147,7 +147,7 @@ proptest! {
         n in 0..12u32,
     ) {
         let sampling = Sampling {
-            n_logprobs: n,
+            n_logprobs: Some(n),
             repetition_penalty: repetition,
             logit_bias: bias.into_iter().map(|(t, b)| (TokenId(t), b)).collect(),
             ..Sampling::default()
@@ -155,16 +155,62 @@ proptest! {
         let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         let total = max + logits.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln();
         let mut scratch = Scratch::with_vocab(logits.len());
-        let mut sampler = Sampler::new(sampling, &[TokenId(1), TokenId(9_999)], &[TokenId(0)]);
+        let history = ([TokenId(1), TokenId(9_999)], [TokenId(0)]);
+        let mut sampler = Sampler::new(sampling.clone(), &history.0, &history.1);
         let choice = sampler.sample(&mut logits.clone(), 0, &mut scratch).unwrap();
+        // Whether they are asked for does not change the token.
+        let mut silent =
+            Sampler::new(Sampling { n_logprobs: None, ..sampling }, &history.0, &history.1);
+        let same = silent.sample(&mut logits.clone(), 0, &mut scratch).unwrap();
+        prop_assert_eq!((same.token, same.logprob, same.top), (choice.token, None, Vec::new()));
         let exact = |t: TokenId| f64::from(logits[t.0 as usize]) - total;
-        prop_assert!((f64::from(choice.logprob) - exact(choice.token)).abs() < 1e-5);
+        prop_assert!((f64::from(choice.logprob.unwrap()) - exact(choice.token)).abs() < 1e-5);
         prop_assert_eq!(choice.top.len(), (n as usize).min(logits.len()));
         for &(token, logprob) in &choice.top {
             let exact = exact(token) as f32;
             prop_assert!(logprob == exact || (logprob - exact).abs() < 1e-5);
         }
         prop_assert!(choice.top.is_sorted_by(|a, b| a.1 >= b.1));
+    }
+
+    #[test]
+    fn candidates_are_the_best_of_the_penalised_log_softmax(
+        logits in any_logits(),
+        repetition in prop_oneof![Just(1.0f32), 0.5..2.0f32],
+        presence in prop_oneof![Just(0.0f32), -2.0..2.0f32],
+        n in 1..40u32,
+    ) {
+        let sampling = Sampling {
+            n_candidates: n,
+            repetition_penalty: repetition,
+            presence_penalty: presence,
+            ..Sampling::default()
+        };
+        let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        let total = max + logits.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln();
+        let mut expected: Vec<f64> = logits.iter().map(|&x| f64::from(x) - total).collect();
+        for (token, logprob) in expected.iter_mut().enumerate().take(3) {
+            *logprob *= f64::from(repetition);
+            *logprob -= if token == 2 { f64::from(presence) } else { 0.0 };
+        }
+        let mut scratch = Scratch::with_vocab(logits.len());
+        // Token 2 is told as the caller's choice.
+        let mut sampler = Sampler::new(sampling, &[TokenId(0), TokenId(1)], &[]);
+        sampler.remember(TokenId(2));
+        let choice = sampler.sample(&mut logits.clone(), 0, &mut scratch).unwrap();
+        prop_assert_eq!((choice.token, choice.logprob), (choice.top[0].0, Some(choice.top[0].1)));
+        prop_assert_eq!(choice.top.len(), (n as usize).min(logits.len()));
+        let close = |a: f64, b: f64| a == b || (a - b).abs() < 1e-4;
+        for &(token, logprob) in &choice.top {
+            prop_assert!(close(f64::from(logprob), expected[token.0 as usize]));
+        }
+        expected.sort_by(|a, b| b.total_cmp(a));
+        for (&(_, logprob), &expected) in choice.top.iter().zip(&expected) {
+            prop_assert!(close(f64::from(logprob), expected));
+        }
+        // Giving candidates changes nothing.
+        let again = sampler.sample(&mut logits.clone(), 1, &mut scratch).unwrap();
+        prop_assert_eq!(again, choice);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! A page that is overwritten, a table that is out of date or a row of the wrong sequence changes
 //! the answer, and [`Answer::of`], which reads no page, says what it should have been.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,7 +14,7 @@ use nuthatch_cache::Cache;
 use nuthatch_engine::sample::{Sampler, Scratch};
 use nuthatch_engine::{Capacity, Engine, Executor, Forward, Output, Submission, Ticket, Usage};
 use nuthatch_scheduler::Scheduler;
-use nuthatch_types::{Clock, FinishReason, Limits, PageCopy, Sampling, Slot, TokenId};
+use nuthatch_types::{Clock, FinishReason, Limits, PageCopy, PageShift, Sampling, Slot, TokenId};
 
 pub(crate) const VOCAB: u32 = 61;
 
@@ -32,6 +33,8 @@ pub(crate) struct Script {
     pub(crate) fault_at: Option<u64>,
     /// The model panics in this step.
     pub(crate) panic_at: Option<u64>,
+    /// Counts the pages copied.
+    pub(crate) n_copies: Arc<AtomicU64>,
     /// Disconnected when the model is dropped.
     #[expect(dead_code, reason = "held for what its drop tells")]
     pub(crate) alive: Option<Sender<()>>,
@@ -60,10 +63,10 @@ impl Echo {
         }
     }
 
-    fn place(&self, row: u32, position: u32) -> usize {
-        let position = position as usize;
-        let slot = self.tables[row as usize][position / self.page_len] as usize;
-        slot * self.page_len + position % self.page_len
+    fn place(&self, row: u32, place: u32) -> usize {
+        let place = place as usize;
+        let slot = self.tables[row as usize][place / self.page_len] as usize;
+        slot * self.page_len + place % self.page_len
     }
 }
 
@@ -80,12 +83,18 @@ impl Forward for Echo {
     }
 
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        self.script.n_copies.fetch_add(copies.len() as u64, Ordering::SeqCst);
         for copy in copies {
             let (source, target) = (copy.source.0 as usize, copy.target.0 as usize);
             let n = self.page_len;
             self.arena.copy_within(source * n..(source + 1) * n, target * n);
         }
         Ok(())
+    }
+
+    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
+        let copy = |shift: &PageShift| PageCopy { source: shift.source, target: shift.target };
+        self.copy_pages(&shifts.iter().map(copy).collect::<Vec<_>>())
     }
 
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
@@ -101,9 +110,10 @@ impl Forward for Echo {
         for seq in 0..layout.n_seqs() {
             let table = layout.table_row[seq];
             let range = layout.query_start[seq] as usize..layout.query_start[seq + 1] as usize;
-            for i in range.clone() {
-                let place = self.place(table, layout.positions[i]);
-                self.arena[place] = Some(layout.tokens[i]);
+            let first = layout.kv_len[seq] - range.len() as u32;
+            for (place, &token) in (first..).zip(&layout.tokens[range.clone()]) {
+                let place = self.place(table, place);
+                self.arena[place] = Some(token);
             }
             if layout.output_rows.contains(&(range.end as u32 - 1)) {
                 let tokens: Vec<TokenId> = (0..layout.kv_len[seq])
@@ -140,7 +150,7 @@ fn echo_logits(tokens: &[TokenId]) -> Vec<f32> {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Answer {
     pub(crate) tokens: Vec<TokenId>,
-    pub(crate) logprobs: Vec<f32>,
+    pub(crate) logprobs: Vec<Option<f32>>,
     pub(crate) reason: FinishReason,
     pub(crate) usage: Usage,
 }
@@ -186,7 +196,8 @@ impl Answer {
                     tokens.push(token);
                     logprobs.push(logprob);
                 }
-                Output::Finished { reason, usage, .. } => {
+                Output::Finished { index, reason, usage, score, .. } => {
+                    assert_eq!((index, score), (0, None));
                     assert_eq!(ticket.recv(), None, "nothing after the end");
                     // What the cache held depends on who came before.
                     let usage = Usage { cached_tokens: 0, ..usage };
@@ -195,6 +206,37 @@ impl Answer {
             }
         }
     }
+}
+
+/// All answers that a ticket has, with their scores. `None` if the engine was lost.
+pub(crate) fn receive_all(ticket: &Ticket) -> Option<Vec<(Answer, Option<f32>)>> {
+    collect_all(std::iter::from_fn(|| ticket.recv()))
+}
+
+/// All answers of a request, in order of their indices, with their scores. `None` if one has not
+/// ended.
+pub(crate) fn collect_all(
+    outputs: impl Iterator<Item = Output>,
+) -> Option<Vec<(Answer, Option<f32>)>> {
+    let mut open: BTreeMap<u32, (Vec<TokenId>, Vec<Option<f32>>)> = BTreeMap::new();
+    let mut all = BTreeMap::new();
+    for output in outputs {
+        match output {
+            Output::Token { index, token, logprob, .. } => {
+                assert!(!all.contains_key(&index), "no token after the end");
+                let (tokens, logprobs) = open.entry(index).or_default();
+                tokens.push(token);
+                logprobs.push(logprob);
+            }
+            Output::Finished { index, reason, usage, score, .. } => {
+                let (tokens, logprobs) = open.remove(&index).unwrap_or_default();
+                let answer = Answer { tokens, logprobs, reason, usage };
+                assert!(all.insert(index, (answer, score)).is_none(), "one end for each answer");
+            }
+        }
+    }
+    let n = all.len() as u32;
+    (open.is_empty() && n > 0 && all.keys().copied().eq(0..n)).then(|| all.into_values().collect())
 }
 
 /// A clock that tests move by hand.
@@ -228,6 +270,7 @@ pub(crate) fn engine(
         max_seqs: capacity.max_seqs,
         max_waiting: 64,
         max_context: capacity.max_context,
+        window: None,
     };
     let scheduler = Scheduler::new(config, Cache::new(cache).unwrap()).unwrap();
     let executor = Executor::new(Echo::new(capacity, script), capacity);
@@ -240,7 +283,13 @@ pub(crate) fn submission(seed: u64, n_prompt: u32, max_tokens: u32) -> Submissio
     let prompt = (0..n_prompt).map(|i| TokenId((seed as u32 * 7 + i * i) % 59)).collect();
     let sampling = match seed % 3 {
         0 => Sampling::greedy(),
-        1 => Sampling { seed, top_p: 0.9, repetition_penalty: 1.2, ..Sampling::default() },
+        1 => Sampling {
+            seed,
+            top_p: 0.9,
+            repetition_penalty: 1.2,
+            n_logprobs: Some(0),
+            ..Sampling::default()
+        },
         _ => Sampling { seed, top_k: 20, frequency_penalty: 0.5, ..Sampling::default() },
     };
     let limits = Limits { max_tokens, stop_tokens: vec![TokenId(3)], min_tokens: 4 };

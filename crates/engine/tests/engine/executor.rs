@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_engine::{Execute, Executor};
+use nuthatch_engine::{Execute, Executor, Submission};
 use nuthatch_types::{
-    Clock, PageCopy, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange, TokenId,
+    Clock, PageCopy, PageShift, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange,
+    TokenId,
 };
 
 use crate::echo::{Answer, CAPACITY, Echo, Script, submission};
@@ -17,13 +18,14 @@ fn executor(script: Script) -> Executor<Echo> {
 }
 
 fn start(seq: u64) -> SeqStart {
-    SeqStart { seq: SeqId(seq), sampling: Sampling::greedy(), history: vec![] }
+    SeqStart { seq: SeqId(seq), sampling: Sampling::greedy(), history: vec![], n_prompt: 0 }
 }
 
 fn step(seq: u64, start: u32, tokens: &[TokenId], keep: u32, push: &[u32]) -> SeqStep {
     SeqStep {
         seq: SeqId(seq),
         start,
+        shift: 0,
         tokens: tokens.into(),
         table: TableChange { keep, push: push.iter().map(|&s| Slot(s)).collect() },
         sample: true,
@@ -101,6 +103,30 @@ fn chunks_tables_copies_and_rows_keep_sequences_apart() {
     let sampled = executor.run(&plan).unwrap().sampled;
     assert_eq!((sampled[0].seq, sampled[0].token), (SeqId(3), answer[0]));
     assert_eq!((sampled[1].seq, sampled[1].token), (SeqId(2), answer[1]));
+}
+
+/// Copies come before shifts, shifts before the pass, and tokens go to places, not positions.
+#[test]
+fn a_sequence_that_dropped_a_page_reads_its_table() {
+    let (prompt, _) = greedy_text(12);
+    let mut executor = executor(Script::default());
+    let plan = StepPlan {
+        started: vec![start(1)],
+        seqs: vec![SeqStep { sample: false, ..step(1, 0, &prompt[..11], 0, &[9, 3, 5]) }],
+        ..StepPlan::default()
+    };
+    executor.run(&plan).unwrap();
+    // The second page goes, and the first is written anew by way of a copy.
+    let plan = StepPlan {
+        copies: vec![PageCopy { source: Slot(9), target: Slot(7) }],
+        shifts: vec![PageShift { source: Slot(7), target: Slot(8), by: 4 }],
+        seqs: vec![SeqStep { shift: 4, ..step(1, 7, &prompt[11..], 0, &[8, 5]) }],
+        ..StepPlan::default()
+    };
+    let sampled = executor.run(&plan).unwrap().sampled;
+    let kept = [&prompt[..4], &prompt[8..]].concat();
+    let request = Submission { prompt: kept, ..submission(0, 1, 1) };
+    assert_eq!(sampled[0].token, Answer::of(&request, CAPACITY.max_context).tokens[0]);
 }
 
 #[test]

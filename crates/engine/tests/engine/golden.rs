@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
-    Budget, Engine, EngineHandle, EngineOptions, Eviction, Hints, Output, Policy, SizeRequest,
-    Sizes, Submission, Tenant,
+    Budget, Engine, EngineHandle, EngineOptions, Eviction, Executor, Hints, LoadedModel, Output,
+    Policy, SizeRequest, Sizes, Submission, Tenant,
 };
 use nuthatch_model::ModelFiles;
 use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
@@ -14,12 +14,12 @@ use safetensors::SafeTensors;
 
 use crate::echo::Answer;
 
-fn folder(name: &str) -> PathBuf {
+pub(crate) fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden").join(name)
 }
 
 /// The golden prompt and the sixteen tokens after it.
-fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
+pub(crate) fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
     let bytes = std::fs::read(folder(name).join("golden.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let tokens = |key: &str| -> Vec<TokenId> {
@@ -30,35 +30,47 @@ fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
     (tokens("prompt"), tokens("greedy"))
 }
 
-/// Steps of ten tokens, so that every prompt is cut.
+/// How large an engine is.
+#[derive(Clone, Copy)]
+pub(crate) struct Pool {
+    pub(crate) kv_pages: u32,
+    pub(crate) host_pages: u32,
+    pub(crate) max_seqs: u32,
+}
+
 fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
-    spawn_with(path, kv_pages, 0, &EngineOptions::default())
+    spawn_with(path, Pool { kv_pages, host_pages: 0, max_seqs: 4 })
 }
 
-/// The same with pages of the host.
-fn spawn_with_host(path: &Path, kv_pages: u32, host_pages: u32) -> EngineHandle {
-    spawn_with(path, kv_pages, host_pages, &EngineOptions::default())
+pub(crate) fn spawn_with(path: &Path, pool: Pool) -> EngineHandle {
+    load(path, pool).spawn().unwrap()
 }
 
-fn spawn_with(
+pub(crate) fn load(path: &Path, pool: Pool) -> Engine<Executor<LoadedModel<Cpu>>> {
+    load_with(path, pool, &EngineOptions::default())
+}
+
+/// Steps of ten tokens, so that every prompt is cut.
+fn load_with(
     path: &Path,
-    kv_pages: u32,
-    host_pages: u32,
+    pool: Pool,
     options: &EngineOptions,
-) -> EngineHandle {
+) -> Engine<Executor<LoadedModel<Cpu>>> {
+    let Pool { kv_pages, host_pages, max_seqs } = pool;
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
     let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
     let (budget, host_bytes) = (Budget::KvBytes(bytes(kv_pages)), bytes(host_pages));
-    let request = SizeRequest { max_seqs: 4, max_rows: 10, budget, host_bytes, ..request };
+    let request = SizeRequest { max_seqs, max_rows: 10, budget, host_bytes, ..request };
     let sizes = Sizes::compute(&request).unwrap();
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
     let clock = Arc::new(SystemClock::start());
-    Engine::load(backend, &files, &sizes, options, clock).unwrap().spawn().unwrap()
+    Engine::load(backend, &files, &sizes, options, clock).unwrap()
 }
 
 fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {
     let limits = Limits { max_tokens: 16, ..Limits::default() };
+    let sampling = Sampling { n_logprobs: sampling.n_logprobs.or(Some(0)), ..sampling };
     Submission { prompt: prompt.to_vec(), sampling, limits, ..Submission::default() }
 }
 
@@ -70,6 +82,9 @@ fn streams_the_golden_tokens() {
         ("qwen2", ""),
         ("qwen3", ""),
         ("gguf-llama-f16", "model.gguf"),
+        ("kv-shared", ""),
+        ("kv-shared-window", ""),
+        ("kv-shared-map", ""),
     ] {
         let (prompt, greedy) = golden(name);
         let handle = spawn(&folder(name).join(file), 8);
@@ -87,7 +102,7 @@ fn company_and_preemption_change_nothing() {
         .map(|i| match i % 2 {
             0 => request(&prompt, Sampling::greedy()),
             _ => {
-                let sampling = Sampling { seed: i, n_logprobs: 3, ..Sampling::default() };
+                let sampling = Sampling { seed: i, n_logprobs: Some(3), ..Sampling::default() };
                 request(&prompt[i as usize..], sampling)
             }
         })
@@ -102,7 +117,7 @@ fn company_and_preemption_change_nothing() {
     assert_eq!(alone[0].tokens, greedy);
     // All at once, in pages for less than two of them, with little or much room on the host.
     for host_pages in [0, 3, 30] {
-        let handle = spawn_with_host(&path, 7, host_pages);
+        let handle = spawn_with(&path, Pool { kv_pages: 7, host_pages, max_seqs: 4 });
         let tickets: Vec<_> = requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
         for (ticket, alone) in tickets.iter().zip(&alone) {
             let together = Answer::receive(ticket).unwrap();
@@ -127,7 +142,9 @@ fn a_second_request_finds_the_pages_of_the_first() {
         let mut answer = Vec::new();
         loop {
             match ticket.recv().unwrap() {
-                Output::Token { token, logprob, .. } => answer.push((token, logprob.to_bits())),
+                Output::Token { token, logprob, .. } => {
+                    answer.push((token, logprob.map(f32::to_bits)));
+                }
                 Output::Finished { usage, .. } => return (answer, usage.cached_tokens as usize),
             }
         }
@@ -149,7 +166,8 @@ fn no_option_changes_an_answer() {
         EngineOptions { policy: Policy::Priority { boost: 3 }, ..EngineOptions::default() },
         EngineOptions { policy: Policy::Fair, eviction: Eviction::Lineage, prefix_caching: true },
     ] {
-        let handle = spawn_with(&folder("llama3"), 64, 0, &options);
+        let pool = Pool { kv_pages: 64, host_pages: 0, max_seqs: 4 };
+        let handle = load_with(&folder("llama3"), pool, &options).spawn().unwrap();
         let ask = |salt: &[u8]| {
             let cache_salt = salt.to_vec();
             let (priority, tenant) = (7, Tenant(3));
@@ -171,6 +189,47 @@ fn no_option_changes_an_answer() {
         if !options.prefix_caching {
             assert_eq!(ask(b"one"), 0);
         }
+    }
+}
+
+/// Every layer sees 21 tokens, steps have ten: three pages hold what is seen of a sequence of eight.
+#[test]
+fn a_window_in_its_own_pages_gives_the_golden_tokens() {
+    let (prompt, greedy) = golden("mistral-window");
+    let path = folder("mistral-window");
+    let requests: Vec<Submission> = (0..4)
+        .map(|i| {
+            let sampling = Sampling { seed: i, n_logprobs: Some(2), ..Sampling::default() };
+            let limits = Limits { max_tokens: 50, ..Limits::default() };
+            let request = request(&prompt[7 * i as usize..], sampling);
+            if i == 0 { request } else { Submission { limits, ..request } }
+        })
+        .chain([request(&prompt, Sampling::greedy())])
+        .collect();
+    // Each alone, in pages for all of it.
+    let handle = spawn(&path, 32);
+    let alone: Vec<Answer> = requests
+        .iter()
+        .map(|r| Answer::receive(&handle.submit(r.clone()).unwrap()).unwrap())
+        .collect();
+    handle.shutdown().unwrap();
+    assert_eq!(alone[4].tokens, greedy);
+    assert!(prompt.len() > 3 * 21);
+    // One after the other in pages for the window of one, and all at once in pages for two.
+    for (kv_pages, at_once) in [(3, false), (6, true)] {
+        let handle = spawn(&path, kv_pages);
+        let together: Vec<Answer> = if at_once {
+            let tickets: Vec<_> =
+                requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
+            tickets.iter().map(|ticket| Answer::receive(ticket).unwrap()).collect()
+        } else {
+            let receive = |r: &Submission| Answer::receive(&handle.submit(r.clone()).unwrap());
+            requests.iter().map(|r| receive(r).unwrap()).collect()
+        };
+        assert_eq!(together, alone, "{kv_pages} pages");
+        let stats = handle.stats().unwrap().scheduler.cache;
+        assert_eq!((stats.pages_total, stats.pages_used), (kv_pages, 0));
+        assert!(stats.counters.pages_out > 10, "{stats:?}");
         handle.shutdown().unwrap();
     }
 }

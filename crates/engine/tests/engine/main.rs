@@ -2,7 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod beams;
 mod echo;
 mod executor;
 mod golden;
+mod samples;
 mod stream;
+mod streaming;

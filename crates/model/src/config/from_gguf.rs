@@ -5,7 +5,9 @@
 
 use nuthatch_backend::RopeStyle;
 
-use super::{Architecture, GenerationDefaults, ModelConfig, invalid, known_tokens, limits};
+use super::{
+    Architecture, GenerationDefaults, ModelConfig, invalid, known_tokens, kv_owners, limits,
+};
 use crate::error::ConfigError;
 use crate::gguf::{Gguf, GgufArray, GgufValue};
 use crate::rope::{Rope, RopeScaling, Yarn};
@@ -80,6 +82,7 @@ impl ModelConfig {
             o_bias: files.contains("blk.0.attn_output.bias"),
             qk_norm: architecture == Architecture::Qwen3,
             windows: vec![window; n_layers as usize],
+            kv_owners: kv_owners::every_layer(n_layers),
             max_context: rope.scaling.context(context),
             rope,
             bos: known_tokens(gguf.u32("tokenizer.ggml.bos_token_id")?.map(i64::from), vocab)

@@ -6,7 +6,9 @@ use nuthatch_backend::RopeStyle;
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::{Architecture, GenerationDefaults, ModelConfig, invalid, known_tokens, limits};
+use super::{
+    Architecture, GenerationDefaults, ModelConfig, invalid, known_tokens, kv_owners, limits,
+};
 use crate::error::ConfigError;
 use crate::rope::{Rope, RopeScaling, Yarn};
 
@@ -49,6 +51,7 @@ fn parse(fields: Fields<'_>, generation: Fields<'_>) -> Result<ModelConfig, Conf
     });
     let head_dim = head_dim(fields, architecture, hidden, n_heads)?;
     let (rope, max_context) = rope(fields, head_dim, position_limit)?;
+    let windows = windows(fields, architecture, n_layers)?;
     let eos = fields.ids("eos_token_id")?.into_iter().chain(generation.ids("eos_token_id")?);
     let bos = fields.ids("bos_token_id")?.into_iter().chain(generation.ids("bos_token_id")?);
 
@@ -66,7 +69,8 @@ fn parse(fields: Fields<'_>, generation: Fields<'_>) -> Result<ModelConfig, Conf
         qkv_bias: attention_bias || architecture == Architecture::Qwen2,
         o_bias: attention_bias,
         qk_norm: architecture == Architecture::Qwen3,
-        windows: windows(fields, architecture, n_layers)?,
+        kv_owners: kv_owners::from_json(fields, &windows)?,
+        windows,
         max_context,
         rope,
         bos: known_tokens(bos.take(1), vocab).first().copied(),
@@ -198,6 +202,20 @@ fn rope(
     let rope = Rope { theta, dim: head_dim, style: RopeStyle::Halves, divisors: None, scaling };
     let max_context = rope.scaling.context(position_limit);
     Ok((rope, max_context))
+}
+
+/// The scaling that the text of a `rope_scaling` object describes for a model of `position_limit`
+/// tokens, and the base of the frequencies if it is among the keys.
+pub(crate) fn parse_scaling(
+    text: &str,
+    position_limit: u32,
+) -> Result<(RopeScaling, Option<f64>), ConfigError> {
+    let value: Value = serde_json::from_str(text)?;
+    let object = value.as_object().ok_or_else(|| invalid("rope scaling", "no object", "one"))?;
+    let beside = serde_json::Map::new();
+    let rope = Fields { prefix: "rope_scaling.", object };
+    let scaling = scaling(Fields { prefix: "", object: &beside }, rope, position_limit)?;
+    Ok((scaling, rope.f64("rope_theta")?))
 }
 
 fn scaling(

@@ -82,9 +82,21 @@ impl Policy {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tenant(pub u64);
 
-/// The place of a request in the order of arrival.
+/// The place of a sequence in the order of arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Arrival(pub(crate) u64);
+pub(crate) struct Arrival {
+    /// The request's place.
+    pub(crate) request: u64,
+    /// The place among the sequences that the request was forked into; 0 for the first.
+    pub(crate) fork: u64,
+}
+
+impl Arrival {
+    /// The first sequence of the request that came as the `n`-th.
+    pub(crate) fn nth(n: u64) -> Self {
+        Arrival { request: n, fork: 0 }
+    }
+}
 
 /// The place of a sequence in a policy's order; lower comes first. No two are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -25,7 +25,7 @@ impl Priority {
 
 impl Queue for Priority {
     fn rank(&self, arrival: Arrival, hints: &Hints, _n_prompt: u32) -> Rank {
-        let class = arrival.0 as i64 - self.boost * i64::from(hints.priority);
+        let class = arrival.request as i64 - self.boost * i64::from(hints.priority);
         Rank { class, arrival }
     }
 

@@ -21,7 +21,7 @@ impl Line {
 
     fn come(&mut self, seq: u64, hints: Hints, n_prompt: u32) {
         self.n_arrivals += 1;
-        let rank = self.queue.rank(Arrival(self.n_arrivals), &hints, n_prompt);
+        let rank = self.queue.rank(Arrival::nth(self.n_arrivals), &hints, n_prompt);
         let since = self.step;
         let seq = SeqId(seq);
         self.wait(Waiter { seq, rank, tenant: hints.tenant, is_started: false, since });

@@ -1,0 +1,58 @@
+//! Compiles every kernel for the architectures that are named, and prints what each uses.
+//!
+//!     cargo run --example compile_kernels -- sm_80 sm_90a sm_100
+//!
+//! Needs NVRTC on the library path, and no GPU. `cargo xtask kernels` fetches NVRTC and runs this.
+
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a tool for people")]
+
+use std::process::ExitCode;
+
+/// What the compiler says of one kernel.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Usage {
+    kernel: String,
+    registers: String,
+    /// Bytes of registers that went to memory.
+    spilled: usize,
+}
+
+fn main() -> ExitCode {
+    for arch in std::env::args().skip(1) {
+        match nuthatch_backend_cuda::compile_all(&arch) {
+            Ok(programs) => {
+                for (program, log) in programs {
+                    for usage in usages(&log) {
+                        let Usage { kernel, registers, spilled } = usage;
+                        println!(
+                            "{arch:<7} {program:<20} {kernel:<13} {registers:>4} {spilled:>5}"
+                        );
+                    }
+                }
+            }
+            Err(error) => {
+                eprintln!("{error}");
+                return ExitCode::FAILURE;
+            }
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// Reads the report of the assembler: three lines for each kernel.
+fn usages(log: &str) -> Vec<Usage> {
+    let mut usages = Vec::new();
+    let mut usage = Usage::default();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            usage.kernel = rest.split('\'').next().unwrap_or_default().to_owned();
+        } else if let Some((before, _)) = line.split_once(" bytes spill stores") {
+            let number = before.rsplit([' ', ',']).next().unwrap_or_default();
+            usage.spilled = number.parse().unwrap_or(0);
+        } else if let Some((_, rest)) = line.split_once("Used ") {
+            usage.registers = rest.split(' ').next().unwrap_or_default().to_owned();
+            usages.push(std::mem::take(&mut usage));
+        }
+    }
+    usages
+}

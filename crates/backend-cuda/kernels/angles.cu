@@ -1,0 +1,26 @@
+// angles[t, i] = (cos, sin) of positions[t] * inv_freq[i], times the attention factor.
+//
+// Once per step, for all layers. The product is rounded to f32 as the reference's, the functions
+// are taken in f64. One thread per angle.
+
+struct AnglesParams {
+    const u32* positions;
+    const float* inv_freq;
+    float* angles;  // [T][half][2]
+    u32 rows;
+    u32 half;
+    float factor;
+    u32 padding;
+};
+static_assert(sizeof(AnglesParams) == ANGLES_PARAMS_SIZE, "the host's AnglesParams differs");
+
+extern "C" __global__ void rope_angles(AnglesParams p) {
+    begin();
+    const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= (u64)p.rows * p.half) return;
+    const float angle = __fmul_rn((float)p.positions[at / p.half], p.inv_freq[at % p.half]);
+    double sine, cosine;
+    sincos((double)angle, &sine, &cosine);
+    p.angles[2 * at] = (float)cosine * p.factor;
+    p.angles[2 * at + 1] = (float)sine * p.factor;
+}

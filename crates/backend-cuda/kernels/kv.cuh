@@ -1,0 +1,76 @@
+// How keys and values lie in a page of one head, for a fixed KV type and head width.
+//
+// An arena is [layer][kv head][slot][page]. With 16-bit types a page is in the order in which the
+// lanes of a warp need it for the matrix instruction, so that a page is copied as it is and read
+// in pieces of sixteen bytes; the head width is filled up to a multiple of 32 with zeros, which
+// nobody writes:
+//
+//   K   [32 columns][8 tokens: 2][lane 4 g + t][8]     token g, columns 8 t .. 8 t + 8
+//   V   [16 columns][lane 4 g + t][2][4]               column g of eight, tokens 2t, 2t + 1, 2t + 8,
+//                                                      2t + 9
+//
+// With f32 it is K [16][D], then V [16][D].
+
+#define PAGE 16
+#define KV_F32 0
+#define KV_F16 1
+#define KV_BF16 2
+
+#if KV == KV_F32
+#define WIDTH HEAD_DIM
+typedef float Element;
+#else
+#define WIDTH ((HEAD_DIM + 31) / 32 * 32)
+typedef u16 Element;
+#endif
+#define PAGE_ELEMENTS (2 * PAGE * WIDTH)
+static_assert(PAGE_ELEMENTS * sizeof(Element) == HEAD_PAGE_BYTES, "the host's page differs");
+
+DEVICE u32 key_at(u32 token, u32 i) {
+#if KV == KV_F32
+    return token * WIDTH + i;
+#else
+    const u32 lane = token % 8 * 4 + i % 32 / 8;
+    return ((i / 32 * 2 + token / 8) * 32 + lane) * 8 + i % 8;
+#endif
+}
+
+DEVICE u32 value_at(u32 token, u32 i) {
+#if KV == KV_F32
+    return PAGE * WIDTH + token * WIDTH + i;
+#else
+    const u32 lane = i % 8 * 4 + token % 8 / 2;
+    const u32 n = i / 8;
+    return PAGE * WIDTH + ((n / 2 * 32 + lane) * 2 + n % 2) * 4 + token / 8 * 2 + token % 2;
+#endif
+}
+
+// A key saturates; what is no number stays so, and spoils only rows that see it.
+DEVICE Element key_element(float x) {
+#if KV == KV_F32
+    return x;
+#elif KV == KV_F16
+    return (u16)f16_of(x != x ? x : fminf(fmaxf(x, -65504.0f), 65504.0f));
+#else
+    return (u16)bf16_of(x);
+#endif
+}
+
+// A value is always finite: a masked key has probability 0, and 0 times infinity is no number.
+DEVICE Element value_element(float x) {
+#if KV == KV_F32
+    const float largest = __int_as_float(0x7f7fffff);
+#elif KV == KV_F16
+    const float largest = 65504.0f;
+#else
+    const float largest = __int_as_float(0x7f7f0000);
+#endif
+    const float y = x != x ? 0.0f : fminf(fmaxf(x, -largest), largest);
+#if KV == KV_F32
+    return y;
+#elif KV == KV_F16
+    return (u16)f16_of(y);
+#else
+    return (u16)bf16_of(y);
+#endif
+}

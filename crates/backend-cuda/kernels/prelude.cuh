@@ -1,0 +1,173 @@
+// Shared device code, put in front of every kernel: numbers, matrix instructions, copies.
+//
+// No headers: NVRTC finds none on a machine that has only the driver and NVRTC itself.
+//
+// Shape legend: T query rows, H query heads, G key/value heads, D head width, S = 16 tokens of a
+// page, K columns of a weight.
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define INFINITE __int_as_float(0x7f800000)
+
+// Sixteen-bit floats, as bits.
+
+DEVICE float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
+
+DEVICE float f16_to_float(u32 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
+    return x;
+}
+
+DEVICE u32 bf16_of(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+DEVICE u32 f16_of(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+DEVICE u32 bf16x2(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+DEVICE u32 f16x2(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+// 2^x. Exact for 0, and 0 for minus infinity.
+DEVICE float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// c += A B, where A is 16 x 16, B is 16 x 8 and c is 16 x 8 floats over the 32 lanes of a warp.
+// Lane = 4 g + t holds: a0 (row g), a1 (row g + 8), a2 (row g), a3 (row g + 8); b0, b1 (column g);
+// c0, c1 (row g, columns 2t, 2t + 1), c2, c3 (row g + 8). Which of the sixteen inner indices a
+// lane's pairs stand for is free, as long as A and B agree.
+
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Kernels are queued so that one may begin before the one before it has ended. `allow_next` lets the
+// next one do so, and `wait_for_previous` comes before the first look at what the previous one wrote, and
+// before the first write.
+
+DEVICE void allow_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void begin() {
+    allow_next();
+    wait_for_previous();
+}
+
+// Copies of sixteen bytes that do not wait; `n_bytes` below sixteen fills with zeros.
+
+DEVICE void copy_async(u32 shared, const void* global, u32 n_bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(global), "r"(n_bytes)
+                 : "memory");
+}
+
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Copies of whole runs by the copy engine, which tell a barrier in shared memory when they are there.
+
+#if __CUDA_ARCH__ >= 900
+#define HAS_BULK 1
+
+DEVICE void barrier_init(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and says how many bytes are to come.
+DEVICE void barrier_expect(u32 barrier, u32 n_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(n_bytes)
+                 : "memory");
+}
+
+// Waits for the end of a phase; phases are counted modulo two.
+DEVICE void barrier_wait(u32 barrier, u32 phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+
+DEVICE void bulk_copy(u32 shared, const void* global, u32 n_bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared),
+        "l"(global), "r"(n_bytes), "r"(barrier)
+        : "memory");
+}
+
+// Ordinary writes before this come before copies of the engine after it.
+DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+#define HAS_BULK 0
+#endif
+
+DEVICE u32 shared_address(const void* pointer) {
+    return (u32)__cvta_generic_to_shared(pointer);
+}
+
+// Sums over the warp in one order; every lane gets the result.
+DEVICE float warp_sum(float x) {
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}

@@ -1,0 +1,77 @@
+// Normalises the heads of q and k if there are weights for it, rotates them by their positions, and
+// writes k and v to the pages of their sequences.
+//
+// qkv [T, (H + 2 G) D]; a warp takes one head of one row. A head's norm sums elements i, i + 32,
+// ... per lane, then lanes by halves. Reads qkv once, writes its q part and one token of each page.
+
+struct RopeParams {
+    float* qkv;
+    u8* layer;            // [G][slot][page]
+    const float* q_norm;  // [D] or null
+    const float* k_norm;
+    const float* angles;  // [T][rotated / 2] cosine and sine
+    const u32* positions;
+    const u32* table_rows;  // [T]
+    const u32* tables;      // [row][table_len]
+    u64 head_bytes;         // of all slots of one head
+    u32 rows;
+    u32 n_heads;
+    u32 n_kv_heads;
+    u32 table_len;
+    u32 half;  // rotated / 2
+    u32 is_halves;
+    float eps;
+    u32 padding;
+};
+static_assert(sizeof(RopeParams) == ROPE_PARAMS_SIZE, "the host's RopeParams differs");
+
+#define WARPS 4
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams p) {
+    begin();
+    __shared__ float heads[WARPS][HEAD_DIM];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 all = p.n_heads + 2 * p.n_kv_heads;
+    const u64 task = (u64)blockIdx.x * WARPS + warp;
+    if (task >= (u64)p.rows * all) return;
+    const u32 row = (u32)(task / all), head = (u32)(task % all);
+    float* source = p.qkv + ((u64)row * all + head) * HEAD_DIM;
+    float* x = heads[warp];
+    const bool is_value = head >= p.n_heads + p.n_kv_heads;
+    const float* norm = head < p.n_heads ? p.q_norm : is_value ? 0 : p.k_norm;
+    float sum = 0.0f;
+    for (u32 i = lane; i < HEAD_DIM; i += 32) {
+        x[i] = source[i];
+        sum = __fmaf_rn(x[i], x[i], sum);
+    }
+    if (norm) {
+        const float scale = 1.0f / __fsqrt_rn(warp_sum(sum) / (float)HEAD_DIM + p.eps);
+        for (u32 i = lane; i < HEAD_DIM; i += 32) x[i] = x[i] * scale * norm[i];
+    }
+    __syncwarp();
+    if (!is_value) {
+        const float2* angles = (const float2*)p.angles + (u64)row * p.half;
+        for (u32 i = lane; i < p.half; i += 32) {
+            const u32 first = p.is_halves ? i : 2 * i, second = p.is_halves ? i + p.half : 2 * i + 1;
+            const float2 angle = angles[i];
+            const float a = x[first], b = x[second];
+            x[first] = a * angle.x - b * angle.y;
+            x[second] = b * angle.x + a * angle.y;
+        }
+        __syncwarp();
+    }
+    if (head < p.n_heads) {
+        for (u32 i = lane; i < HEAD_DIM; i += 32) source[i] = x[i];
+        return;
+    }
+    const u32 kv_head = (head - p.n_heads) % p.n_kv_heads;
+    const u32 position = p.positions[row], token = position % PAGE;
+    const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + position / PAGE];
+    Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
+    for (u32 i = lane; i < HEAD_DIM; i += 32) {
+        if (is_value)
+            page[value_at(token, i)] = value_element(x[i]);
+        else
+            page[key_at(token, i)] = key_element(x[i]);
+    }
+}

@@ -1,0 +1,340 @@
+//! The device, its one stream, its memory, and the fault that ends it.
+
+use std::mem::size_of_val;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, result, sys,
+};
+use cudarc::nvrtc::Ptx;
+use nuthatch_backend::DeviceError;
+
+use crate::error::OpenError;
+
+/// The driver that the bindings were made for, in the driver's way of counting.
+const DRIVER_NEEDED: i32 = 13_000;
+
+/// A device with one stream, on which everything is ordered.
+pub(crate) struct Device {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    name: String,
+    /// Compute capability.
+    capability: (i32, i32),
+    /// Most dynamic shared memory of a block.
+    shared_bytes_max: usize,
+    /// The first fault, in the driver's words. Afterwards nothing is done.
+    fault: Mutex<Option<String>>,
+}
+
+impl Device {
+    /// Opens a device, and says in words why not.
+    pub(crate) fn open(ordinal: usize) -> Result<Self, OpenError> {
+        let found = driver_version().ok_or(OpenError::NoDriver)?;
+        if found < DRIVER_NEEDED {
+            return Err(OpenError::OldDriver { found });
+        }
+        let driver = |e: DriverError| OpenError::Driver(e.to_string());
+        let count = CudaContext::device_count().map_err(driver)?;
+        let count = usize::try_from(count).unwrap_or(0);
+        if ordinal >= count {
+            return Err(OpenError::NoDevice { ordinal, count });
+        }
+        let context = CudaContext::new(ordinal).map_err(driver)?;
+        let name = context.name().map_err(driver)?;
+        let (major, minor) = context.compute_capability().map_err(driver)?;
+        if major < 8 {
+            return Err(OpenError::OldDevice { name, major, minor });
+        }
+        let shared =
+            sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let shared = context.attribute(shared).map_err(driver)?;
+        Ok(Device {
+            stream: context.new_stream().map_err(driver)?,
+            context,
+            name,
+            capability: (major, minor),
+            shared_bytes_max: usize::try_from(shared).unwrap_or(0),
+            fault: Mutex::new(None),
+        })
+    }
+
+    /// The device's name and compute capability.
+    pub(crate) fn describe(&self) -> (&str, (i32, i32)) {
+        (&self.name, self.capability)
+    }
+
+    /// Most dynamic shared memory of a block.
+    pub(crate) fn shared_bytes_max(&self) -> usize {
+        self.shared_bytes_max
+    }
+
+    /// What to compile for: the architecture with all its own instructions.
+    pub(crate) fn arch(&self) -> String {
+        let (major, minor) = self.capability;
+        // From Hopper on, some instructions belong to one architecture only.
+        let own = if major >= 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{own}")
+    }
+
+    /// Free and total bytes.
+    pub(crate) fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        self.enter()?;
+        self.check(result::mem_get_info())
+    }
+
+    /// Loads machine code.
+    pub(crate) fn load(&self, cubin: Vec<u8>) -> Result<Arc<CudaModule>, DeviceError> {
+        self.enter()?;
+        self.check(self.context.load_module(Ptx::from_binary(cubin)))
+    }
+
+    /// One kernel of a module, allowed to use `shared_bytes` of dynamic shared memory.
+    pub(crate) fn kernel(
+        &self,
+        module: &Arc<CudaModule>,
+        name: &str,
+        shared_bytes: usize,
+    ) -> Result<Kernel, DeviceError> {
+        self.enter()?;
+        let function = self.check(module.load_function(name))?;
+        let attribute =
+            sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let n_bytes = i32::try_from(shared_bytes).unwrap_or(i32::MAX);
+        if let Err(e) = function.set_attribute(attribute, n_bytes) {
+            let fault = format!("{name} needs {shared_bytes} bytes of shared memory: {e}");
+            return Err(DeviceError::Fault(fault));
+        }
+        let shared_bytes = n_bytes.cast_unsigned();
+        Ok(Kernel { function, shared_bytes })
+    }
+
+    /// Allocates bytes, all zero.
+    pub(crate) fn alloc(&self, bytes: usize, what: &'static str) -> Result<Memory, DeviceError> {
+        self.enter()?;
+        // The driver does not hand out nothing.
+        let bytes = bytes.max(16);
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the memory is zeroed below, before anybody else has its address.
+        let allocated = unsafe { result::malloc_sync(bytes) };
+        let address = match allocated {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                return Err(DeviceError::OutOfMemory { bytes, what });
+            }
+            other => self.check(other)?,
+        };
+        let memory = Memory { address, bytes, context: Arc::clone(&self.context) };
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the memory was just allocated with this size.
+        let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) };
+        self.check(zeroed)?;
+        Ok(memory)
+    }
+
+    /// Allocates pinned memory of the host that the device sees at the same addresses.
+    pub(crate) fn alloc_pinned(
+        &self,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<PinnedMemory, DeviceError> {
+        self.enter()?;
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        #[expect(unsafe_code, reason = "raw pinned memory")]
+        // SAFETY: nobody reads the memory before a kernel has written to it.
+        let allocated = unsafe { result::malloc_host(bytes, flags) };
+        match allocated {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
+                Err(DeviceError::OutOfMemory { bytes, what })
+            }
+            other => {
+                let address = self.check(other)? as u64;
+                Ok(PinnedMemory { address, context: Arc::clone(&self.context) })
+            }
+        }
+    }
+
+    /// Copies host values into device memory, from byte `start` on.
+    pub(crate) fn upload<T: Copy>(
+        &self,
+        target: &Memory,
+        start: usize,
+        source: &[T],
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        assert!(start + size_of_val(source) <= target.bytes, "the target is too small");
+        if source.is_empty() {
+            return Ok(());
+        }
+        let (address, stream) = (target.address + start as u64, self.stream.cu_stream());
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the range is inside the allocation, as asserted. The source is pageable memory,
+        // which the driver has read when the call returns.
+        let copied = unsafe { result::memcpy_htod_async(address, source, stream) };
+        self.check(copied)
+    }
+
+    /// Copies the start of device memory to the host, and waits.
+    pub(crate) fn download(&self, source: &Memory, target: &mut [f32]) -> Result<(), DeviceError> {
+        self.enter()?;
+        assert!(size_of_val(target) <= source.bytes, "the source is too small");
+        if target.is_empty() {
+            return self.wait();
+        }
+        let stream = self.stream.cu_stream();
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the range is inside the allocation, as asserted, and `wait` comes before the
+        // borrow of the target ends.
+        let copied = unsafe { result::memcpy_dtoh_async(target, source.address, stream) };
+        self.check(copied)?;
+        self.wait()
+    }
+
+    /// Waits until everything queued is done.
+    pub(crate) fn wait(&self) -> Result<(), DeviceError> {
+        self.enter()?;
+        self.check(self.stream.synchronize())
+    }
+
+    /// Queues a kernel with one block of parameters. It may begin before the one before it has
+    /// ended; every kernel waits for that before it looks at anything another one wrote.
+    ///
+    /// # Safety
+    ///
+    /// `params` must be what the kernel takes, and everything that the kernel does with the
+    /// addresses in it must stay inside live allocations.
+    #[expect(unsafe_code, reason = "kernels use raw device memory")]
+    pub(crate) unsafe fn launch<P: DeviceRepr>(
+        &self,
+        kernel: &Kernel,
+        grid: (u32, u32),
+        threads: u32,
+        params: &P,
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: kernel.shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: &mut early,
+            // Older devices have no instruction to wait with.
+            numAttrs: u32::from(self.capability.0 >= 9),
+        };
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
+        let (function, arguments) = (kernel.function.cu_function(), arguments.as_mut_ptr());
+        // SAFETY: the configuration, its attribute and the parameters outlive the call, which copies
+        // them; the rest is the caller's promise.
+        let launched =
+            unsafe { sys::cuLaunchKernelEx(&config, function, arguments, std::ptr::null_mut()) };
+        self.check(launched.result())
+    }
+
+    /// Refuses work after a fault, and makes the device current on this thread.
+    fn enter(&self) -> Result<(), DeviceError> {
+        if let Some(fault) = &*self.fault.lock().unwrap_or_else(PoisonError::into_inner) {
+            return Err(DeviceError::Fault(fault.clone()));
+        }
+        self.check(self.context.bind_to_thread())
+    }
+
+    /// Remembers a fault.
+    fn check<T>(&self, outcome: Result<T, DriverError>) -> Result<T, DeviceError> {
+        outcome.map_err(|e| {
+            let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+            DeviceError::Fault(fault.get_or_insert(e.to_string()).clone())
+        })
+    }
+}
+
+/// A kernel that can be queued.
+pub(crate) struct Kernel {
+    function: CudaFunction,
+    /// Dynamic shared memory of a block.
+    shared_bytes: u32,
+}
+
+/// Device memory. Dropping it frees it, once nothing that is queued can use it.
+pub(crate) struct Memory {
+    address: u64,
+    bytes: usize,
+    context: Arc<CudaContext>,
+}
+
+impl Memory {
+    /// Where it is, for a kernel's parameters.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// How much it is.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // After a fault nothing can be freed, and the driver frees all of it with the process.
+        if self.context.bind_to_thread().is_ok() {
+            #[expect(unsafe_code, reason = "raw device memory")]
+            // SAFETY: allocated in `Device::alloc`, and freed here only. The call waits for what is
+            // queued.
+            let freed = unsafe { result::free_sync(self.address) };
+            let _ = freed;
+        }
+    }
+}
+
+/// Pinned memory of the host. Dropping it frees it.
+pub(crate) struct PinnedMemory {
+    address: u64,
+    context: Arc<CudaContext>,
+}
+
+impl PinnedMemory {
+    /// Where it is, for a kernel's parameters.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            #[expect(unsafe_code, reason = "raw pinned memory")]
+            // SAFETY: allocated in `Device::alloc_pinned`, and freed here only. The call waits for
+            // what is queued.
+            let freed = unsafe { result::free_host(self.address as *mut std::ffi::c_void) };
+            let _ = freed;
+        }
+    }
+}
+
+/// What the driver says about itself, or nothing if there is none.
+///
+/// The bindings expect every function of the version that they were made for, and panic where one
+/// is missing; so the version is asked for without them.
+fn driver_version() -> Option<i32> {
+    type GetVersion = unsafe extern "C" fn(*mut i32) -> i32;
+    let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
+    #[expect(unsafe_code, reason = "loads the driver")]
+    // SAFETY: the driver's initialisers have no requirements.
+    let library = unsafe { libloading::Library::new(name) }.ok()?;
+    #[expect(unsafe_code, reason = "a function of the driver")]
+    // SAFETY: this is the function's type in every version of the driver.
+    let get = unsafe { library.get::<GetVersion>(b"cuDriverGetVersion\0") }.ok()?;
+    let mut version = 0;
+    #[expect(unsafe_code, reason = "a call of the C interface")]
+    // SAFETY: the pointer is to a live integer.
+    let status = unsafe { get(&mut version) };
+    (status == 0).then_some(version)
+}

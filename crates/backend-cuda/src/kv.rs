@@ -1,0 +1,87 @@
+//! The arena of keys and values: `[layer][kv head][slot]`, and inside a page of one head the order
+//! that `kernels/kv.cuh` draws.
+
+use nuthatch_backend::DeviceError;
+use nuthatch_types::{KvDtype, KvShape, KvSlots};
+
+use crate::device::{Device, Memory, PinnedMemory};
+
+/// Tokens of a page.
+pub(crate) const PAGE_LEN: usize = 16;
+
+/// What decides the bytes of one head's page, and the kernels for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct PageShape {
+    pub(crate) dtype: KvDtype,
+    pub(crate) head_dim: u32,
+}
+
+impl PageShape {
+    pub(crate) fn of(shape: &KvShape) -> Self {
+        PageShape { dtype: shape.dtype, head_dim: shape.head_dim }
+    }
+
+    /// Elements of a head as they are stored: with 16 bits, a multiple of 32.
+    pub(crate) fn width(self) -> usize {
+        let head_dim = self.head_dim as usize;
+        match self.dtype {
+            KvDtype::F32 => head_dim,
+            KvDtype::F16 | KvDtype::Bf16 => head_dim.next_multiple_of(32),
+        }
+    }
+
+    /// Bytes of one head's page.
+    pub(crate) fn bytes(self) -> usize {
+        2 * PAGE_LEN * self.width() * self.dtype.bytes()
+    }
+}
+
+/// The keys and values of all layers.
+pub struct CudaKv {
+    pub(crate) shape: KvShape,
+    pub(crate) page: PageShape,
+    pub(crate) slots: KvSlots,
+    pub(crate) arena: Memory,
+    /// The pages that wait on the host, in the same order.
+    pub(crate) host: Option<PinnedMemory>,
+}
+
+impl CudaKv {
+    pub(crate) fn new(
+        device: &Device,
+        shape: KvShape,
+        slots: KvSlots,
+    ) -> Result<Self, DeviceError> {
+        if shape.page_len as usize != PAGE_LEN {
+            let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
+            return Err(DeviceError::Fault(fault));
+        }
+        if !shape.head_dim.is_multiple_of(8) {
+            let fault =
+                format!("heads of width {}; this device needs a multiple of 8", shape.head_dim);
+            return Err(DeviceError::Fault(fault));
+        }
+        let page = PageShape::of(&shape);
+        let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
+        let bytes =
+            |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
+        let arena = device.alloc(bytes(slots.device), "the KV cache")?;
+        let host = match slots.host {
+            0 => None,
+            n => Some(device.alloc_pinned(bytes(n), "the host's KV pages")?),
+        };
+        Ok(CudaKv { shape, page, slots, arena, host })
+    }
+
+    /// Bytes of all device slots of one head.
+    pub(crate) fn head_bytes(&self) -> u64 {
+        self.page.bytes() as u64 * u64::from(self.slots.device)
+    }
+
+    /// Where the heads of a layer start.
+    pub(crate) fn layer_address(&self, layer: u32) -> u64 {
+        assert!(layer < self.shape.n_layers, "a layer of the model");
+        let heads = u64::from(layer) * u64::from(self.shape.n_kv_heads);
+        self.arena.address() + heads * self.head_bytes()
+    }
+}

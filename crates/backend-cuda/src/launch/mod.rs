@@ -1,0 +1,38 @@
+//! Queuing kernels: one file per operation, each with the parameters that its `.cu` file mirrors,
+//! the checks of every shape, and the launch.
+
+pub(crate) mod attend;
+pub(crate) mod copy;
+pub(crate) mod embed;
+pub(crate) mod gather;
+pub(crate) mod matmul;
+pub(crate) mod norm;
+pub(crate) mod pack;
+pub(crate) mod rope;
+pub(crate) mod round;
+pub(crate) mod swiglu;
+
+/// Declares the parameters of a kernel: plain data of the same layout on both sides.
+macro_rules! params {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }) => {
+        $(#[$doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug)]
+        pub(crate) struct $name {
+            $($(#[$field_doc])* pub(crate) $field: $type,)*
+        }
+
+        #[expect(unsafe_code, reason = "the bytes of a kernel's parameters")]
+        // SAFETY: plain data with C layout; the kernel asserts that its size is the same.
+        unsafe impl cudarc::driver::DeviceRepr for $name {}
+    };
+}
+pub(crate) use params;
+
+/// An address in device memory.
+pub(crate) type Address = u64;
+
+/// A size as the kernels count.
+pub(crate) fn count(n: usize) -> u32 {
+    u32::try_from(n).expect("sizes of one step fit 32 bits")
+}

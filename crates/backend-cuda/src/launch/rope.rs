@@ -1,0 +1,124 @@
+//! `angles.cu`, once per step, and `rope.cu`: rotating heads and writing them to their pages.
+
+use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
+use nuthatch_types::LayerIdx;
+
+use super::{Address, count, params};
+use crate::Cuda;
+use crate::buf::CudaBuf;
+use crate::device::{Device, Kernel};
+use crate::kv::CudaKv;
+use crate::plan::CudaPlan;
+
+params! {
+    /// Mirrors `AnglesParams`.
+    AnglesParams {
+        positions: Address,
+        inv_freq: Address,
+        angles: Address,
+        rows: u32,
+        half: u32,
+        factor: f32,
+        padding: u32,
+    }
+}
+
+params! {
+    /// Mirrors `RopeParams`.
+    RopeParams {
+        qkv: Address,
+        layer: Address,
+        q_norm: Address,
+        k_norm: Address,
+        angles: Address,
+        positions: Address,
+        table_rows: Address,
+        tables: Address,
+        head_bytes: u64,
+        rows: u32,
+        n_heads: u32,
+        n_kv_heads: u32,
+        table_len: u32,
+        half: u32,
+        is_halves: u32,
+        eps: f32,
+        padding: u32,
+    }
+}
+
+const ANGLES_THREADS: usize = 128;
+const WARPS: usize = 4;
+
+/// Cosines and sines of the plan's positions.
+pub(crate) fn angles(device: &Device, kernel: &Kernel, plan: &CudaPlan) -> Result<(), DeviceError> {
+    let rope = &plan.shape.rope;
+    let n = plan.n_rows() * rope.inv_freq.len();
+    if n == 0 {
+        return Ok(());
+    }
+    assert!(n * 8 <= plan.angles.bytes(), "the angles fit the plan");
+    let params = AnglesParams {
+        positions: plan.positions(),
+        inv_freq: plan.inv_freq.address(),
+        angles: plan.angles.address(),
+        rows: count(plan.n_rows()),
+        half: count(rope.inv_freq.len()),
+        factor: rope.attention_factor,
+        padding: 0,
+    };
+    let blocks = count(n.div_ceil(ANGLES_THREADS));
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: the plan holds the positions and frequencies, and the angles were asserted to fit.
+    unsafe {
+        device.launch(kernel, (blocks, 1), count(ANGLES_THREADS), &params)
+    }
+}
+
+/// Normalises and rotates q and k, and writes k and v to the pages of their sequences.
+pub(crate) fn rope_append(
+    device: &Device,
+    plan: &CudaPlan,
+    layer: LayerIdx,
+    spec: &AttnSpec<'_, Cuda>,
+    qkv: &mut CudaBuf,
+    kv: &mut CudaKv,
+) -> Result<(), DeviceError> {
+    if !spec.owns_kv {
+        let fault = "layers that share keys and values have no kernel on this device yet";
+        return Err(DeviceError::Fault(fault.to_owned()));
+    }
+    let d = kv.page.head_dim as usize;
+    let heads = (spec.n_heads + 2 * kv.shape.n_kv_heads) as usize;
+    assert!(plan.n_rows() * heads * d <= qkv.len, "the batch's rows are in qkv");
+    assert!(plan.page == kv.page, "the plan is for this arena");
+    assert!(plan.shape.rope.inv_freq.len() * 2 <= d, "no more is rotated than there is");
+    let norms = spec.head_norms;
+    assert!(norms.is_none_or(|(q, k)| q.len >= d && k.len >= d), "a weight for each element");
+    let params = RopeParams {
+        qkv: qkv.floats.address(),
+        layer: kv.layer_address(layer.0),
+        q_norm: norms.map_or(0, |(q, _)| q.floats.address()),
+        k_norm: norms.map_or(0, |(_, k)| k.floats.address()),
+        angles: plan.angles.address(),
+        positions: plan.positions(),
+        table_rows: plan.table_rows(),
+        tables: plan.tables,
+        head_bytes: kv.head_bytes(),
+        rows: count(plan.n_rows()),
+        n_heads: spec.n_heads,
+        n_kv_heads: kv.shape.n_kv_heads,
+        table_len: plan.table_len,
+        half: count(plan.shape.rope.inv_freq.len()),
+        is_halves: u32::from(plan.shape.rope.style == RopeStyle::Halves),
+        eps: spec.eps,
+        padding: 0,
+    };
+    qkv.set_stale();
+    let blocks = count((plan.n_rows() * heads).div_ceil(WARPS));
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: rows and heads were asserted to be in qkv; slots come from the plan's tables, whose
+    // entries the executor has checked against the arena.
+    unsafe {
+        device.launch(&plan.kernels.rope, (blocks, 1), count(32 * WARPS), &params)
+    }
+}

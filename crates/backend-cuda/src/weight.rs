@@ -1,0 +1,147 @@
+//! Weights on the device, packed once at load into the order in which the products read them.
+//!
+//! | file | on the device | bits of a weight |
+//! |---|---|---|
+//! | BF16, F16 | as they are | 16 |
+//! | Q4_0, Q4_1, Q8_0 | as they are | 4.5, 5, 8.5 |
+//! | Q5_0, Q5_1 | codes in 8 bits | 8.5, 9 |
+//! | Q4_K | codes in 4 bits, scales multiplied out | 6 |
+//! | Q5_K, Q3_K, Q6_K, Q2_K | codes in 8 bits, scales multiplied out | 10, 10, 10, 12 |
+//! | F32 | as they are, not packed | 32 |
+//!
+//! Nothing is rounded: a weight decodes to what its file's format says.
+
+use std::sync::Arc;
+
+use nuthatch_backend::{DeviceError, HostMatrix, WeightType};
+
+use crate::Common;
+use crate::device::{Device, Kernel, Memory};
+use crate::launch::matmul::{Tile, cell_bytes, tiles};
+use crate::launch::pack::{FileMatrix, pack};
+
+/// One or more matrices, multiplied as one whose rows are stacked.
+pub struct CudaWeight {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    /// Neighbours of the same type are one part.
+    pub(crate) parts: Vec<Part>,
+}
+
+/// Rows of one type.
+pub(crate) struct Part {
+    /// First output.
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) memory: Memory,
+    /// `[rows]`
+    pub(crate) bias: Option<Memory>,
+    pub(crate) kernels: Kernels,
+}
+
+/// What computes with a part.
+#[derive(Clone)]
+pub(crate) enum Kernels {
+    /// The kernels of its type.
+    Packed(Arc<WeightKernels>),
+    /// The plain ones.
+    F32(Arc<Common>),
+}
+
+/// The kernels of one weight type.
+pub(crate) struct WeightKernels {
+    pub(crate) pack: Kernel,
+    pub(crate) embed: Kernel,
+    /// For few rows of activations first.
+    pub(crate) matmul: Vec<(Tile, Kernel)>,
+}
+
+impl WeightKernels {
+    pub(crate) fn new(
+        device: &Device,
+        cubin: Vec<u8>,
+        dtype: WeightType,
+    ) -> Result<Self, DeviceError> {
+        let module = device.load(cubin)?;
+        // Where a device has too little shared memory, the next tile does the same, more slowly.
+        let fits = |tile: &Tile| tile.shared_bytes(dtype) <= device.shared_bytes_max();
+        let matmul = tiles(dtype).into_iter().filter(fits).map(|tile| {
+            let kernel = device.kernel(&module, tile.name, tile.shared_bytes(dtype))?;
+            Ok((tile, kernel))
+        });
+        Ok(WeightKernels {
+            matmul: matmul.collect::<Result<_, DeviceError>>()?,
+            pack: device.kernel(&module, "pack", 0)?,
+            embed: device.kernel(&module, "embed", 0)?,
+        })
+    }
+}
+
+/// Checks that a matrix has the bytes that its shape needs, and gives those of one row.
+pub(crate) fn check_size(matrix: &HostMatrix<'_>) -> Result<usize, DeviceError> {
+    let HostMatrix { dtype, rows, cols, bytes, .. } = *matrix;
+    let row_bytes = dtype.row_bytes(cols);
+    let expected = row_bytes.and_then(|n| n.checked_mul(rows)).unwrap_or(0);
+    if expected != bytes.len() || expected == 0 {
+        return Err(DeviceError::WeightSize { dtype, rows, cols, got: bytes.len(), expected });
+    }
+    Ok(expected / rows)
+}
+
+impl Part {
+    /// Takes neighbouring matrices of one type; the first output of the weight that they give is
+    /// `first`.
+    pub(crate) fn load(
+        device: &Device,
+        kernels: Kernels,
+        matrices: &[HostMatrix<'_>],
+        first: usize,
+    ) -> Result<Self, DeviceError> {
+        const WHAT: &str = "weights";
+        let (dtype, cols) = (matrices[0].dtype, matrices[0].cols);
+        let row_bytes = check_size(&matrices[0])?;
+        let rows: usize = matrices.iter().map(|matrix| matrix.rows).sum();
+        let file = device.alloc(rows * row_bytes, WHAT)?;
+        let mut start = 0;
+        for matrix in matrices {
+            device.upload(&file, start, matrix.bytes)?;
+            start += matrix.bytes.len();
+        }
+        let memory = match &kernels {
+            Kernels::F32(_) => file,
+            Kernels::Packed(kernels) => {
+                let cell = cell_bytes(dtype);
+                let bytes = rows.div_ceil(16) * cols.div_ceil(64) * cell;
+                let packed = device.alloc(bytes, WHAT)?;
+                let matrix = FileMatrix { bytes: &file, rows, cols, row_bytes };
+                pack(device, &kernels.pack, &matrix, cell, &packed)?;
+                packed
+            }
+        };
+        let bias = load_bias(device, matrices)?;
+        // Kernels that multiply look at weights before the kernels in front of them have ended.
+        device.wait()?;
+        Ok(Part { first, rows, cols, memory, bias, kernels })
+    }
+}
+
+/// The biases of stacked matrices; zeros for those that have none.
+fn load_bias(device: &Device, matrices: &[HostMatrix<'_>]) -> Result<Option<Memory>, DeviceError> {
+    if matrices.iter().all(|matrix| matrix.bias.is_none()) {
+        return Ok(None);
+    }
+    let mut bias = Vec::new();
+    for matrix in matrices {
+        match matrix.bias {
+            None => bias.resize(bias.len() + matrix.rows, 0.0),
+            Some(values) => {
+                assert_eq!(values.len(), matrix.rows, "a bias for each row");
+                bias.extend_from_slice(values);
+            }
+        }
+    }
+    let memory = device.alloc(size_of_val(&bias[..]), "biases")?;
+    device.upload(&memory, 0, &bias)?;
+    Ok(Some(memory))
+}

@@ -1,0 +1,138 @@
+//! The device, chosen once; everything below is generic over it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use nuthatch_backend::{Backend as _, DeviceError};
+use nuthatch_backend_cpu::{Cpu, CpuConfig};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
+use nuthatch_engine::{
+    Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
+};
+use nuthatch_model::{LoadError, ModelFiles};
+use nuthatch_types::{StepPlan, StepResult};
+
+use crate::args::DeviceArg;
+use crate::host;
+
+/// An engine on whatever device was chosen.
+pub(crate) type AnyEngine = Engine<AnyExecutor>;
+
+/// A device that is open.
+pub(crate) enum Device {
+    /// This machine's processor.
+    Cpu(Arc<Cpu>),
+    /// A GPU.
+    Cuda(Arc<Cuda>),
+}
+
+/// What decides how a device is used.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceConfig {
+    pub(crate) device: DeviceArg,
+    /// Threads of the CPU; 0 means all.
+    pub(crate) threads: u32,
+    /// Whether a GPU takes all bits of the activations.
+    pub(crate) is_exact: bool,
+    /// Where compiled kernels are kept.
+    pub(crate) kernel_dir: Option<PathBuf>,
+}
+
+impl Device {
+    /// Opens the device that was asked for; `auto` is the first GPU if there is one.
+    pub(crate) fn open(config: &DeviceConfig) -> anyhow::Result<Self> {
+        let cuda = |ordinal: u32| {
+            let (cache_dir, is_exact) = (config.kernel_dir.clone(), config.is_exact);
+            Cuda::open(ordinal as usize, CudaConfig { cache_dir, is_exact })
+        };
+        match config.device {
+            DeviceArg::Cpu => Self::cpu(config),
+            DeviceArg::Cuda(ordinal) => {
+                let cuda =
+                    cuda(ordinal).with_context(|| format!("cannot use --device cuda:{ordinal}"))?;
+                Ok(Device::Cuda(Arc::new(cuda)))
+            }
+            DeviceArg::Auto => match cuda(0) {
+                Ok(cuda) => Ok(Device::Cuda(Arc::new(cuda))),
+                Err(OpenError::NoDriver | OpenError::NoDevice { .. }) => Self::cpu(config),
+                Err(error) => {
+                    tracing::warn!("the GPU is not used: {error}");
+                    Self::cpu(config)
+                }
+            },
+        }
+    }
+
+    fn cpu(config: &DeviceConfig) -> anyhow::Result<Self> {
+        let threads = config.threads as usize;
+        Ok(Device::Cpu(Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?)))
+    }
+
+    /// The device, for people.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Device::Cpu(cpu) => cpu.name(),
+            Device::Cuda(cuda) => cuda.name(),
+        }
+    }
+
+    /// Threads that compute; none of this machine's if a GPU does.
+    pub(crate) fn threads(&self) -> usize {
+        match self {
+            Device::Cpu(cpu) => cpu.threads(),
+            Device::Cuda(_) => 0,
+        }
+    }
+
+    /// Bytes that are free, if that is known.
+    pub(crate) fn available_memory(&self) -> Result<Option<u64>, DeviceError> {
+        match self {
+            Device::Cpu(_) => Ok(host::available_memory()),
+            Device::Cuda(cuda) => Ok(Some(cuda.memory()?.0 as u64)),
+        }
+    }
+
+    /// Loads a model and puts an engine around it.
+    pub(crate) fn load(
+        &self,
+        files: &ModelFiles,
+        sizes: &Sizes,
+        options: &EngineOptions,
+        clock: SharedClock,
+    ) -> Result<AnyEngine, LoadError> {
+        match self {
+            Device::Cpu(cpu) => {
+                let engine = Engine::load(Arc::clone(cpu), files, sizes, options, clock)?;
+                Ok(engine.map_executor(|cpu| AnyExecutor::Cpu(Box::new(cpu))))
+            }
+            Device::Cuda(cuda) => {
+                let engine = Engine::load(Arc::clone(cuda), files, sizes, options, clock)?;
+                Ok(engine.map_executor(|cuda| AnyExecutor::Cuda(Box::new(cuda))))
+            }
+        }
+    }
+}
+
+/// An executor on whatever device was chosen.
+#[derive(Debug)]
+pub(crate) enum AnyExecutor {
+    Cpu(Box<Executor<LoadedModel<Cpu>>>),
+    Cuda(Box<Executor<LoadedModel<Cuda>>>),
+}
+
+impl Execute for AnyExecutor {
+    fn vocab(&self) -> u32 {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.vocab(),
+            AnyExecutor::Cuda(executor) => executor.vocab(),
+        }
+    }
+
+    fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.run(plan),
+            AnyExecutor::Cuda(executor) => executor.run(plan),
+        }
+    }
+}
