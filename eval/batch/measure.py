@@ -1,11 +1,20 @@
-"""Measures `nuthatch batch`: what sharing a long system prompt saves, and what many sequences at a
-time give.
+"""Measures `nuthatch batch`: what sharing a long system prompt saves, what many sequences at a time
+give, how many fit into a budget, and what happens when far too many are asked for.
 
     cargo build --release
     python3 eval/batch/measure.py target/release/nuthatch --json eval/results/batch.json
 
-Each measurement is one batch from an empty cache: 64 chats that begin with the same system prompt
-of about a thousand tokens, and 64 short ones for the throughput of several sequences at a time.
+Each measurement is one batch from an empty cache:
+
+- shared: 64 chats that begin with the same system prompt of about a thousand tokens, with and
+  without sharing;
+- short: 64 short chats, some at a time;
+- storm: the short ones again, 32 at a time in pages for about four, so that most are preempted:
+  recomputed, then swapped to the host;
+- fit: 40 chats of 300 to 2,000 tokens in 1 GiB of pages, against room for the whole context for each.
+
+All measurements of one file must give the same answers, token for token: with hits and without, alone
+and in a batch, recomputed and swapped.
 With `--write FOLDER` the files of requests are only written.
 """
 
@@ -39,6 +48,10 @@ QUESTIONS = [
 ]
 
 
+# Room for 768 tokens of SmolLM2, 23,040 bytes each.
+STORM = ["--kv-cache-memory-bytes", "17MiB"]
+
+
 def system_prompt(n_rules):
     rules = (f"Rule {i + 1}. {RULES[i % len(RULES)]}" for i in range(n_rules))
     return "You are a careful teacher. " + " ".join(rules)
@@ -65,11 +78,21 @@ def requests(n, system, max_tokens):
         }
 
 
+def long_requests(n):
+    """Chats of different lengths without a common beginning."""
+    for i, request in enumerate(requests(n, None, 32)):
+        n_rules = 14 + (i * 37) % 86
+        message = request["body"]["messages"][0]
+        message["content"] = f"Note {i}. " + system_prompt(n_rules) + " " + message["content"]
+        yield request
+
+
 def write(folder):
     files = {
         # 53 rules are about a thousand tokens of SmolLM2's vocabulary.
         "shared.jsonl": requests(64, system_prompt(53), 64),
         "short.jsonl": requests(64, None, 64),
+        "long.jsonl": long_requests(40),
     }
     for name, lines in files.items():
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -80,7 +103,9 @@ def run(binary, folder, name, words):
     output = os.path.join(folder, "out.jsonl")
     if os.path.exists(output):
         os.remove(output)
-    command = [binary, "batch", os.path.join(folder, name), "-o", output, "--json", "-c", "2K"]
+    command = [binary, "batch", os.path.join(folder, name), "-o", output, "--json"]
+    if "-c" not in words:
+        command += ["-c", "2K"]
     result = subprocess.run(command + words, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         sys.exit(f"{' '.join(command + words)}: {result.stderr}")
@@ -101,17 +126,22 @@ def main():
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--write", metavar="FOLDER", help="only write the requests")
     parser.add_argument("--seqs", default="1,2,4,8,16,32")
-    parser.add_argument("--only", choices=["shared", "short"])
+    parser.add_argument("--only", choices=["shared", "short", "storm", "fit"])
     args = parser.parse_args()
     if args.write:
         os.makedirs(args.write, exist_ok=True)
         write(args.write)
         return
-    measurements = []
-    if args.only != "short":
-        measurements += [("shared.jsonl", []), ("shared.jsonl", ["--no-enable-prefix-caching"])]
-    if args.only != "shared":
-        measurements += [("short.jsonl", ["--max-num-seqs", n]) for n in args.seqs.split(",")]
+    groups = {
+        "shared": [("shared.jsonl", []), ("shared.jsonl", ["--no-enable-prefix-caching"])],
+        "short": [("short.jsonl", ["--max-num-seqs", n]) for n in args.seqs.split(",")],
+        "storm": [
+            ("short.jsonl", ["--max-num-seqs", "32", "-c", "512"] + STORM + words)
+            for words in ([], ["--swap-space", "64MiB"])
+        ],
+        "fit": [("long.jsonl", ["--max-num-seqs", "256", "-c", "8K", "--kv-cache-memory-bytes", "1GiB"])],
+    }
+    measurements = [m for name, group in groups.items() if args.only in (None, name) for m in group]
     results = []
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +154,9 @@ def main():
             print(
                 f"{name:13} {' '.join(words):28} {summary['seconds']:7.2f} s "
                 f"{summary['completion_tokens_per_s']:7.1f} tokens/s "
-                f"prompts {summary['prompt_tokens']}, cached {summary['cached_tokens']}"
+                f"prompts {summary['prompt_tokens']}, cached {summary['cached_tokens']}, "
+                f"at most {summary['max_running']} at a time, waste {summary['waste']:.1%}, "
+                f"preempted {summary['preemptions']}, swapped {summary['swaps']}"
             )
     if args.json:
         today = datetime.date.today().isoformat()

@@ -30,9 +30,12 @@ pub(crate) fn check() -> Result<()> {
         shell::run(pip.arg(&folder).arg(PACKAGE))?;
         std::fs::write(&stamp, PACKAGE).with_context(|| stamp.display().to_string())?;
     }
-    let mut command = shell::cargo();
-    command.args(["run", "--quiet", "--package", "nuthatch-backend-cuda"]);
-    command.args(["--example", "compile_kernels", "--"]).args(ARCHITECTURES);
+    // The whole workspace is named, so that the dependencies are those that the tests have built.
+    let mut build = shell::cargo();
+    build.args(["build", "--quiet", "--workspace", "--example", "compile_kernels"]);
+    shell::run(&mut build)?;
+    let mut command = shell::command(shell::target_dir().join("debug/examples/compile_kernels"));
+    command.args(ARCHITECTURES);
     command.env("LD_LIBRARY_PATH", folder.join("nvidia").join("cu13").join("lib"));
     println!("architecture, program, kernel, registers, bytes spilled");
     shell::run(&mut command)

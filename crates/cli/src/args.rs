@@ -69,7 +69,8 @@ Examples:
   nuthatch run -n 3 \"Name a bird\"
   nuthatch run --beam-width 4 --length-penalty 1.2 \"Translate to French: good morning\"
   git diff | nuthatch run --system \"Write a commit message\"
-  nuthatch run --rope-scaling yarn --rope-scale 4 --ctx-size 32K";
+  nuthatch run --rope-scaling yarn --rope-scale 4 --ctx-size 32K
+  nuthatch run --streaming-window 1K            a chat without end in a fixed memory";
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = RUN_EXAMPLES)]
@@ -98,6 +99,13 @@ pub(crate) struct RunArgs {
     /// Print the whole answer as one JSON object instead of streaming its text
     #[arg(long)]
     pub(crate) json: bool,
+    /// Keep only the first and the last tokens in the cache (StreamingLLM), this many of the last, so
+    /// that a conversation never fills it; what lies between is not seen again
+    #[arg(long, value_name = "TOKENS", value_parser = parse_tokens)]
+    pub(crate) streaming_window: Option<u32>,
+    /// How many of the first
+    #[arg(long, value_name = "TOKENS", default_value_t = 4, requires = "streaming_window")]
+    pub(crate) streaming_sinks: u32,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]

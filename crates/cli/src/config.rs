@@ -4,7 +4,7 @@
 
 use nuthatch_engine::{EngineOptions, Policy};
 use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeOverride};
-use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError};
+use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError, Streaming};
 
 use crate::args::{
     BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
@@ -95,6 +95,8 @@ pub(crate) struct RunConfig {
     pub(crate) is_raw: bool,
     pub(crate) with_stats: bool,
     pub(crate) as_json: bool,
+    /// What stays in the cache, if not everything does.
+    pub(crate) streaming: Option<Streaming>,
     pub(crate) sampling: SamplingConfig,
     pub(crate) engine: EngineConfig,
 }
@@ -175,9 +177,18 @@ impl RunConfig {
             is_raw: args.raw,
             with_stats: args.stats,
             as_json: args.json,
+            streaming: streaming(args)?,
             sampling,
             engine,
         })
+    }
+}
+
+fn streaming(args: &RunArgs) -> Result<Option<Streaming>, ConfigError> {
+    match args.streaming_window {
+        Some(0) => Err(ConfigError::Zero("--streaming-window")),
+        Some(window) => Ok(Some(Streaming { n_sinks: args.streaming_sinks, window })),
+        None => Ok(None),
     }
 }
 

@@ -58,6 +58,7 @@ impl<E: Execute, R: BufRead> Driver<'_, E, R> {
         while !interrupt.requested() {
             self.take_lines(&mut state)?;
             let has_run = self.engine.step().context("the device failed")?;
+            state.counts.note_running(&self.engine.stats().scheduler);
             self.collect(&mut state)?;
             state.counts.elapsed = self.clock.now().saturating_sub(begin);
             show(&state.counts);

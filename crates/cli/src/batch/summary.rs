@@ -20,6 +20,10 @@ pub(super) struct Counts {
     pub(super) preemptions: u64,
     /// Preemptions whose pages went to the host.
     pub(super) swaps: u64,
+    /// Most sequences that had their pages on the device at one time.
+    pub(super) max_running: u32,
+    /// The share of used pages' places that held no token then.
+    pub(super) waste: f64,
     pub(super) elapsed: Duration,
     pub(super) is_interrupted: bool,
     /// Another model that a request names, and how many do.
@@ -39,6 +43,8 @@ struct Summary<'a> {
     completion_tokens_per_s: f64,
     preemptions: u64,
     swaps: u64,
+    max_running: u32,
+    waste: f64,
     interrupted: bool,
     output: &'a str,
 }
@@ -55,6 +61,14 @@ impl Counts {
         self.prompt_tokens += u64::from(usage.prompt_tokens);
         self.cached_tokens += u64::from(usage.prompt_tokens_details.cached_tokens);
         self.completion_tokens += u64::from(usage.completion_tokens);
+    }
+
+    /// Remembers how full the cache is, if more sequences run than ever before.
+    pub(super) fn note_running(&mut self, stats: &nuthatch_scheduler::Stats) {
+        if stats.running > self.max_running {
+            self.max_running = stats.running;
+            self.waste = stats.cache.waste_fraction();
+        }
     }
 
     /// Remembers a request that names another model than the one that answers.
@@ -74,7 +88,7 @@ impl Counts {
         let mut text = format!(
             "{} requests answered in {:.1} s, {} errors, {} answered before\n\
              prompts {} tokens, {} of them cached; answers {} tokens, {:.1} tokens/s; \
-             {} preemptions, {} of them swapped\nanswers are in {output}\n",
+             {} preemptions, {} of them swapped; at most {} sequences ran at one time\nanswers are in {output}\n",
             self.answered,
             self.elapsed.as_secs_f64(),
             self.errors,
@@ -85,6 +99,7 @@ impl Counts {
             self.rate(),
             self.preemptions,
             self.swaps,
+            self.max_running,
         );
         if let Some((model, n)) = &self.other_model {
             text += &format!("{n} requests name another model, such as `{model}`\n");
@@ -108,6 +123,8 @@ impl Counts {
             completion_tokens_per_s: self.rate(),
             preemptions: self.preemptions,
             swaps: self.swaps,
+            max_running: self.max_running,
+            waste: self.waste,
             interrupted: self.is_interrupted,
             output,
         })

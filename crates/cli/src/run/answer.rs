@@ -7,13 +7,16 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use nuthatch_engine::{EngineHandle, Output, Submission, Ticket, Timings, Usage};
 use nuthatch_tokens::{AnswerText, DecodeOptions};
-use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, TokenId};
+use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, Streaming, TokenId};
 
 use crate::interrupt::Interrupt;
 use crate::text::Text;
 
 /// How often Ctrl-C is looked for while a token is computed.
 const POLL: Duration = Duration::from_millis(20);
+
+/// Tokens of a sequence that no context bounds.
+const ENDLESS: u32 = i32::MAX as u32;
 
 /// What every answer of one run shares.
 #[derive(Debug)]
@@ -25,6 +28,8 @@ pub(super) struct Answerer<'a> {
     /// Answers to each prompt.
     pub(super) n: u32,
     pub(super) beam: Option<BeamParams>,
+    /// What stays in the cache, if not everything does: then the context bounds nothing.
+    pub(super) streaming: Option<Streaming>,
     pub(super) stops: &'a [String],
     pub(super) max_tokens: Option<u32>,
     pub(super) max_context: u32,
@@ -89,7 +94,9 @@ impl Answerer<'_> {
         let limits = Limits { max_tokens, stop_tokens: self.text.ends.clone(), min_tokens: 0 };
         let _running = self.interrupt.begin();
         let (sampling, n, beam) = (self.sampling.clone(), self.n, self.beam);
-        let submission = Submission { prompt, sampling, limits, n, beam, ..Submission::default() };
+        let streaming = self.streaming;
+        let submission =
+            Submission { prompt, sampling, limits, n, beam, streaming, ..Submission::default() };
         let ticket = self.engine.submit(submission)?;
         let mut streams: Vec<Stream> = (0..n).map(|_| Stream::new(self)).collect();
         let mut answers: Vec<Option<Answer>> = vec![None; n as usize];
@@ -138,7 +145,8 @@ impl Answerer<'_> {
     /// Tokens that an answer may have.
     fn room(&self, prompt: &[TokenId]) -> anyhow::Result<u32> {
         let (n_tokens, max_context) = (prompt.len(), self.max_context);
-        let room = (max_context as usize).saturating_sub(n_tokens);
+        let bound = if self.streaming.is_some() { ENDLESS } else { max_context };
+        let room = (bound as usize).saturating_sub(n_tokens);
         if room == 0 {
             return Err(ContextFull { n_tokens, max_context }.into());
         }

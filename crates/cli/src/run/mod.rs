@@ -45,6 +45,7 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         sampling: config.sampling.sampling(&prepared.files.config().generation),
         n: config.sampling.n(),
         beam: config.sampling.beam(),
+        streaming: config.streaming,
         stops: config.sampling.stops(),
         max_tokens: config.sampling.max_tokens(),
         max_context: prepared.sizes.max_context,
