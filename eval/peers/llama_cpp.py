@@ -29,6 +29,16 @@ SHORT_TOKENS = 512
 SHORT_REPEATS = 3
 
 
+def stolen_ticks():
+    """Clock ticks of all CPUs, and those that the host of a virtual machine gave to others."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+        return sum(ticks), ticks[7]
+    except (OSError, IndexError, ValueError):
+        return 0, 0
+
+
 class Bench:
     """One context of the model, with the calls that a test needs."""
 
@@ -97,10 +107,16 @@ def measure(model, args, flash):
     bench = Bench(model, (longest + 255) // 256 * 256, args.threads, flash)
     tests = []
 
-    def record(name, n, depth, seconds):
+    def record(name, n, depth, run, repeats):
+        seconds, stolen = [], []
+        for _ in range(repeats):
+            all_before, stolen_before = stolen_ticks()
+            seconds.append(run())
+            all_after, stolen_after = stolen_ticks()
+            stolen.append((stolen_after - stolen_before) / max(1, all_after - all_before))
         tests.append({
             "name": name, "tokens": n, "depth": depth, "flash_attn": flash,
-            "tokens_per_s": [n / s for s in seconds],
+            "tokens_per_s": [n / s for s in seconds], "stolen": stolen,
         })
         print(f"{name} {n} @ {depth} flash={int(flash)}: "
               f"{n / statistics.median(seconds):.1f} tokens/s", file=sys.stderr, flush=True)
@@ -109,13 +125,13 @@ def measure(model, args, flash):
     in_cache = 0
     for n in sorted(prefill):
         repeats = args.repeat * (SHORT_REPEATS if n <= SHORT_TOKENS else 1)
-        record("pp", n, 0, [bench.prefill(n) for _ in range(repeats)])
+        record("pp", n, 0, lambda n=n: bench.prefill(n), repeats)
         in_cache = n
     for depth in sorted(depths, reverse=True):
         if in_cache < depth:
             bench.prefill(depth)
         n = args.gen or gen_for(depth)
-        record("tg", n, depth, [bench.generate(depth, n) for _ in range(args.repeat)])
+        record("tg", n, depth, lambda d=depth, n=n: bench.generate(d, n), args.repeat)
         in_cache = depth
     bench.close()
     return tests

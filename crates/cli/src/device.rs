@@ -7,9 +7,7 @@ use anyhow::Context as _;
 use nuthatch_backend::{Backend as _, DeviceError};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
-use nuthatch_engine::{
-    Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
-};
+use nuthatch_engine::{Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes};
 use nuthatch_model::{LoadError, ModelFiles};
 use nuthatch_types::{StepPlan, StepResult};
 

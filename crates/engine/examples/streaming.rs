@@ -72,7 +72,9 @@ fn generate(
     let budget = Budget::KvBytes(request.kv.page_bytes() as u64 * u64::from(n_pages));
     let sizes = Sizes::compute(&SizeRequest { max_seqs: 1, budget, ..request })?;
     let clock = Arc::new(SystemClock::start());
-    let engine = Engine::load(Arc::clone(backend), files, &sizes, &EngineOptions::default(), clock)?.spawn()?;
+    let engine =
+        Engine::load(Arc::clone(backend), files, &sizes, &EngineOptions::default(), clock)?
+            .spawn()?;
     let bos = files.config().bos.unwrap_or_default();
     let ticket = engine.submit(Submission {
         prompt: vec![bos],

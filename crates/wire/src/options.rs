@@ -87,6 +87,7 @@ impl SamplingFields {
             logit_bias: self.logit_bias.clone(),
             seed: self.seed.unwrap_or(base.seed),
             n_logprobs: base.n_logprobs,
+            n_candidates: base.n_candidates,
         }
     }
 }

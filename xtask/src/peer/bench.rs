@@ -33,11 +33,11 @@ pub(super) fn run(mut args: Args) -> Result<()> {
         }
         println!("round {round} of {rounds}: llama.cpp");
         let result = llama_cpp(&bed, longest)?;
-        theirs.add(&result, Some("flash_attn"))?;
+        theirs.add(&result, Some("flash_attn"), 0.0)?;
         peer = json!({ "engine": result["engine"], "system": result["system"] });
         println!("round {round} of {rounds}: nuthatch");
-        for result in nuthatch(&bed, longest)? {
-            ours.add(&result, None)?;
+        for (result, stolen) in nuthatch(&bed, longest)? {
+            ours.add(&result, None, stolen)?;
         }
     }
     let lines = compare(&ours, &theirs);
@@ -63,7 +63,7 @@ pub(super) fn run(mut args: Args) -> Result<()> {
         std::fs::write(&file, text + "\n").with_context(|| file.display().to_string())?;
         println!("written to {}", file.display());
     }
-    if check && !quiet {
+    if check && (!quiet || !lines.iter().all(|line| line.is_quiet())) {
         bail!("the machine was busy");
     }
     let missed = lines.iter().filter(|line| !line.met()).count();
@@ -87,7 +87,7 @@ const SHORT_TOKENS: u32 = 512;
 const SHORT_REPEATS: u32 = 3;
 
 /// One call for each test: they differ in their numbers of tokens and repeats.
-fn nuthatch(bed: &Bed, longest: u32) -> Result<Vec<Value>> {
+fn nuthatch(bed: &Bed, longest: u32) -> Result<Vec<(Value, f64)>> {
     let bench = |prompt: u32, steps: u32, depth: u32, repeat: u32| {
         let mut command = shell::command(&bed.nuthatch);
         command.arg("bench").arg(&bed.model);
@@ -97,7 +97,8 @@ fn nuthatch(bed: &Bed, longest: u32) -> Result<Vec<Value>> {
         {
             command.args([name, &number.to_string()]);
         }
-        parse(&shell::capture(command.args(["--json", "-"]))?)
+        let (text, stolen) = quiet::stolen_during(|| shell::capture(command.args(["--json", "-"])));
+        Ok::<_, anyhow::Error>((parse(&text?)?, stolen))
     };
     let mut results = Vec::new();
     for (test, steps, _) in TARGETS {

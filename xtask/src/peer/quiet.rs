@@ -19,11 +19,22 @@ pub(super) fn busy_share() -> Option<f64> {
     Some(after.busy_since(before))
 }
 
+/// Runs something, and says which share of the CPU time the host of a virtual machine gave to others
+/// meanwhile.
+pub(super) fn stolen_during<T>(run: impl FnOnce() -> T) -> (T, f64) {
+    let now = || std::fs::read_to_string("/proc/stat").ok().and_then(|stat| Ticks::read(&stat));
+    let before = now();
+    let value = run();
+    let share = now().zip(before).map_or(0.0, |(after, before)| after.stolen_since(before));
+    (value, share)
+}
+
 /// Clock ticks of all CPUs since the system started.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Ticks {
     all: f64,
     idle: f64,
+    stolen: f64,
 }
 
 impl Ticks {
@@ -34,7 +45,12 @@ impl Ticks {
             numbers.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         // Guests are counted among user and nice already.
         let all = ticks.iter().take(8).sum();
-        Some(Self { all, idle: ticks.get(3)? + ticks.get(4)? })
+        let stolen = ticks.get(7).copied().unwrap_or(0.0);
+        Some(Self { all, idle: ticks.get(3)? + ticks.get(4)?, stolen })
+    }
+
+    fn stolen_since(self, before: Self) -> f64 {
+        (self.stolen - before.stolen) / (self.all - before.all).max(1.0)
     }
 
     fn busy_since(self, before: Self) -> f64 {
@@ -52,6 +68,8 @@ mod tests {
         let before = Ticks::read("cpu  10 0 10 80 0 0 0 0 0 0\ncpu0 1 1 1 1 1\n").unwrap();
         let after = Ticks::read("cpu  60 0 10 120 10 0 0 0 0 0\n").unwrap();
         assert!((after.busy_since(before) - 0.5).abs() < 1e-9);
+        let after = Ticks::read("cpu  30 0 10 100 0 0 0 60 0 0\n").unwrap();
+        assert!((after.stolen_since(before) - 0.6).abs() < 1e-9);
         assert_eq!(Ticks::read("intr 5\n"), None);
     }
 }

@@ -43,7 +43,7 @@ pub(crate) fn run(config: &BatchConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
     let (output, answered) =
         open_output(config).with_context(|| format!("cannot append to {output_name}"))?;
     let path = fetch::fetch(&config.model, fetch)?;
-    let prepared = Prepared::open(&path, &config.engine)?;
+    let prepared = Prepared::open(&path, &config.engine, fetch.env)?;
     let loaded = prepared.load()?;
     let driver = Driver {
         engine: loaded.engine,

@@ -121,6 +121,7 @@ mod tests {
         let step = |start, n: u32| SeqStep {
             seq: SeqId(0),
             start,
+            shift: 0,
             tokens: (0..n).map(TokenId).collect(),
             table: TableChange::default(),
             sample: true,

@@ -75,6 +75,7 @@ fn setup(args: &SimulateArgs, batch: BatchSizes, policy: PolicyArg) -> anyhow::R
         max_seqs,
         max_waiting: u32::MAX,
         max_context: args.workload.max_model_len,
+        window: None,
     };
     let (n_pages, n_host_pages) = (args.pages, args.host_pages);
     let cache = nuthatch_cache::Config { page_len: PAGE_LEN, n_pages, n_host_pages };

@@ -172,12 +172,13 @@ impl World<'_> {
             let request = &self.workload.requests[step.seq.0 as usize];
             let position = step.start as usize + step.tokens.len() - request.prompt.len();
             let token = request.answer[position];
-            Sampled { seq: step.seq, token, logprob: 0.0, top: Vec::new() }
+            Sampled { seq: step.seq, token, logprob: None, top: Vec::new() }
         });
         StepResult {
             sampled: sampled.collect(),
             copy_nanos: took.copies.as_nanos() as u64,
             compute_nanos: took.pass.as_nanos() as u64,
+            ..StepResult::default()
         }
     }
 
@@ -192,6 +193,7 @@ impl World<'_> {
                 let tenant = self.workload.requests[i].tenant;
                 self.curves.served[bin][tenant as usize] += 1;
             }
+            Output::Candidates { .. } => unreachable!("no request asks for candidates"),
             Output::Finished { usage, .. } => {
                 times.end = self.now;
                 times.cached = usage.cached_tokens;

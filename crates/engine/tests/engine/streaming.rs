@@ -10,7 +10,9 @@ use std::sync::Arc;
 use nuthatch_backend::RopeSpec;
 use nuthatch_backend::quant::dequantize_row;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_engine::{Budget, Engine, EngineOptions, EngineHandle, Output, SizeRequest, Sizes, Submission};
+use nuthatch_engine::{
+    Budget, Engine, EngineHandle, EngineOptions, Output, SizeRequest, Sizes, Submission,
+};
 use nuthatch_model::{ModelConfig, ModelFiles, TensorName};
 use nuthatch_types::{FinishReason, KvDtype, Limits, Sampling, Streaming, SystemClock, TokenId};
 
@@ -177,7 +179,10 @@ fn spawn(name: &str, n_pages: u32, max_rows: u32) -> EngineHandle {
     let sizes = Sizes::compute(&request).unwrap();
     assert_eq!(sizes.n_pages, n_pages);
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
-    Engine::load(backend, &files, &sizes, &EngineOptions::default(), Arc::new(SystemClock::start())).unwrap().spawn().unwrap()
+    Engine::load(backend, &files, &sizes, &EngineOptions::default(), Arc::new(SystemClock::start()))
+        .unwrap()
+        .spawn()
+        .unwrap()
 }
 
 fn prompt(seed: u32, n_tokens: u32) -> Vec<TokenId> {
