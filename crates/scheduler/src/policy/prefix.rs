@@ -13,15 +13,19 @@ use super::sorted::Sorted;
 use super::{Arrival, Ask, Queue, Rank, Waiter};
 use crate::Hints;
 
+/// Steps for which a choice stands: long enough that looking every waiting prompt up costs little,
+/// short enough that one whose beginning was cached meanwhile is seen.
+const CHOICE_STEPS: u64 = 16;
+
 /// The longest cached prefix first.
 #[derive(Debug)]
 pub(super) struct Prefix {
     sorted: Sorted,
     /// How often each of those who wait was passed over.
     n_passed: FastMap<SeqId, u32>,
-    /// Who was chosen and is not admitted yet. The choice stands, so that it is not made again in
-    /// every step in which there is no room.
-    chosen: Option<SeqId>,
+    /// Who was chosen and is not admitted yet, and in which step. The choice stands for a while, so
+    /// that it is not made again in every step in which there is no room.
+    chosen: Option<(SeqId, u64)>,
     ageing: u64,
     window: usize,
 }
@@ -50,7 +54,7 @@ impl Queue for Prefix {
     fn remove(&mut self, waiter: &Waiter) {
         self.sorted.remove(waiter);
         self.n_passed.remove(&waiter.seq);
-        self.chosen.take_if(|chosen| *chosen == waiter.seq);
+        self.chosen.take_if(|(chosen, _)| *chosen == waiter.seq);
     }
 
     /// One who was preempted is next: much of what it had may still be cached.
@@ -59,8 +63,8 @@ impl Queue for Prefix {
         if started.is_some() || !ask.may_start {
             return started;
         }
-        if self.chosen.is_some() {
-            return self.chosen;
+        if let Some((chosen, _)) = self.chosen.filter(|(_, step)| ask.step < step + CHOICE_STEPS) {
+            return Some(chosen);
         }
         let score = |seq: SeqId| {
             let n_passed = self.n_passed.get(&seq).copied().unwrap_or(0);
@@ -68,9 +72,9 @@ impl Queue for Prefix {
         };
         let window = self.sorted.fresh().take(self.window);
         // Of equals, the oldest.
-        let chosen = window.min_by_key(|&(rank, seq)| (Reverse(score(seq)), rank));
-        self.chosen = chosen.map(|(_, seq)| seq);
-        self.chosen
+        let (_, chosen) = window.min_by_key(|&(rank, seq)| (Reverse(score(seq)), rank))?;
+        self.chosen = Some((chosen, ask.step));
+        Some(chosen)
     }
 
     fn admitted(&mut self, waiter: &Waiter) {
