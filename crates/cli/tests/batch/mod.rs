@@ -82,7 +82,8 @@ fn every_line_is_answered_as_if_alone() {
     let answers = batch.by_name();
     for (i, prompt) in asked.iter().enumerate() {
         let answer = &answers[&name(i)];
-        let alone = batch.tiny.json("run", &["-p", prompt, "--json", "--greedy", "--max-tokens", "8"]);
+        let alone =
+            batch.tiny.json("run", &["-p", prompt, "--json", "--greedy", "--max-tokens", "8"]);
         // The model may end by itself when it is asked by `run`.
         let alone = alone["text"].as_str().unwrap();
         assert!(said(answer).starts_with(alone), "{alone:?} and {answer}");

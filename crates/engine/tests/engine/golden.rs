@@ -173,9 +173,17 @@ fn no_option_changes_an_answer() {
             let (priority, tenant) = (7, Tenant(3));
             let hints = Hints { cache_salt, priority, tenant, ..Hints::default() };
             let asked = Submission { hints, ..request(&prompt, Sampling::greedy()) };
-            let answer = Answer::receive(&handle.submit(asked).unwrap()).unwrap();
-            assert_eq!(answer.tokens, greedy, "{options:?}");
-            answer.usage.cached_tokens
+            let ticket = handle.submit(asked).unwrap();
+            let mut tokens = Vec::new();
+            loop {
+                match ticket.recv().unwrap() {
+                    Output::Token { token, .. } => tokens.push(token),
+                    Output::Finished { usage, .. } => {
+                        assert_eq!(tokens, greedy, "{options:?}");
+                        break usage.cached_tokens;
+                    }
+                }
+            }
         };
         // The prompt is cached by the page, and only for the same salt.
         let n_full = (prompt.len() as u32 - 1) / 16 * 16;
