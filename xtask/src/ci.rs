@@ -1,8 +1,7 @@
 //! Every lane a change must pass, in the order in which they fail cheapest.
 //!
-//! What gets built, so that the whole stays quick on two cores: clippy checks the workspace once,
-//! tests and doc tests share the dev build, and only the binary is built in release, for the smoke
-//! lane. No lane builds the workspace in a profile of its own.
+//! What gets built, so that the whole stays quick on two cores: clippy checks the workspace once, and
+//! everything else shares the dev build. No lane builds the workspace in a profile of its own.
 
 use std::time::Duration;
 

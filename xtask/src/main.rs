@@ -32,7 +32,7 @@ cargo xtask CHORE
   fmt       formats the workspace; --check only looks
   tidy      house rules that lints cannot express
   test      unit, integration and doc tests; further words go to the test runner
-  smoke     the release binary on the real default model
+  smoke     the binary on the real default model [--release]
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
   kernels   compiles every CUDA kernel, without a GPU
   golden    remakes the golden logits with Hugging Face transformers

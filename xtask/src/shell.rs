@@ -91,8 +91,17 @@ pub(crate) fn has_cargo_tool(name: &str) -> bool {
 /// Builds the release binary, once for every chore that needs it, and returns its path.
 pub(crate) fn release_binary() -> Result<PathBuf> {
     run(cargo().args(["build", "--release", "--quiet", "--package", "nuthatch-cli"]))?;
-    let path =
-        target_dir().join("release").join(format!("nuthatch{}", std::env::consts::EXE_SUFFIX));
+    binary_in("release")
+}
+
+/// Builds the binary as the tests have it, and returns its path.
+pub(crate) fn dev_binary() -> Result<PathBuf> {
+    run(cargo().args(["build", "--quiet", "--workspace", "--bin", "nuthatch"]))?;
+    binary_in("debug")
+}
+
+fn binary_in(profile: &str) -> Result<PathBuf> {
+    let path = target_dir().join(profile).join(format!("nuthatch{}", std::env::consts::EXE_SUFFIX));
     if !path.is_file() {
         bail!("cargo built no {}", path.display());
     }
