@@ -9,8 +9,8 @@ Each measurement is one batch from an empty cache:
 - shared: 64 chats that begin with the same system prompt of about a thousand tokens, with and
   without sharing;
 - short: 64 short chats, some at a time;
-- storm: the short ones again, 32 at a time in pages for about four, so that most are preempted:
-  recomputed, then swapped to the host;
+- storm: the short ones alone, then 32 at a time in pages for about eight, so that most are
+  preempted: recomputed, then swapped to the host;
 - fit: 40 chats of 300 to 2,000 tokens in 1 GiB of pages, against room for the whole context for each.
 
 All measurements of one file must give the same answers, token for token: with hits and without, alone
@@ -80,7 +80,7 @@ def requests(n, system, max_tokens):
 
 def long_requests(n):
     """Chats of different lengths without a common beginning."""
-    for i, request in enumerate(requests(n, None, 32)):
+    for i, request in enumerate(requests(n, None, 160)):
         n_rules = 14 + (i * 37) % 86
         message = request["body"]["messages"][0]
         message["content"] = f"Note {i}. " + system_prompt(n_rules) + " " + message["content"]
@@ -135,7 +135,7 @@ def main():
     groups = {
         "shared": [("shared.jsonl", []), ("shared.jsonl", ["--no-enable-prefix-caching"])],
         "short": [("short.jsonl", ["--max-num-seqs", n]) for n in args.seqs.split(",")],
-        "storm": [
+        "storm": [("short.jsonl", ["--max-num-seqs", "1"])] + [
             ("short.jsonl", ["--max-num-seqs", "32", "-c", "512"] + STORM + words)
             for words in ([], ["--swap-space", "64MiB"])
         ],
