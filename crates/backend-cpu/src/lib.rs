@@ -24,7 +24,7 @@ mod versions;
 use std::sync::Mutex;
 
 use nuthatch_backend::{AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape};
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 use acts::Acts;
 use attend::{Attention, MAX_GROUP};
@@ -142,6 +142,10 @@ impl Backend for Cpu {
         let packed = parts.iter().map(|part| Packed::new(&self.pool, part));
         let parts = packed.collect::<Result<Vec<_>, _>>()?;
         Ok(CpuWeight { rows: parts.iter().map(|part| part.rows).sum(), cols: parts[0].cols, parts })
+    }
+
+    fn host_reads(&self) -> HostReads {
+        HostReads::Near
     }
 
     /// Both tiers are one arena: here, a slot of the host differs from one of the device only by

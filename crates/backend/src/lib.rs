@@ -15,7 +15,7 @@ mod layout;
 pub mod quant;
 mod weight;
 
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, PlanShape, RopeSpec, RopeStyle};
@@ -66,8 +66,12 @@ pub trait Backend: Send + Sync + 'static {
     ///
     /// The bytes may be dropped afterwards. An error if a type is not supported on this device.
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Self::Weight, DeviceError>;
-    /// Allocates the pages of both tiers. Tables name slots of the device; pages of the host are
-    /// only copied.
+    /// Whether tables may name slots of the host too, which attention then reads and new keys and
+    /// values are written to like those of the device, and what that costs.
+    fn host_reads(&self) -> HostReads {
+        HostReads::Never
+    }
+    /// Allocates the pages of both tiers.
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Self::Kv, DeviceError>;
     /// Allocates `n_rows` tables of `n_pages` entries.
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Self::Tables, DeviceError>;

@@ -2,7 +2,8 @@
 //!
 //! Both are decisions of the same kind: some full pages are shared, and at most one page is copied,
 //! because its first tokens are the sequence's next ones and the rest is not. Pages that are on the
-//! host come to the device; the one that is copied need not, as its copy goes there.
+//! host come to the device, unless the sequence is spilled; the one that is copied need not, as its
+//! copy goes there.
 
 use nuthatch_types::{PageCopy, PageId, SeqId, TokenId, Window};
 
@@ -23,6 +24,8 @@ pub struct Prompt<'a> {
     pub retention: Retention,
     /// How far back its model sees; `None` is everything.
     pub window: Option<Window>,
+    /// Whether it may run on pages of the host, where [`crate::Options::host_reads`] allows that.
+    pub may_spill: bool,
 }
 
 /// A decision which pages a new sequence starts with; valid until the cache changes.
@@ -33,6 +36,7 @@ pub struct Admission {
     salt: Salt,
     retention: Retention,
     window: Option<Window>,
+    may_spill: bool,
     n_tokens: u32,
     /// Full pages that were found, but lie before the window.
     n_out: u32,
@@ -44,6 +48,9 @@ pub struct Admission {
     n_pages: u32,
     /// How much of `n_pages` is there for the copy's sake.
     n_pages_copy: u32,
+    n_pages_spilled: u32,
+    /// How many of the pages that can leave the host, the first ones, do not.
+    n_stay: u32,
     version: u64,
 }
 
@@ -63,6 +70,12 @@ impl Admission {
         self.n_pages
     }
 
+    /// The fewest pages of both tiers that go for that, if the sequence may spill: all but those that
+    /// somebody holds. Otherwise pages of the device, and a copy's source counts too.
+    pub fn n_pages_spilled(&self) -> u32 {
+        self.n_pages_spilled
+    }
+
     /// Where the cached beginning of the tokens ends, and why. `None` for a fork.
     pub fn miss(&self) -> Option<Miss> {
         self.miss
@@ -76,6 +89,21 @@ impl Admission {
         self.n_pages_copy = 0;
         self
     }
+
+    /// The full pages to share, in order.
+    pub(crate) fn pages(&self) -> &[PageId] {
+        &self.pages
+    }
+
+    /// Whether the sequence may run on pages of the host.
+    pub(crate) fn may_spill(&self) -> bool {
+        self.may_spill
+    }
+
+    /// Leaves the first `n_stay` of the pages that can come from the host where they are.
+    pub(crate) fn leave(&mut self, n_stay: u32) {
+        self.n_stay = n_stay;
+    }
 }
 
 impl Cache {
@@ -83,7 +111,7 @@ impl Cache {
     /// tokens, always without the last token, which must be computed to give logits. Changes
     /// nothing.
     pub fn plan_admit(&self, seq: SeqId, prompt: Prompt<'_>) -> Admission {
-        let Prompt { tokens, salt, retention, window } = prompt;
+        let Prompt { tokens, salt, retention, window, may_spill } = prompt;
         let n_tokens = tokens.len() as u32;
         let (mut pages, copy, miss) = match &self.prefix {
             Some(prefix) => {
@@ -92,6 +120,14 @@ impl Cache {
             }
             None => (Vec::new(), None, None),
         };
+        let (may_spill, mut copy) = (may_spill && self.spills(), copy);
+        if !may_spill
+            && self.n_spilled > 0
+            && let Some(n_usable) = pages.iter().position(|&page| self.is_stuck(page))
+        {
+            pages.truncate(n_usable);
+            copy = None;
+        }
         let n_out = self.n_out(window, pages.len() as u32);
         pages.drain(..n_out as usize);
         self.admission(Admission {
@@ -99,6 +135,7 @@ impl Cache {
             salt,
             retention,
             window,
+            may_spill,
             n_tokens,
             n_out,
             pages,
@@ -106,6 +143,8 @@ impl Cache {
             miss,
             n_pages: 0,
             n_pages_copy: 0,
+            n_pages_spilled: 0,
+            n_stay: 0,
             version: self.version,
         })
     }
@@ -129,6 +168,7 @@ impl Cache {
             salt: table.salt,
             retention: table.retention,
             window: table.window,
+            may_spill: table.may_spill,
             n_tokens,
             n_out,
             pages: (n_out..n_full).filter_map(|i| table.page(i as usize)).collect(),
@@ -136,12 +176,14 @@ impl Cache {
             miss: None,
             n_pages: 0,
             n_pages_copy: 0,
+            n_pages_spilled: 0,
+            n_stay: 0,
             version: self.version,
         })
     }
 
     /// Carries out a decision: the sequence has a table with the pages that were found, all of them
-    /// on the device. Nothing may have changed since the decision was made, and
+    /// on the device unless it is spilled. Nothing may have changed since the decision was made, and
     /// [`Admission::n_pages`] pages must be available if it copies one or if there is a host tier.
     pub fn admit(&mut self, admission: Admission) -> Admitted {
         assert_eq!(admission.version, self.version, "the cache changed after the decision");
@@ -149,7 +191,10 @@ impl Cache {
         self.version += 1;
         let mut table = Table::new(self.config.page_len, salt, retention);
         table.window = admission.window;
+        table.may_spill = admission.may_spill;
         table.begin_out(admission.n_out);
+        let away = pages.iter().copied().filter(|&page| self.is_away(page));
+        let to_promote: Vec<PageId> = away.skip(admission.n_stay as usize).collect();
         for &page in &pages {
             let handle = self.share(page);
             table.push_full(handle);
@@ -162,12 +207,14 @@ impl Cache {
         // The page that is copied must not be given up to make room for the others.
         let source = copy.map(|(source, _)| source).filter(|&page| !self.pages.is_open(page));
         let guard = source.map(|source| self.share(source));
-        for &page in &pages {
-            if self.pages.tier(page) == Tier::Host {
-                self.counters.pages_promoted += 1;
-                self.promote(page);
-            }
+        for page in to_promote {
+            self.counters.pages_promoted += 1;
+            self.promote(page);
         }
+        let on_host = |page: &&PageId| self.pages.tier(**page) == Tier::Host;
+        table.n_spilled = pages.iter().filter(on_host).count() as u32;
+        self.n_spilled += table.n_spilled;
+        self.counters.pages_spilled += u64::from(table.n_spilled);
         let n_copied = copy.map_or(0, |(_, n)| n);
         if let Some((source, n_tokens)) = copy {
             self.copy_page(source, n_tokens, &mut table);
@@ -212,13 +259,20 @@ impl Cache {
         let page_len = self.config.page_len;
         let all = n_tokens.div_ceil(page_len) - n_out;
         let most = window.map_or(all, |window| all.min(window.pages_max(n_tokens, page_len)));
+        let count = |is: &dyn Fn(PageId) -> bool| {
+            admission.pages.iter().filter(|&&page| is(page)).count() as u32
+        };
         let is_on_device = |page: PageId| self.pages.tier(page) == Tier::Device;
-        let is_held = |page: PageId| is_on_device(page) && !self.pages.is_idle(page);
-        let n_held = admission.pages.iter().filter(|&&page| is_held(page)).count() as u32;
+        let is_held = |page: PageId| !self.pages.is_idle(page);
+        let n_held = count(&is_held);
+        // Whoever comes to a page on which others run takes nothing, wherever it is.
+        let n_there = count(&|page| is_held(page) && !self.is_away(page));
         let takes_source = |page: PageId| is_on_device(page) && self.pages.is_idle(page);
         admission.n_pages_copy =
             u32::from(admission.copy.is_some_and(|(page, _)| takes_source(page)));
-        admission.n_pages = most.saturating_sub(n_held) + admission.n_pages_copy;
+        admission.n_pages = most.saturating_sub(n_there) + admission.n_pages_copy;
+        admission.n_pages_spilled =
+            if admission.may_spill { most.saturating_sub(n_held) } else { admission.n_pages };
         admission
     }
 }

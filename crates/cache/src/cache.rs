@@ -33,6 +33,8 @@ pub struct Cache {
     pub(crate) n_pinned: u32,
     /// Tokens that have a place in open pages.
     pub(crate) open_tokens: u32,
+    /// Pages of the host on which sequences run, counted once for each of them.
+    pub(crate) n_spilled: u32,
     pub(crate) counters: Counters,
     /// Loads that have not ended.
     pub(crate) loads: BTreeMap<LoadId, Pending>,
@@ -55,14 +57,20 @@ pub struct Cache {
 pub struct Extend {
     seq: SeqId,
     n_tokens: u32,
+    n_host: u32,
     n_pages: u32,
     version: u64,
 }
 
 impl Extend {
-    /// Pages that will be taken from the available ones.
+    /// Pages that will be taken from the available ones of the device.
     pub fn n_pages(&self) -> u32 {
         self.n_pages
+    }
+
+    /// Pages that will be taken from those of the host.
+    pub fn n_host(&self) -> u32 {
+        self.n_host
     }
 }
 
@@ -107,6 +115,7 @@ impl Cache {
             pins: BTreeMap::new(),
             n_pinned: 0,
             open_tokens: 0,
+            n_spilled: 0,
             counters: Counters::default(),
             loads: BTreeMap::new(),
             n_loads: 0,
@@ -123,8 +132,14 @@ impl Cache {
         &self.config
     }
 
-    /// Tokens that one sequence may have when it is alone.
+    /// Tokens that one sequence may have when it is alone, on both tiers if it may spill.
     pub fn capacity(&self) -> u32 {
+        let n_host = if self.spills() { self.config.n_host_pages } else { 0 };
+        self.device_capacity() + self.config.page_len * n_host
+    }
+
+    /// Tokens that one sequence may have on the device when it is alone.
+    pub fn device_capacity(&self) -> u32 {
         self.config.page_len * (self.config.n_pages - self.options.max_pinned)
     }
 
@@ -142,15 +157,20 @@ impl Cache {
 
     /// Decides whether `n_tokens` more tokens of an admitted sequence, which is not swapped, find
     /// places: all of them, or none. Changes nothing.
-    pub fn plan_extend(&self, seq: SeqId, n_tokens: u32) -> Result<Extend, Shortfall> {
+    ///
+    /// The first `n_host` of the new pages are on the host, or as many as there are needed and can
+    /// be had there if the sequence may spill.
+    pub fn plan_extend(&self, seq: SeqId, n_tokens: u32, n_host: u32) -> Result<Extend, Shortfall> {
         let table = self.table(seq);
         assert!(table.may_grow(), "{seq:?} is swapped, or loading");
-        let n_pages = table.pages_needed(n_tokens);
-        let available = self.n_available();
+        let all = table.pages_needed(n_tokens);
+        let most = if table.may_spill { self.n_host_available() } else { 0 };
+        let n_host = n_host.min(all).min(most);
+        let (n_pages, available) = (all - n_host, self.n_available());
         if n_pages > available {
             return Err(Shortfall { needed: n_pages, available });
         }
-        Ok(Extend { seq, n_tokens, n_pages, version: self.version })
+        Ok(Extend { seq, n_tokens, n_host, n_pages, version: self.version })
     }
 
     /// Carries out a decision. The new tokens' places follow those the sequence has; no entry of
@@ -158,14 +178,19 @@ impl Cache {
     pub fn apply(&mut self, extend: Extend) {
         assert_eq!(extend.version, self.version, "the cache changed after the decision");
         self.version += 1;
-        let fresh: Vec<OpenPage> = (0..extend.n_pages).map(|_| self.open_page()).collect();
-        self.table_mut(extend.seq).extend(extend.n_tokens, fresh.into_iter());
+        let mut fresh: Vec<OpenPage> = (0..extend.n_host).map(|_| self.open_host_page()).collect();
+        fresh.extend((0..extend.n_pages).map(|_| self.open_page()));
         self.open_tokens += extend.n_tokens;
+        self.n_spilled += extend.n_host;
+        self.counters.pages_spilled += u64::from(extend.n_host);
+        let table = self.table_mut(extend.seq);
+        table.n_spilled += extend.n_host;
+        table.extend(extend.n_tokens, fresh.into_iter());
     }
 
     /// [`Cache::plan_extend`] and [`Cache::apply`] in one: all of the tokens find places, or nothing
     /// changes. Returns the number of pages in the table.
-    pub fn extend(&mut self, seq: SeqId, n_tokens: u32) -> Result<u32, Shortfall> {
+    pub fn extend(&mut self, seq: SeqId, n_tokens: u32, n_host: u32) -> Result<u32, Shortfall> {
         let table = self.tables.get_mut(&seq).expect("the sequence is admitted");
         if table.room() >= n_tokens && table.may_grow() {
             // The way of nearly every decoded token.
@@ -174,7 +199,7 @@ impl Cache {
             table.extend(n_tokens, std::iter::empty());
             return Ok(table.n_pages());
         }
-        let extend = self.plan_extend(seq, n_tokens)?;
+        let extend = self.plan_extend(seq, n_tokens, n_host)?;
         self.apply(extend);
         Ok(self.n_pages(seq))
     }
@@ -192,16 +217,17 @@ impl Cache {
         let n_dropped = self.table(seq).n_dropped();
         let n_stored = computed.len() as u32 - n_dropped;
         while let Some(page) = self.table_mut(seq).take_full(n_stored) {
-            let (salt, idx) = (self.table(seq).salt, self.table(seq).n_full());
+            let idx = self.table(seq).n_full();
             let start = idx as usize * page_len;
             let last = self.table(seq).last_full();
-            let slot = self.pages.slot(page.id());
+            let (slot, tier) = (self.pages.slot(page.id()), self.pages.tier(page.id()));
             self.open_tokens -= page_len as u32;
             // What was computed without the dropped tokens is not what their successors find.
             let handle = match n_dropped {
-                0 => self.publish(page, salt, last, &computed[start..start + page_len]),
+                0 => self.publish(page, seq, last, &computed[start..start + page_len]),
                 _ => self.pages.make_shared(page, State::Full),
             };
+            self.count_spilled(seq, tier, Some(self.pages.tier(handle.id())));
             if self.pages.slot(handle.id()) != slot {
                 first_changed = first_changed.or(Some(idx));
             }
@@ -217,6 +243,7 @@ impl Cache {
         self.version += 1;
         let table = self.tables.remove(&seq).expect("only an admitted sequence is released");
         let retention = table.retention;
+        self.n_spilled -= table.n_spilled;
         if table.is_swapped {
             table.held().for_each(|page| self.pages.unpark(page));
         }
@@ -264,6 +291,11 @@ impl Cache {
     /// Pages of the device that can be had at once: free ones, and idle ones that leave it for that.
     pub fn n_available(&self) -> u32 {
         self.pages.n_available(Tier::Device)
+    }
+
+    /// The same for the host: free ones, and idle ones that are given up for that.
+    pub fn n_host_available(&self) -> u32 {
+        self.pages.n_available(Tier::Host)
     }
 
     /// Grows by one for each page of which an admission, or the return of a swapped sequence, may
@@ -317,6 +349,7 @@ impl Cache {
             host_free: self.pages.n_free(Tier::Host),
             host_used: used_on(Tier::Host),
             host_idle: self.pages.n_idle(Tier::Host),
+            spilled: self.n_spilled,
             seqs: self.tables.len() as u32,
             tokens_stored: (used - open) * page_len + self.open_tokens,
             tokens_wasted: open * page_len - self.open_tokens,
@@ -376,15 +409,16 @@ impl Cache {
         self.tables.get_mut(&seq).expect("the sequence is admitted")
     }
 
-    /// Makes a full page findable, or finds the one with the same tokens. `last` is the page before
-    /// it in the same table.
+    /// Makes a full page of a sequence findable, or finds the one with the same tokens. `last` is the
+    /// page before it in the table.
     fn publish(
         &mut self,
         page: FullPage,
-        salt: Salt,
+        seq: SeqId,
         last: Option<PageId>,
         tokens: &[TokenId],
     ) -> SharedPage {
+        let Table { salt, may_spill, .. } = *self.table(seq);
         self.n_savings += 1;
         let Some(prefix) = &mut self.prefix else {
             return self.pages.make_shared(page, State::Full);
@@ -399,24 +433,28 @@ impl Cache {
                 self.counters.pages_published += 1;
                 self.pages.make_shared(page, State::Cached)
             }
-            Published::Known(known) => {
-                self.counters.pages_merged += 1;
-                let handle = self.share(known);
-                self.merge(page, known);
-                handle
+            // A page of the host on which others run stays there, and who may not run on it keeps
+            // its own.
+            Published::Known(known) if !may_spill && self.is_stuck(known) => {
+                self.pages.make_shared(page, State::Full)
             }
+            Published::Known(known) => self.merge(page, known),
             Published::Hidden => self.pages.make_shared(page, State::Full),
         }
     }
 
-    /// Ends a page that holds the same tokens as a known one, which is held. If that one is on the
-    /// host, it takes the place on the device, which saves bringing it back.
-    fn merge(&mut self, page: FullPage, known: PageId) {
-        if self.pages.tier(known) == Tier::Device {
+    /// Ends a page that holds the same tokens as a known one, which serves instead. If that one is on
+    /// the host and can move, it takes the place on the device, which saves bringing it back.
+    fn merge(&mut self, page: FullPage, known: PageId) -> SharedPage {
+        self.counters.pages_merged += 1;
+        let is_away = self.pages.tier(known) == Tier::Host && !self.is_stuck(known);
+        let handle = self.share(known);
+        if is_away && self.pages.tier(page.id()) == Tier::Device {
+            self.pages.take_over(known, page);
+            self.n_savings += 1;
+        } else {
             self.pages.drop_full(page);
-            return;
         }
-        self.pages.take_over(known, page);
-        self.n_savings += 1;
+        handle
     }
 }

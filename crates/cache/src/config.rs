@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use nuthatch_types::KvSlots;
+use nuthatch_types::{HostReads, KvSlots};
 
 use crate::Eviction;
 
@@ -66,11 +66,20 @@ pub struct Options {
     /// Most pages that may be pinned, counted once for each pin. They are taken from what a single
     /// sequence may use, so that every accepted request still fits beside them.
     pub max_pinned: u32,
+    /// Whether and how well the device reads pages of the host: unless never, a sequence for which the
+    /// device has no room may run on them. Without a host tier it means nothing.
+    pub host_reads: HostReads,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { prefix: true, eviction: Eviction::Lru, hash_key: 0, max_pinned: 0 }
+        Options {
+            prefix: true,
+            eviction: Eviction::Lru,
+            hash_key: 0,
+            max_pinned: 0,
+            host_reads: HostReads::Near,
+        }
     }
 }
 

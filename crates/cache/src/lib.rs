@@ -14,15 +14,16 @@
 //!
 //! There are two tiers: the device, on which sequences run, and the host. An idle page that must
 //! leave the device may go to the host, and comes back when a sequence is admitted that needs it; a
-//! sequence that must give way may take its pages there and come back with them.
+//! sequence that must give way may take its pages there and come back with them; and one for which
+//! the device has no room may run on pages that stay there.
 //!
 //! Code map: [`Cache`] is the facade; `pages` knows every page of the process, `pool` the free slots
 //! of one tier, `page` the handles whose type says which state a page is in, `table` a sequence's
 //! pages in order, `admit` how a sequence gets its first pages, `window` and `stream` how it gives
 //! some back while it runs, `hash` the names of contents, `prefix` the tree in which pages are found
-//! by their tokens, `evict` the orders in which they go,
-//! `tier` and `swap` the moves between the tiers, `load` what something slower brings, `pin` what may
-//! not go, `verify` every invariant.
+//! by their tokens, `evict` the orders in which they go, `tier` and `swap` the moves between the
+//! tiers, `spill` who runs on the host, `load` what something slower brings, `pin` what may not go,
+//! `verify` every invariant.
 //!
 //! The crate holds no bytes and knows no device, no clock, no thread and no file.
 //!
@@ -34,11 +35,11 @@
 //! let mut cache = Cache::with_options(sizes, Options::default())?;
 //! let tokens: Vec<TokenId> = (0..10).map(TokenId).collect();
 //! let (salt, retention) = (Salt::default(), Retention::default());
-//! let prompt = Prompt { tokens: &tokens, salt, retention, window: None };
+//! let prompt = Prompt { tokens: &tokens, salt, retention, window: None, may_spill: true };
 //!
 //! let first = cache.plan_admit(SeqId(1), prompt);
 //! assert_eq!(cache.admit(first).n_found, 0);
-//! let extend = cache.plan_extend(SeqId(1), 10).expect("three of eight pages");
+//! let extend = cache.plan_extend(SeqId(1), 10, 0).expect("three of eight pages");
 //! cache.apply(extend);
 //! cache.seal(SeqId(1), &tokens);
 //!
@@ -62,6 +63,7 @@ mod pages;
 mod pin;
 mod pool;
 mod prefix;
+mod spill;
 mod stats;
 mod stream;
 mod swap;

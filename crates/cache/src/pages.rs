@@ -11,9 +11,9 @@ use crate::pool::Pool;
 /// Where a page lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tier {
-    /// On the device: a sequence can run on it.
+    /// On the device: every sequence can run on it.
     Device,
-    /// On the host: it must come back first.
+    /// On the host: it must come back first, unless the sequence is spilled.
     Host,
 }
 
@@ -41,6 +41,8 @@ pub(crate) struct Record {
     pub(crate) n_refs: u32,
     /// Handles of those that belong to swapped tables, which do not care where the page lies.
     pub(crate) n_parked: u32,
+    /// Handles of those that belong to pins, which do not care either.
+    pub(crate) n_pinned: u32,
     pub(crate) state: State,
 }
 
@@ -82,11 +84,11 @@ impl Pages {
         }
     }
 
-    /// A page with no tokens on the device, or `None` when no slot is free there.
-    pub(crate) fn open(&mut self) -> Option<OpenPage> {
-        let slot = self.pools[Tier::Device as usize].open()?;
+    /// A page with no tokens in a tier, or `None` when no slot is free there.
+    pub(crate) fn open(&mut self, tier: Tier) -> Option<OpenPage> {
+        let slot = self.pools[tier as usize].open()?;
         let id = self.free_ids.pop().expect("there are as many identities as slots");
-        let record = Record { slot, n_refs: 1, n_parked: 0, state: State::Open };
+        let record = Record { slot, n_refs: 1, n_parked: 0, n_pinned: 0, state: State::Open };
         self.records[id.0 as usize] = Some(record);
         self.n_open += 1;
         Some(OpenPage::new(id, self.page_len))
@@ -123,12 +125,13 @@ impl Pages {
         (SharedPage::new(id), was_idle)
     }
 
-    /// Gives a handle back, which no swapped table holds.
+    /// Gives a handle back, which neither a swapped table nor a pin holds.
     pub(crate) fn release(&mut self, page: SharedPage) -> Released {
         let tier = self.tier(page.id());
         let record = self.record_mut(page.id());
         record.n_refs -= 1;
-        assert!(record.n_parked <= record.n_refs, "{:?} is held by a swapped table", page.id());
+        let n_others = record.n_parked + record.n_pinned;
+        assert!(n_others <= record.n_refs, "{:?} has only parked and pinned handles", page.id());
         match (record.n_refs, record.state) {
             (1.., _) => Released::InUse,
             (0, State::Cached) => {
@@ -152,6 +155,16 @@ impl Pages {
     /// The opposite of [`Pages::park`].
     pub(crate) fn unpark(&mut self, id: PageId) {
         self.record_mut(id).n_parked -= 1;
+    }
+
+    /// Records that one of the handles belongs to a pin from now on.
+    pub(crate) fn pin(&mut self, id: PageId) {
+        self.record_mut(id).n_pinned += 1;
+    }
+
+    /// The opposite of [`Pages::pin`].
+    pub(crate) fn unpin(&mut self, id: PageId) {
+        self.record_mut(id).n_pinned -= 1;
     }
 
     /// Frees an idle page that has left the prefix tree.
@@ -230,6 +243,12 @@ impl Pages {
     pub(crate) fn n_active(&self, id: PageId) -> u32 {
         let record = self.record(id);
         record.n_refs - record.n_parked
+    }
+
+    /// Whether a table that is not swapped holds a living page, so that its place is known to the
+    /// executor.
+    pub(crate) fn is_run_on(&self, id: PageId) -> bool {
+        self.n_active(id) > self.record(id).n_pinned
     }
 
     /// Pages of a tier that some table or pin holds.

@@ -22,6 +22,7 @@ impl Cache {
         pages.truncate((self.options.max_pinned - self.n_pinned) as usize);
         self.n_pinned += pages.len() as u32;
         let handles: Vec<_> = pages.into_iter().map(|page| self.share(page)).collect();
+        handles.iter().for_each(|handle| self.pages.pin(handle.id()));
         let n_tokens = handles.len() as u32 * self.config.page_len;
         self.pins.insert(pin, handles);
         n_tokens
@@ -34,6 +35,7 @@ impl Cache {
         self.n_pinned -= handles.len() as u32;
         // Last page first, so that it is given up first.
         for handle in handles.into_iter().rev() {
+            self.pages.unpin(handle.id());
             self.release_page(handle);
         }
         true

@@ -19,10 +19,12 @@ pub struct Stats {
     pub host_total: u32,
     /// Pages of the host that hold nothing.
     pub host_free: u32,
-    /// Pages of the host that a swapped sequence or a pin holds, shared ones counted once.
+    /// Pages of the host that a swapped or spilled sequence or a pin holds, shared ones counted once.
     pub host_used: u32,
     /// Pages of the host that nobody holds and that can be found by their tokens.
     pub host_idle: u32,
+    /// Pages of the host on which sequences run, counted once for each of them.
+    pub spilled: u32,
     /// Sequences with a table.
     pub seqs: u32,
     /// Tokens that have a place in used pages of both tiers, shared ones counted once.
@@ -78,6 +80,10 @@ pub struct Counters {
     pub pages_swapped_out: u64,
     /// Pages that were brought back with the sequence that holds them.
     pub pages_swapped_in: u64,
+    /// Pages that sequences began to run on although they are on the host.
+    pub pages_spilled: u64,
+    /// Pages that were brought to the device while sequences ran on them.
+    pub pages_unspilled: u64,
     /// Pages that were loaded from something slower than the host.
     pub pages_loaded: u64,
     /// Pages that should have been loaded and did not come, or for which nobody waited.

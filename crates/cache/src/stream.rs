@@ -25,6 +25,7 @@ impl Cache {
     pub fn roll(&mut self, seq: SeqId, n_sinks: u32) -> Result<Vec<PageShift>, Shortfall> {
         let table = self.table(seq);
         assert!(table.may_grow(), "{seq:?} is swapped, or loading");
+        assert!(!table.may_spill, "pages of the host are not turned");
         let (is_first, retention) = (table.n_dropped() == 0, table.retention);
         let dropped = table.page(n_sinks as usize).expect("a page follows the sinks");
         let n_fresh = if is_first { n_sinks } else { 0 };

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! A swapped sequence keeps its table and all its handles, and with them its pages, the last and
-//! partly filled one too. Those that a running sequence or a pin also holds stay where they are.
+//! partly filled one too. Those that a running sequence or a pin also holds stay where they are. If
+//! the device has no room for all of them, a sequence that may spill comes back with some left there.
 
 use nuthatch_types::{PageId, SeqId};
 
@@ -35,6 +36,8 @@ impl SwapOut {
 pub struct SwapIn {
     seq: SeqId,
     n_pages: u32,
+    /// How many of the pages that can leave the host, the first ones, do not.
+    n_stay: u32,
     version: u64,
 }
 
@@ -42,6 +45,12 @@ impl SwapIn {
     /// Pages of [`Cache::n_available`] that will be taken, and copied to from the host.
     pub fn n_pages(&self) -> u32 {
         self.n_pages
+    }
+
+    /// The same decision for a sequence that may spill, with `n_stay` of these pages, the first ones,
+    /// left on the host.
+    pub fn spill(self, n_stay: u32) -> Self {
+        SwapIn { n_pages: self.n_pages - n_stay, n_stay: self.n_stay + n_stay, ..self }
     }
 }
 
@@ -54,8 +63,12 @@ impl Cache {
         if table.loading.is_some() {
             return None;
         }
-        let n_pages = table.held().filter(|&page| self.pages.n_active(page) == 1).count() as u32;
-        let fits = n_pages > 0 && n_pages <= self.pages.n_available(Tier::Host);
+        let own = table.held().filter(|&page| self.pages.n_active(page) == 1);
+        let (n_pages, n_there) = own.fold((0, 0), |(n_pages, n_there), page| {
+            let is_there = u32::from(self.pages.tier(page) == Tier::Host);
+            (n_pages + 1 - is_there, n_there + is_there)
+        });
+        let fits = n_pages + n_there > 0 && n_pages <= self.n_host_available();
         fits.then_some(SwapOut { seq, n_pages, version: self.version })
     }
 
@@ -65,15 +78,16 @@ impl Cache {
         assert_eq!(swap.version, self.version, "the cache changed after the decision");
         self.version += 1;
         self.counters.pages_swapped_out += u64::from(swap.n_pages);
+        self.n_spilled -= self.table(swap.seq).n_spilled;
         let table = self.table_mut(swap.seq);
-        table.is_swapped = true;
+        (table.is_swapped, table.n_spilled) = (true, 0);
         let pages: Vec<PageId> = table.held().collect();
         for &page in &pages {
             self.pages.park(page);
         }
-        // Those that a running sequence or a pin also holds stay.
+        // Those that a running sequence or a pin also holds stay, and so do those that are there.
         for page in pages.into_iter().rev() {
-            if self.pages.n_active(page) > 0 {
+            if self.pages.n_active(page) > 0 || self.pages.tier(page) == Tier::Host {
                 continue;
             }
             let has_moved = self.demote(page);
@@ -81,16 +95,22 @@ impl Cache {
         }
     }
 
-    /// Decides what it takes to bring a swapped sequence's pages back. Changes nothing.
-    pub fn plan_swap_in(&self, seq: SeqId) -> SwapIn {
+    /// Decides what it takes to bring a swapped sequence's pages back. `None` when it may not spill
+    /// and another one runs on a page that is on the host: it must wait for that one. Changes
+    /// nothing.
+    pub fn plan_swap_in(&self, seq: SeqId) -> Option<SwapIn> {
         let table = self.table(seq);
         assert!(table.is_swapped, "{seq:?} is not swapped");
-        let on_host = table.held().filter(|&page| self.pages.tier(page) == Tier::Host);
-        SwapIn { seq, n_pages: on_host.count() as u32, version: self.version }
+        if !table.may_spill && table.held().any(|page| self.is_stuck(page)) {
+            return None;
+        }
+        let n_pages = table.held().filter(|&page| self.is_away(page)).count() as u32;
+        Some(SwapIn { seq, n_pages, n_stay: 0, version: self.version })
     }
 
-    /// Carries out a decision: all the sequence's pages are on the device. Nothing may have changed
-    /// since the decision was made, and [`SwapIn::n_pages`] pages must be available.
+    /// Carries out a decision: all the sequence's pages are on the device unless it is spilled.
+    /// Nothing may have changed since the decision was made, and [`SwapIn::n_pages`] pages must be
+    /// available.
     pub fn swap_in(&mut self, swap: SwapIn) {
         assert_eq!(swap.version, self.version, "the cache changed after the decision");
         self.version += 1;
@@ -98,18 +118,22 @@ impl Cache {
         let table = self.table_mut(swap.seq);
         table.is_swapped = false;
         let pages: Vec<PageId> = table.held().collect();
-        for page in pages {
-            self.pages.unpark(page);
-            if self.pages.tier(page) == Tier::Host {
-                self.promote(page);
-            }
-        }
+        let away = pages.iter().copied().filter(|&page| self.is_away(page));
+        let to_promote: Vec<PageId> = away.skip(swap.n_stay as usize).collect();
+        pages.iter().for_each(|&page| self.pages.unpark(page));
+        to_promote.into_iter().for_each(|page| self.promote(page));
+        let on_host = |page: &&PageId| self.pages.tier(**page) == Tier::Host;
+        let n_spilled = pages.iter().filter(on_host).count() as u32;
+        self.table_mut(swap.seq).n_spilled = n_spilled;
+        self.n_spilled += n_spilled;
+        self.counters.pages_spilled += u64::from(n_spilled);
     }
 
-    /// Whether a swapped sequence holds pages of the device that nobody runs on.
-    pub fn blocks_device(&self, seq: SeqId) -> bool {
-        let is_blocked =
-            |page| self.pages.tier(page) == Tier::Device && self.pages.n_active(page) == 0;
+    /// Whether a swapped sequence holds pages that nobody runs on and on which others could: of the
+    /// device, or, where they may spill, of either tier.
+    pub fn blocks_others(&self, seq: SeqId) -> bool {
+        let is_wanted = |page| self.spills() || self.pages.tier(page) == Tier::Device;
+        let is_blocked = |page| is_wanted(page) && self.pages.n_active(page) == 0;
         self.table(seq).held().any(is_blocked)
     }
 

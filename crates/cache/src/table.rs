@@ -31,6 +31,10 @@ pub(crate) struct Table {
     pub(crate) salt: Salt,
     pub(crate) retention: Retention,
     pub(crate) window: Option<Window>,
+    /// Whether it may run on pages of the host.
+    pub(crate) may_spill: bool,
+    /// Entries whose pages are on the host although it runs; 0 while it is swapped.
+    pub(crate) n_spilled: u32,
     /// Whether its own pages are on the host. Nothing is computed meanwhile.
     pub(crate) is_swapped: bool,
     /// The load that brings its next pages, if there is one. It gets no others meanwhile.
@@ -55,6 +59,8 @@ impl Table {
             salt,
             retention,
             window: None,
+            may_spill: false,
+            n_spilled: 0,
             is_swapped: false,
             loading: None,
             n_out: 0,

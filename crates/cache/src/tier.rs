@@ -27,9 +27,9 @@ impl Cache {
         std::mem::take(&mut self.copies)
     }
 
-    /// Whether copies were decided that [`Cache::take_copies`] has not handed out.
-    pub fn has_copies(&self) -> bool {
-        !self.copies.is_empty()
+    /// Copies that were decided and that [`Cache::take_copies`] has not handed out.
+    pub fn n_copies(&self) -> u32 {
+        self.copies.len() as u32
     }
 
     /// Sets which idle pages go to the host when the device needs their room: those with at least
@@ -39,10 +39,16 @@ impl Cache {
         self.demotion_depth = depth;
     }
 
-    /// A page with no tokens. One must be available.
+    /// A page with no tokens on the device. One must be available.
     pub(crate) fn open_page(&mut self) -> OpenPage {
         self.make_room();
-        self.pages.open().expect("a page was free, or has just been given up")
+        self.pages.open(Tier::Device).expect("a page was free, or has just been given up")
+    }
+
+    /// A page with no tokens on the host. One must be available.
+    pub(crate) fn open_host_page(&mut self) -> OpenPage {
+        self.make_host_room(None);
+        self.pages.open(Tier::Host).expect("a page was free, or has just been given up")
     }
 
     /// Brings a held page of the host to the device, where one must be available.
@@ -55,13 +61,9 @@ impl Cache {
     /// must be available. False when it was given up instead, because it is idle and comes after the
     /// page that made room.
     pub(crate) fn demote(&mut self, page: PageId) -> bool {
-        if self.pages.n_free(Tier::Host) == 0 {
-            let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
-            let last = prefix.pop(Tier::Host).expect("room on the host was counted");
-            self.drop_idle(last, Some(page));
-            if self.pages.get(page).is_none() {
-                return false;
-            }
+        self.make_host_room(Some(page));
+        if self.pages.get(page).is_none() {
+            return false;
         }
         self.relocate(page, Tier::Host);
         true
@@ -93,6 +95,17 @@ impl Cache {
         } else {
             self.drop_idle(page, None);
         }
+    }
+
+    /// Makes a slot of the host free if none is: the idle page whose turn it is goes. `popped` is
+    /// another idle page, which is not offered; it goes too if it comes after that one.
+    fn make_host_room(&mut self, popped: Option<PageId>) {
+        if self.pages.n_free(Tier::Host) > 0 {
+            return;
+        }
+        let prefix = self.prefix.as_mut().expect("only the prefix tree keeps idle pages");
+        let last = prefix.pop(Tier::Host).expect("room on the host was counted");
+        self.drop_idle(last, popped);
     }
 
     /// Gives up an idle page that is not offered, and with it what follows it: idle pages go, held

@@ -37,8 +37,8 @@ pub enum Fault {
         /// The sequence.
         seq: SeqId,
     },
-    /// A table that is not swapped has a page on the host, or a page's parked handles are not those
-    /// of swapped tables.
+    /// A table that is neither swapped nor spilled has a page on the host, or a page's parked handles
+    /// are not those of swapped tables, or its pinned ones not those of pins.
     Parked {
         /// The page.
         page: PageId,
@@ -76,7 +76,7 @@ impl fmt::Display for Fault {
             }
             Fault::Table { seq } => write!(f, "the table of {seq:?} does not hold its tokens"),
             Fault::Parked { page } => {
-                write!(f, "{page:?} is on the host, or parked, without a swapped table")
+                write!(f, "{page:?} is on the host, parked or pinned, and no table or pin says so")
             }
             Fault::Path { seq } => write!(f, "the table of {seq:?} is no path of the tree"),
             Fault::Node { page } => write!(f, "{page:?} is not where the prefix tree says"),
@@ -130,7 +130,7 @@ pub(crate) fn verify_sample(cache: &Cache, k: u64) -> Result<(), Fault> {
     if cache.is_empty() && record.state != State::Open {
         let in_pins = cache.pins.values().flatten().filter(|handle| handle.id() == page);
         let found = in_pins.count() as u32;
-        if found != record.n_refs || record.n_parked != 0 {
+        if found != record.n_refs || found != record.n_pinned || record.n_parked != 0 {
             return Err(Fault::Handles { page, counted: record.n_refs, found });
         }
     }
@@ -173,7 +173,9 @@ fn tables_are_sound(cache: &Cache) -> Result<(), Fault> {
 fn table_is_sound(cache: &Cache, seq: SeqId, table: &Table) -> Result<(), Fault> {
     let n_pages = table.len().div_ceil(cache.config.page_len);
     let is_awaited = table.loading.is_none_or(|load| cache.waits_for(load) == Some(seq));
-    if table.is_sound() && table.n_pages() == n_pages && is_awaited {
+    let spills = table.may_spill && !table.is_swapped && cache.spills();
+    let may_be_spilled = table.n_spilled == 0 || spills;
+    if table.is_sound() && table.n_pages() == n_pages && is_awaited && may_be_spilled {
         Ok(())
     } else {
         Err(Fault::Table { seq })
@@ -204,23 +206,37 @@ fn handles_are_counted(cache: &Cache) -> Result<(), Fault> {
     }
 }
 
-/// A table that is not swapped lies on the device.
+/// A table that is not swapped lies on the device, but for the pages that are counted as spilled.
 fn table_is_placed(cache: &Cache, table: &Table) -> Result<(), Fault> {
-    let is_away = |&page: &PageId| !table.is_swapped && cache.pages.tier(page) == Tier::Host;
-    table.held().find(is_away).map_or(Ok(()), |page| Err(Fault::Parked { page }))
+    if table.is_swapped {
+        return Ok(());
+    }
+    let on_host: Vec<PageId> =
+        table.held().filter(|&page| cache.pages.tier(page) == Tier::Host).collect();
+    match on_host.first() {
+        Some(&page) if table.n_spilled == 0 => Err(Fault::Parked { page }),
+        _ => count("spilled pages of a table", table.n_spilled, on_host.len()),
+    }
 }
 
-/// Running tables lie on the device, and the parked handles are those of swapped tables.
+/// Running tables lie where they may, the parked handles are those of swapped tables, and the pinned
+/// ones those of pins.
 fn only_swapped_tables_are_parked(cache: &Cache) -> Result<(), Fault> {
     let mut n_parked = vec![0; cache.config.slots().total() as usize];
+    let mut n_pinned = n_parked.clone();
     for table in cache.tables.values() {
         table_is_placed(cache, table)?;
         for page in table.held() {
             n_parked[page.0 as usize] += u32::from(table.is_swapped);
         }
     }
-    let is_wrong =
-        |&(page, record): &(PageId, Record)| n_parked[page.0 as usize] != record.n_parked;
+    for handle in cache.pins.values().flatten() {
+        n_pinned[handle.id().0 as usize] += 1;
+    }
+    let is_wrong = |&(page, record): &(PageId, Record)| {
+        let i = page.0 as usize;
+        n_parked[i] != record.n_parked || n_pinned[i] != record.n_pinned
+    };
     let wrong = cache.pages.living().find(is_wrong);
     wrong.map_or(Ok(()), |(page, _)| Err(Fault::Parked { page }))
 }
@@ -231,6 +247,8 @@ fn counters_are_true(cache: &Cache) -> Result<(), Fault> {
     let n_open = pages.living().filter(|(_, record)| record.state == State::Open).count();
     count("tokens in open pages", cache.open_tokens, tokens as usize)?;
     count("open pages", pages.n_open(), n_open)?;
+    let n_spilled: u32 = cache.tables.values().map(|table| table.n_spilled).sum();
+    count("spilled pages", cache.n_spilled, n_spilled as usize)?;
     for tier in TIERS {
         let is_idle =
             |&(page, _): &(PageId, Record)| pages.is_idle(page) && pages.tier(page) == tier;

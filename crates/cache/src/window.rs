@@ -24,6 +24,7 @@ impl Cache {
         while let Some(page) = self.table_mut(seq).take_out(n_out) {
             self.version += 1;
             self.counters.pages_out += 1;
+            self.count_spilled(seq, self.pages.tier(page.id()), None);
             self.leave_page(page, retention);
         }
     }
@@ -41,12 +42,17 @@ impl Cache {
         most.saturating_sub(table.n_pages() - table.n_out())
     }
 
-    /// Whether a sequence still holds what a fork of its first `n_shared` tokens sees.
+    /// Whether a sequence still holds what a fork of its first `n_shared` tokens sees, where the fork
+    /// may see it.
     pub fn can_fork(&self, source: SeqId, n_shared: u32) -> bool {
         let page_len = self.config.page_len;
         let table = self.table(source);
         let n_full = n_shared / page_len;
         let seen = table.window.map_or(0, |window| window.pages_out(n_full * page_len, page_len));
-        table.n_dropped() == 0 && table.n_out() <= seen
+        let may_be_stuck = !table.may_spill && self.n_spilled > 0;
+        let mut pages = (seen..n_full).filter_map(|i| table.page(i as usize));
+        table.n_dropped() == 0
+            && table.n_out() <= seen
+            && !(may_be_stuck && pages.any(|page| self.is_stuck(page)))
     }
 }

@@ -10,7 +10,7 @@ use nuthatch_cache::{
     Admission, Admitted, Cache, Config, MissReason, Options, PinId, Prompt, Retention, Salt,
     Shortfall,
 };
-use nuthatch_types::{SeqId, Slot, TokenId, Window};
+use nuthatch_types::{HostReads, KvSlots, SeqId, Slot, TokenId, Window};
 use proptest::prelude::*;
 
 /// A beginning of a whole number of pages under a salt.
@@ -46,9 +46,11 @@ struct Seq {
     full: Vec<Entry>,
     /// What the sinks were before they were turned.
     pristine: Vec<Id>,
+    may_spill: bool,
     is_swapped: bool,
-    /// Pages of its own, sinks or such as are partly filled or not yet computed, on the host.
-    own_on_host: usize,
+    /// Whether each page of its own, a sink or one that is partly filled or not yet computed, is on
+    /// the host.
+    own: Vec<bool>,
 }
 
 impl Seq {
@@ -70,7 +72,9 @@ impl Seq {
 
     /// Pages of its own.
     fn n_own(&self, page_len: usize) -> usize {
-        self.len.div_ceil(page_len) - self.full.len() + self.n_sinks()
+        let n_own = self.len.div_ceil(page_len) - self.full.len() + self.n_sinks();
+        assert_eq!(self.own.len(), n_own);
+        n_own
     }
 }
 
@@ -88,6 +92,7 @@ struct Model {
     n_host: u32,
     demotion_depth: u32,
     max_pinned: u32,
+    spill: bool,
     seqs: BTreeMap<SeqId, Seq>,
     pins: BTreeMap<PinId, Vec<Id>>,
     /// A page that is held while it is copied.
@@ -109,13 +114,15 @@ struct Sizes {
     n_host: u32,
     demotion_depth: u32,
     max_pinned: u32,
+    spill: bool,
 }
 
 impl Model {
     fn new(sizes: Sizes) -> Self {
-        let Sizes { page_len, n_pages, n_host, demotion_depth, max_pinned } = sizes;
+        let Sizes { page_len, n_pages, n_host, demotion_depth, max_pinned, spill } = sizes;
         let max_pinned = max_pinned.min(n_pages - 1);
-        let options = Options { max_pinned, ..Options::default() };
+        let host_reads = if spill { HostReads::Far } else { HostReads::Never };
+        let options = Options { max_pinned, host_reads, ..Options::default() };
         let config = Config { page_len, n_pages, n_host_pages: n_host };
         let mut cache = Cache::with_options(config, options).expect("valid sizes");
         cache.set_demotion_depth(demotion_depth);
@@ -126,6 +133,7 @@ impl Model {
             n_host,
             demotion_depth,
             max_pinned,
+            spill: spill && n_host > 0,
             seqs: BTreeMap::new(),
             pins: BTreeMap::new(),
             guard: None,
@@ -138,11 +146,22 @@ impl Model {
         }
     }
 
-    /// A new full page on the device.
-    fn new_page(&mut self) -> Id {
+    /// A new full page.
+    fn new_page(&mut self, on_host: bool) -> Id {
         self.n_ids += 1;
-        self.on_host.insert(self.n_ids, false);
+        self.on_host.insert(self.n_ids, on_host);
         self.n_ids
+    }
+
+    /// Whether a page is on the host and a table that is not swapped has it.
+    fn is_stuck(&self, id: Id) -> bool {
+        let mut running = self.seqs.values().filter(|seq| !seq.is_swapped);
+        self.on_host[&id] && running.any(|seq| seq.ids().any(|held| held == id))
+    }
+
+    /// Whether a page is on the host and can leave it.
+    fn is_away(&self, id: Id) -> bool {
+        self.on_host[&id] && !self.is_stuck(id)
     }
 
     /// Pages that are held, as often as they are, by all or only by those that are not swapped.
@@ -170,10 +189,7 @@ impl Model {
     /// Pages in a tier that are not free.
     fn n_taken(&self, on_host: bool) -> u32 {
         let full = self.on_host.values().filter(|&&on| on == on_host).count();
-        let own = |seq: &Seq| {
-            let on_device = seq.n_own(self.page_len) - seq.own_on_host;
-            if on_host { seq.own_on_host } else { on_device }
-        };
+        let own = |seq: &Seq| seq.own.iter().filter(|&&on| on == on_host).count();
         (full + self.seqs.values().map(own).sum::<usize>()) as u32
     }
 
@@ -239,14 +255,19 @@ impl Model {
                 self.give_up(&victim);
                 continue;
             }
-            if self.n_taken(true) == self.n_host {
-                let first = self.first_to_go(true).expect("counted as available");
-                self.give_up(&first);
-            }
+            self.make_host_room(1);
             // It may have come after the one that went.
             if let Some(entry) = self.cached.get(&victim) {
                 self.on_host.insert(entry.id, true);
             }
+        }
+    }
+
+    /// Gives up idle beginnings of the host until `n` more pages fit there.
+    fn make_host_room(&mut self, n: u32) {
+        while self.n_taken(true) + n > self.n_host {
+            let victim = self.first_to_go(true).expect("counted as available");
+            self.give_up(&victim);
         }
     }
 
@@ -325,37 +346,64 @@ impl Model {
         window.map_or(all, |window| all.min(most(window)))
     }
 
-    fn admit(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>, window: Option<Window>) {
-        let prompt = Prompt { tokens: &tokens, salt, retention: Retention::default(), window };
+    fn admit(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>, op: Entering) {
+        let Entering { window, may_spill, room } = op;
+        let retention = Retention::default();
+        let prompt = Prompt { tokens: &tokens, salt, retention, window, may_spill };
         let mut admission = self.cache.plan_admit(seq, prompt);
         let (n_shared, mut copy) = self.find(salt, &tokens);
         let miss = admission.miss().expect("the prefix tree was asked");
         assert_eq!(miss.at as usize, n_shared + copy.as_ref().map_or(0, |&(_, n)| n));
         self.check_reason(miss.reason, salt, &tokens, miss.at as usize);
 
-        let n_full = n_shared / self.page_len;
-        let n_out = self.n_out(window, n_full);
+        let may_spill = may_spill && self.spill;
         let path = |n: usize| (salt, tokens[..(n + 1) * self.page_len].to_vec());
-        let ids: Vec<Id> = (n_out..n_full).map(|n| self.cached[&path(n)].id).collect();
-        let is_held = |id: &&Id| !self.on_host[id] && self.is_used(**id);
-        let n_held = ids.iter().filter(is_held).count();
-        let needed = self.most(window, tokens.len(), n_out).saturating_sub(n_held) as u32;
+        let found = (0..n_shared / self.page_len).map(|n| self.cached[&path(n)].id);
+        let mut ids: Vec<Id> = found.collect();
+        if let Some(n) = ids.iter().position(|&id| !may_spill && self.is_stuck(id)) {
+            ids.truncate(n);
+            copy = None;
+        }
+        let n_out = self.n_out(window, ids.len());
+        ids.drain(..n_out);
+        let most = self.most(window, tokens.len(), n_out);
+        let is_there = |id: &&Id| self.is_used(**id) && !self.is_away(**id);
+        let n_there = ids.iter().filter(is_there).count();
+        let needed = most.saturating_sub(n_there) as u32;
         let source = copy.as_ref().map(|(path, _)| self.cached[path].id);
         let takes_source = source.is_some_and(|id| !self.is_used(id) && !self.on_host[&id]);
         assert_eq!(admission.n_pages(), needed + u32::from(takes_source));
-        if admission.n_pages() > self.available() {
+        let n_used = ids.iter().filter(|&&id| self.is_used(id)).count();
+        let least =
+            if may_spill { most.saturating_sub(n_used) as u32 } else { admission.n_pages() };
+        assert_eq!(admission.n_pages_spilled(), least);
+        let room = KvSlots { device: self.available().min(room), host: self.available_on_host() };
+        if admission.n_pages() > room.device {
             admission = admission.without_copy();
             assert_eq!(admission.n_pages(), needed);
             copy = None;
         }
-        if needed > self.available() && ids.iter().any(|id| self.on_host[id]) {
-            return;
+        let away: Vec<Id> = ids.iter().copied().filter(|&id| self.is_away(id)).collect();
+        let mut n_stay = 0;
+        if needed > room.device {
+            let n_over = (needed - room.device) as usize;
+            n_stay = if may_spill { n_over.min(away.len()) } else { 0 };
+            let n_idle = away[..n_stay].iter().filter(|&&id| !self.is_used(id)).count();
+            let fits = may_spill && n_idle + (n_over - n_stay) <= room.host as usize;
+            // Who brings nothing from the host needs no page before it has tokens to compute.
+            if !away.is_empty() || may_spill {
+                let spilled = self.cache.spill(admission, room);
+                assert_eq!(spilled.is_some(), fits);
+                let Some(spilled) = spilled else { return };
+                admission = spilled;
+            }
         }
         let n_copied = copy.map_or(0, |(_, n)| n);
         let entries = vec![Entry::Out; n_out];
         let full = entries.into_iter().chain(ids.into_iter().map(Entry::Page)).collect();
         self.guard = source.filter(|_| n_copied > 0);
-        self.take_admitted(seq, (salt, tokens, window), (full, n_copied), admission);
+        let from = Beginning { salt, tokens, window, may_spill, full, n_copied, n_stay };
+        self.take_admitted(seq, from, admission);
     }
 
     fn fork(&mut self, source: SeqId, seq: SeqId, n_shared: usize, more: &[TokenId]) {
@@ -363,20 +411,28 @@ impl Model {
         let n_shared = n_shared.min(from.computed);
         let n_full = n_shared / self.page_len;
         let n_out = self.n_out(from.window, n_full);
-        let can_fork = from.dropped == 0 && from.n_out() <= n_out;
+        let mut can_fork = from.dropped == 0 && from.n_out() <= n_out;
+        let is_page =
+            |is: &dyn Fn(Id) -> bool, entry: &Entry| matches!(entry, Entry::Page(id) if is(*id));
+        let count = |full: &[Entry], is: &dyn Fn(Id) -> bool| {
+            full.iter().filter(|entry| is_page(is, entry)).count()
+        };
+        if can_fork && !from.may_spill {
+            can_fork = count(&from.full[n_out..n_full], &|id| self.is_stuck(id)) == 0;
+        }
         assert_eq!(self.cache.can_fork(source, n_shared as u32), can_fork);
         if !can_fork {
             return;
         }
         let tokens: Vec<_> = from.tokens[..n_shared].iter().chain(more).copied().collect();
-        let (salt, window, n_tokens) = (from.salt, from.window, tokens.len() as u32);
+        let (salt, window, may_spill) = (from.salt, from.window, from.may_spill);
+        let n_tokens = tokens.len() as u32;
         let mut full = from.full[..n_full].to_vec();
         full[..n_out].fill(Entry::Out);
         let mut admission = self.cache.plan_fork(source, seq, n_shared as u32, n_tokens);
-        let is_away = |entry: &&Entry| matches!(entry, Entry::Page(id) if self.on_host[id]);
-        let n_away = full.iter().filter(is_away).count();
-        let n_held = n_full - n_out - n_away;
-        let needed = self.most(window, tokens.len(), n_out).saturating_sub(n_held);
+        let n_away = count(&full, &|id| self.is_away(id));
+        let n_there = n_full - n_out - n_away;
+        let needed = self.most(window, tokens.len(), n_out).saturating_sub(n_there);
         assert_eq!(admission.n_pages() as usize, needed);
         let mut n_copied = n_shared % self.page_len;
         if admission.n_pages() > self.available() {
@@ -386,16 +442,12 @@ impl Model {
             admission = admission.without_copy();
             n_copied = 0;
         }
-        self.take_admitted(seq, (salt, tokens, window), (full, n_copied), admission);
+        let from = Beginning { salt, tokens, window, may_spill, full, n_copied, n_stay: 0 };
+        self.take_admitted(seq, from, admission);
     }
 
-    fn take_admitted(
-        &mut self,
-        seq: SeqId,
-        (salt, tokens, window): (Salt, Vec<TokenId>, Option<Window>),
-        (full, n_copied): (Vec<Entry>, usize),
-        admission: Admission,
-    ) {
+    fn take_admitted(&mut self, seq: SeqId, from: Beginning, admission: Admission) {
+        let Beginning { salt, tokens, window, may_spill, full, n_copied, n_stay } = from;
         let admitted = self.cache.admit(admission);
         let len = full.len() * self.page_len;
         let expected = Admitted { n_found: (len + n_copied) as u32, n_copied: n_copied as u32 };
@@ -410,15 +462,19 @@ impl Model {
             dropped: 0,
             full,
             pristine: Vec::new(),
+            may_spill,
             is_swapped: false,
-            own_on_host: 0,
+            own: Vec::new(),
         };
-        let ids: Vec<Id> = entry.ids().collect();
+        let away = entry.ids().filter(|&id| self.is_away(id));
+        let to_promote: Vec<Id> = away.skip(n_stay).collect();
         self.seqs.insert(seq, entry);
-        ids.into_iter().for_each(|id| self.promote(id));
+        to_promote.into_iter().for_each(|id| self.promote(id));
         if n_copied > 0 {
             self.make_room(1);
-            self.seqs.get_mut(&seq).expect("known").len += n_copied;
+            let entry = self.seqs.get_mut(&seq).expect("known");
+            entry.len += n_copied;
+            entry.own.push(false);
         }
         if let Some(source) = self.guard.take() {
             self.leave(source);
@@ -428,64 +484,116 @@ impl Model {
 
     fn swap_out(&mut self, seq: SeqId) {
         let entry = &self.seqs[&seq];
-        let n_own = entry.n_own(self.page_len);
         let alone: Vec<Id> = entry.ids().filter(|&id| self.n_holds(id, true) == 1).collect();
-        let n = (alone.len() + n_own) as u32;
-        let expected = (n > 0 && n <= self.available_on_host()).then_some(n);
+        let n_full = alone.iter().filter(|id| !self.on_host[id]).count();
+        let n_own = entry.own.iter().filter(|&&on_host| !on_host).count();
+        let n = (n_full + n_own) as u32;
+        let has_some = alone.len() + entry.own.len() > 0;
+        let expected = (has_some && n <= self.available_on_host()).then_some(n);
         let swap = self.cache.plan_swap_out(seq);
         assert_eq!(swap.as_ref().map(nuthatch_cache::SwapOut::n_pages), expected);
         let Some(swap) = swap else { return };
         self.cache.swap_out(swap);
-        while self.n_taken(true) + n > self.n_host {
-            let victim = self.first_to_go(true).expect("counted as available");
-            self.give_up(&victim);
-        }
+        self.make_host_room(n);
         for id in alone {
             self.on_host.insert(id, true);
         }
         let entry = self.seqs.get_mut(&seq).expect("known");
-        (entry.is_swapped, entry.own_on_host) = (true, n_own);
+        entry.own.fill(true);
+        entry.is_swapped = true;
     }
 
-    fn swap_in(&mut self, seq: SeqId) {
+    fn swap_in(&mut self, seq: SeqId, n_stay: usize) {
         let entry = &self.seqs[&seq];
-        let on_host = entry.ids().filter(|id| self.on_host[id]).count();
-        let (n_sinks, n_own) = (entry.n_sinks(), entry.own_on_host);
-        let ids: Vec<Id> = entry.ids().collect();
+        let is_stopped = !entry.may_spill && entry.ids().any(|id| self.is_stuck(id));
         let swap = self.cache.plan_swap_in(seq);
-        assert_eq!(swap.n_pages() as usize, on_host + n_own);
+        assert_eq!(swap.is_none(), is_stopped);
+        let Some(swap) = swap else { return };
+        // In the order of the table, after what the sinks are made of.
+        let n_sinks = entry.n_sinks();
+        let ids: Vec<Id> = entry.ids().collect();
+        let (pristine, full) = ids.split_at(n_sinks);
+        let own = |range: std::ops::Range<usize>| range.map(Own::Open);
+        let all = pristine.iter().copied().map(Own::Full).chain(own(0..n_sinks));
+        let all =
+            all.chain(full.iter().copied().map(Own::Full)).chain(own(n_sinks..entry.own.len()));
+        let is_away = |page: &Own| match *page {
+            Own::Full(id) => self.is_away(id),
+            Own::Open(_) => true,
+        };
+        let away: Vec<Own> = all.filter(is_away).collect();
+        assert_eq!(swap.n_pages() as usize, away.len());
+        let n_stay = if entry.may_spill { n_stay.min(away.len()) } else { 0 };
+        let swap = swap.spill(n_stay as u32);
         if swap.n_pages() > self.available() {
             return;
         }
         self.cache.swap_in(swap);
-        // In the order of the table, after what the sinks are made of.
-        let (pristine, full) = ids.split_at(n_sinks);
-        pristine.iter().for_each(|&id| self.promote(id));
-        (0..n_sinks).for_each(|_| self.bring_own(seq));
-        full.iter().for_each(|&id| self.promote(id));
-        (n_sinks..n_own).for_each(|_| self.bring_own(seq));
+        for &page in &away[n_stay..] {
+            self.bring(seq, page);
+        }
         self.seqs.get_mut(&seq).expect("known").is_swapped = false;
     }
 
-    /// Brings a page of a sequence's own to the device.
-    fn bring_own(&mut self, seq: SeqId) {
-        self.make_room(1);
-        self.seqs.get_mut(&seq).expect("known").own_on_host -= 1;
+    /// Brings a page of a sequence to the device.
+    fn bring(&mut self, seq: SeqId, page: Own) {
+        match page {
+            Own::Full(id) => self.promote(id),
+            Own::Open(i) => {
+                self.make_room(1);
+                self.seqs.get_mut(&seq).expect("known").own[i] = false;
+            }
+        }
     }
 
-    fn extend(&mut self, seq: SeqId, more: &[TokenId]) {
+    /// Brings the last pages on which a sequence runs on the host to the device.
+    fn unspill(&mut self, seq: SeqId, n: usize) {
+        let n = n.min(self.available() as usize);
+        let running = |model: &Model| -> BTreeMap<SeqId, Vec<Slot>> {
+            let running = model.seqs.iter().filter(|(_, entry)| !entry.is_swapped);
+            running.map(|(&seq, _)| (seq, model.cache.slots(seq, 0).collect())).collect()
+        };
+        let before = running(self);
+        let changed = self.cache.unspill(seq, n as u32);
+        let entry = &self.seqs[&seq];
+        let n_sinks = entry.n_sinks();
+        let open = (n_sinks..entry.own.len()).rev().filter(|&i| entry.own[i]).map(Own::Open);
+        let full = entry.ids().rev().filter(|id| self.on_host[id]).map(Own::Full);
+        let pages: Vec<Own> = open.chain(full).take(n).collect();
+        pages.into_iter().for_each(|page| self.bring(seq, page));
+        let after = running(self);
+        let first_changed = |(&seq, slots): (&SeqId, &Vec<Slot>)| {
+            let place = slots.iter().zip(&after[&seq]).position(|(a, b)| a != b)?;
+            Some((seq, place as u32))
+        };
+        let expected: Vec<_> = before.iter().filter_map(first_changed).collect();
+        assert_eq!(changed, expected);
+    }
+
+    fn extend(&mut self, seq: SeqId, more: &[TokenId], n_host: u32) {
         let entry = &self.seqs[&seq];
         // What it came with gets places first.
         let n = entry.tokens.len() - entry.dropped - entry.len + more.len();
         let pages = |len: usize| len.div_ceil(self.page_len);
-        let needed = (pages(entry.len + n) - pages(entry.len)) as u32;
+        let all = (pages(entry.len + n) - pages(entry.len)) as u32;
+        let most = if entry.may_spill { self.available_on_host() } else { 0 };
+        let n_spilled = all.min(n_host).min(most);
+        let needed = all - n_spilled;
         let available = self.available();
-        match self.cache.plan_extend(seq, n as u32) {
+        match self.cache.plan_extend(seq, n as u32, n_host) {
             Ok(extend) => {
                 assert!(needed <= available);
-                assert_eq!(extend.n_pages(), needed);
+                assert_eq!((extend.n_pages(), extend.n_host()), (needed, n_spilled));
                 self.cache.apply(extend);
-                self.make_room(needed);
+                for i in 0..all {
+                    let on_host = i < n_spilled;
+                    if on_host {
+                        self.make_host_room(1)
+                    } else {
+                        self.make_room(1)
+                    }
+                    self.seqs.get_mut(&seq).expect("known").own.push(on_host);
+                }
                 let entry = self.seqs.get_mut(&seq).expect("known");
                 entry.tokens.extend(more);
                 entry.len += n;
@@ -515,13 +623,15 @@ impl Model {
         let same = slots.iter().zip(&after).take_while(|(a, b)| a == b).count();
         assert_eq!(first_changed.map_or(slots.len(), |i| i as usize), same);
         while (self.seqs[&seq].full.len() + 1) * self.page_len + dropped <= computed.len() {
-            let id = self.publish(seq, salt, &computed);
+            let n_sinks = self.seqs[&seq].n_sinks();
+            let on_host = self.seqs.get_mut(&seq).expect("known").own.remove(n_sinks);
+            let id = self.publish(seq, salt, &computed, on_host);
             self.seqs.get_mut(&seq).expect("known").full.push(Entry::Page(id));
         }
     }
 
     /// The page that a sequence has for its next full page: its own, or the one that is known.
-    fn publish(&mut self, seq: SeqId, salt: Salt, computed: &[TokenId]) -> Id {
+    fn publish(&mut self, seq: SeqId, salt: Salt, computed: &[TokenId], on_host: bool) -> Id {
         let entry = &self.seqs[&seq];
         let is_findable = |id: Id| self.cached.values().any(|found| found.id == id);
         let may_be_found = match entry.full.last() {
@@ -532,13 +642,19 @@ impl Model {
         };
         let path = (salt, computed[..(entry.full.len() + 1) * self.page_len].to_vec());
         match self.cached.get(&path).copied() {
+            // Others run on it where this one may not.
+            Some(Cached { id, .. }) if may_be_found && !entry.may_spill && self.is_stuck(id) => {
+                self.new_page(on_host)
+            }
             Some(Cached { id, .. }) if may_be_found => {
                 // One that was on the host takes over the place that was just computed.
-                self.on_host.insert(id, false);
+                if !on_host && self.is_away(id) {
+                    self.on_host.insert(id, false);
+                }
                 id
             }
             _ => {
-                let id = self.new_page();
+                let id = self.new_page(on_host);
                 if may_be_found {
                     self.cached.insert(path, Cached { id, last_use: 0 });
                 }
@@ -568,7 +684,7 @@ impl Model {
         let is_first = entry.dropped == 0;
         let n_sinks = if is_first { n_sinks } else { entry.n_sinks() };
         let is_full = entry.full.len() * self.page_len == entry.len;
-        if entry.window.is_some() || !is_full || entry.full.len() <= n_sinks {
+        if entry.window.is_some() || entry.may_spill || !is_full || entry.full.len() <= n_sinks {
             return;
         }
         let Entry::Page(dropped) = entry.full[n_sinks] else { panic!("it is no sink") };
@@ -595,6 +711,7 @@ impl Model {
         if is_first {
             entry.pristine = entry.ids().take(n_sinks).collect();
             entry.full[..n_sinks].fill(Entry::Sink);
+            entry.own.splice(0..0, vec![false; n_sinks]);
         }
         assert_eq!(shifts.len(), n_sinks);
         self.copy();
@@ -602,7 +719,7 @@ impl Model {
             assert_eq!(shift.by, by);
             self.arena[shift.target.0 as usize] = self.arena[shift.source.0 as usize].clone();
         }
-        assert!(self.cache.plan_extend(seq, page_len as u32).is_ok(), "one page can be had");
+        assert!(self.cache.plan_extend(seq, page_len as u32, 0).is_ok(), "one page can be had");
     }
 
     fn release(&mut self, seq: SeqId) {
@@ -649,12 +766,19 @@ impl Model {
         for (&id, seq) in &self.seqs {
             self.check_seq(id, seq);
         }
+        let n_spilled = self.seqs.keys().map(|&seq| self.cache.n_spilled(seq)).sum();
+        assert_eq!(stats.spilled, n_spilled);
     }
 
     /// Every token of a sequence is where it should be, as it was computed.
     fn check_seq(&self, id: SeqId, seq: &Seq) {
         assert_eq!(self.cache.len(id) as usize, seq.len);
         assert_eq!(self.cache.n_dropped(id) as usize, seq.dropped);
+        let n_full = seq.ids().filter(|id| self.on_host[id]).count();
+        let n_own = seq.own.iter().filter(|&&on_host| on_host).count();
+        let n_spilled = if seq.is_swapped { 0 } else { n_full + n_own };
+        assert_eq!(self.cache.n_spilled(id) as usize, n_spilled);
+        assert!(n_spilled == 0 || seq.may_spill, "{id:?} runs on the device");
         for place in 0..seq.computed - seq.dropped {
             let located = self.cache.locate(id, place as u32);
             if seq.full.get(place / self.page_len) == Some(&Entry::Out) {
@@ -664,7 +788,6 @@ impl Model {
             let (page, offset) = located.expect("has a place");
             let slot = self.cache.slot(page);
             assert_eq!(self.cache.slots(id, 0).nth(place / self.page_len), Some(slot));
-            assert!(seq.is_swapped || slot.0 < self.n_pages, "{id:?} runs on the device");
             let read = self.arena[slot.0 as usize][offset as usize].as_ref();
             let is_sink = place < seq.n_sinks() * self.page_len;
             let token = if is_sink { place } else { place + seq.dropped };
@@ -680,13 +803,41 @@ fn follows(path: &Path, before: &Path) -> bool {
     path.0 == before.0 && path.1.len() > before.1.len() && path.1.starts_with(&before.1)
 }
 
+/// How a sequence comes in.
+#[derive(Clone, Copy, Debug)]
+struct Entering {
+    window: Option<Window>,
+    may_spill: bool,
+    /// Pages of the device that are left to it.
+    room: u32,
+}
+
+/// What a sequence begins with.
+struct Beginning {
+    salt: Salt,
+    tokens: Vec<TokenId>,
+    window: Option<Window>,
+    may_spill: bool,
+    full: Vec<Entry>,
+    n_copied: usize,
+    n_stay: usize,
+}
+
+/// A page of a sequence.
+#[derive(Clone, Copy, Debug)]
+enum Own {
+    Full(Id),
+    /// The place among the pages of its own.
+    Open(usize),
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Admit {
         seq: u64,
         salted: bool,
         tokens: Vec<TokenId>,
-        window: Option<Window>,
+        entering: Entering,
     },
     /// A whole request that leaves its pages behind.
     Run {
@@ -700,13 +851,14 @@ enum Op {
         n_shared: usize,
         more: Vec<TokenId>,
     },
-    Extend(u64, Vec<TokenId>),
+    Extend(u64, Vec<TokenId>, u32),
     Seal(u64, usize),
     Slide(u64),
     Roll(u64, usize),
     Release(u64),
     SwapOut(u64),
-    SwapIn(u64),
+    SwapIn(u64, usize),
+    Unspill(u64, usize),
     Pin {
         pin: u64,
         salted: bool,
@@ -725,20 +877,24 @@ fn op() -> impl Strategy<Value = Op> {
     let salted = prop::bool::weighted(0.2);
     let window = prop::option::weighted(0.4, (1..12_u32, 1..6_u32))
         .prop_map(|window| window.map(|(n_tokens, max_chunk)| Window { n_tokens, max_chunk }));
+    let entering = (window, prop::bool::weighted(0.7), 0..20_u32)
+        .prop_map(|(window, may_spill, room)| Entering { window, may_spill, room });
     prop_oneof![
-        4 => (seq.clone(), salted, tokens(1..24), window).prop_map(
-            |(seq, salted, tokens, window)| Op::Admit { seq, salted, tokens, window }
+        4 => (seq.clone(), salted, tokens(1..24), entering).prop_map(
+            |(seq, salted, tokens, entering)| Op::Admit { seq, salted, tokens, entering }
         ),
         6 => (seq.clone(), salted, tokens(1..24))
             .prop_map(|(seq, salted, tokens)| Op::Run { seq, salted, tokens }),
         1 => (seq.clone(), seq.clone(), 0..30_usize, tokens(1..4))
             .prop_map(|(source, seq, n_shared, more)| Op::Fork { source, seq, n_shared, more }),
-        6 => (seq.clone(), tokens(0..4)).prop_map(|(seq, more)| Op::Extend(seq, more)),
+        6 => (seq.clone(), tokens(0..4), 0..6_u32)
+            .prop_map(|(seq, more, n_host)| Op::Extend(seq, more, n_host)),
         6 => (seq.clone(), 0..30_usize).prop_map(|(seq, n)| Op::Seal(seq, n)),
         4 => seq.clone().prop_map(Op::Slide),
         4 => (seq.clone(), 0..3_usize).prop_map(|(seq, n_sinks)| Op::Roll(seq, n_sinks)),
         3 => seq.clone().prop_map(Op::SwapOut),
-        3 => seq.clone().prop_map(Op::SwapIn),
+        3 => (seq.clone(), 0..6_usize).prop_map(|(seq, n_stay)| Op::SwapIn(seq, n_stay)),
+        3 => (seq.clone(), 0..4_usize).prop_map(|(seq, n)| Op::Unspill(seq, n)),
         4 => seq.prop_map(Op::Release),
         1 => (0..2_u64, salted, tokens(1..24))
             .prop_map(|(pin, salted, tokens)| Op::Pin { pin, salted, tokens }),
@@ -755,17 +911,18 @@ fn step(model: &mut Model, op: Op) {
         model.seqs.get(&SeqId(seq)).is_some_and(|seq| seq.is_swapped == swapped)
     };
     match op {
-        Op::Admit { seq, salted, tokens, window } if !has(model, seq) => {
-            model.admit(SeqId(seq), salt(model, salted), tokens, window);
+        Op::Admit { seq, salted, tokens, entering } if !has(model, seq) => {
+            model.admit(SeqId(seq), salt(model, salted), tokens, entering);
         }
         Op::Run { seq, salted, tokens } if !has(model, seq) => {
             let n_tokens = tokens.len();
-            model.admit(SeqId(seq), salt(model, salted), tokens, None);
+            let entering = Entering { window: None, may_spill: true, room: u32::MAX };
+            model.admit(SeqId(seq), salt(model, salted), tokens, entering);
             if !has(model, seq) {
                 return;
             }
             model.copy();
-            model.extend(SeqId(seq), &[]);
+            model.extend(SeqId(seq), &[], 1);
             model.copy();
             model.seal(SeqId(seq), n_tokens);
             model.check();
@@ -774,31 +931,36 @@ fn step(model: &mut Model, op: Op) {
         Op::Fork { source, seq, n_shared, more } if has(model, source) && !has(model, seq) => {
             model.fork(SeqId(source), SeqId(seq), n_shared, &more);
         }
-        Op::Extend(seq, more) if is(model, seq, false) => model.extend(SeqId(seq), &more),
+        Op::Extend(seq, more, n_host) if is(model, seq, false) => {
+            model.extend(SeqId(seq), &more, n_host);
+        }
         Op::Seal(seq, n) if is(model, seq, false) => model.seal(SeqId(seq), n),
         Op::Slide(seq) if is(model, seq, false) => model.slide(SeqId(seq)),
         Op::Roll(seq, n_sinks) if is(model, seq, false) => model.roll(SeqId(seq), n_sinks),
         Op::SwapOut(seq) if is(model, seq, false) => model.swap_out(SeqId(seq)),
-        Op::SwapIn(seq) if is(model, seq, true) => model.swap_in(SeqId(seq)),
+        Op::SwapIn(seq, n_stay) if is(model, seq, true) => model.swap_in(SeqId(seq), n_stay),
+        Op::Unspill(seq, n) if is(model, seq, false) => model.unspill(SeqId(seq), n),
         Op::Release(seq) if has(model, seq) => model.release(SeqId(seq)),
         Op::Pin { pin, salted, tokens } => model.pin(PinId(pin), salt(model, salted), &tokens),
         Op::Unpin(pin) => model.unpin(PinId(pin)),
         Op::Admit { .. } | Op::Run { .. } | Op::Fork { .. } => {}
-        Op::Extend(..) | Op::Seal(..) | Op::Release(_) | Op::SwapOut(_) | Op::SwapIn(_) => {}
-        Op::Slide(_) | Op::Roll(..) => {}
+        Op::Extend(..) | Op::Seal(..) | Op::Release(_) | Op::SwapOut(_) | Op::SwapIn(..) => {}
+        Op::Slide(_) | Op::Roll(..) | Op::Unspill(..) => {}
     }
 }
 
 fn sizes() -> impl Strategy<Value = Sizes> {
     // One in a few worlds has no host tier.
     let n_host = (0..14_u32).prop_map(|n| n.saturating_sub(2));
-    (1..5_u32, 1..16_u32, n_host, 0..3_u32, 0..4_u32).prop_map(
-        |(page_len, n_pages, n_host, demotion_depth, max_pinned)| Sizes {
+    let spill = prop::bool::weighted(0.8);
+    (1..5_u32, 1..16_u32, n_host, 0..3_u32, 0..4_u32, spill).prop_map(
+        |(page_len, n_pages, n_host, demotion_depth, max_pinned, spill)| Sizes {
             page_len,
             n_pages,
             n_host,
             demotion_depth,
             max_pinned,
+            spill,
         },
     )
 }

@@ -15,7 +15,7 @@ use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
-pub(crate) use simulate::{SimulateArgs, WorkloadArgs};
+pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
 
 const EXAMPLES: &str = "\
 Examples:

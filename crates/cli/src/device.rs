@@ -9,7 +9,7 @@ use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 use nuthatch_engine::{Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes};
 use nuthatch_model::{LoadError, ModelFiles};
-use nuthatch_types::{StepPlan, StepResult};
+use nuthatch_types::{HostReads, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -80,6 +80,14 @@ impl Device {
         match self {
             Device::Cpu(cpu) => cpu.threads(),
             Device::Cuda(_) => 0,
+        }
+    }
+
+    /// Whether and how well sequences run on pages of the host tier.
+    pub(crate) fn host_reads(&self) -> HostReads {
+        match self {
+            Device::Cpu(cpu) => cpu.host_reads(),
+            Device::Cuda(cuda) => cuda.host_reads(),
         }
     }
 

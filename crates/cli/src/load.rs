@@ -78,6 +78,7 @@ impl Prepared {
             max_seqs: config.max_seqs,
             max_rows: config.max_rows,
             host_bytes: config.host_bytes,
+            host_reads: device.host_reads(),
             budget: config.kv_bytes.map_or(Budget::Share(MEMORY_SHARE), Budget::KvBytes),
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };

@@ -8,7 +8,7 @@ use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{BatchLimits, LoadError, Model, ModelFiles, kv_shape};
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, PageCopy, PageShift, Slot};
 
 use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
 
@@ -98,6 +98,10 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
             prefix: options.prefix_caching,
             eviction: options.eviction,
             hash_key: u128::from_le_bytes(*key),
+            host_reads: match sizes.host_reads {
+                HostReads::Never => HostReads::Never,
+                HostReads::Near | HostReads::Far => backend.host_reads(),
+            },
             ..Options::default()
         };
         let loaded = LoadedModel::load(backend, files, sizes)?;

@@ -11,7 +11,7 @@
 use std::fmt;
 
 use nuthatch_model::{ModelFiles, kv_shape};
-use nuthatch_types::{KvDtype, KvShape, Window};
+use nuthatch_types::{HostReads, KvDtype, KvShape, Window};
 
 use crate::Capacity;
 
@@ -53,6 +53,10 @@ pub struct SizeRequest {
     /// Bytes for pages of the host tier, where pages wait that the device tier has no room for;
     /// rounded down to whole pages. They are taken from the same available bytes. 0 is no such tier.
     pub host_bytes: u64,
+    /// Whether and how well the device reads pages of the host
+    /// ([`nuthatch_backend::Backend::host_reads`]): unless never, a sequence for which the device tier
+    /// has no room may run on them.
+    pub host_reads: HostReads,
 }
 
 /// How large everything is.
@@ -62,6 +66,8 @@ pub struct Sizes {
     pub n_pages: u32,
     /// Pages of the host tier.
     pub n_host_pages: u32,
+    /// Whether and how well sequences run on pages of the host tier.
+    pub host_reads: HostReads,
     /// Tokens of one page.
     pub page_len: u32,
     /// How keys and values are stored.
@@ -89,8 +95,8 @@ pub struct Sizes {
 pub enum MemoryError {
     /// Weights, working memory and host pages leave no room for pages.
     #[error(
-        "the weights need {}, working memory {} and swap space {}, but only {} may be used",
-        Bytes(*weights), Bytes(*working), Bytes(*host_bytes), Bytes(*usable)
+        "the weights need {}, working memory {}{}, but only {} may be used",
+        Bytes(*weights), Bytes(*working), Swap(" and swap space ", *host_bytes), Bytes(*usable)
     )]
     Weights {
         /// Bytes for pages of the host that were asked for.
@@ -104,9 +110,10 @@ pub enum MemoryError {
     },
     /// The KV pages that were asked for do not fit beside the weights.
     #[error(
-        "{} of KV and {} of swap space were asked for beside {} of weights and {} of working \
-         memory, but only {} are available",
-        Bytes(*kv_asked), Bytes(*host_bytes), Bytes(*weights), Bytes(*working), Bytes(*available)
+        "{} of KV{} were asked for beside {} of weights and {} of working memory, but only {} are \
+         available",
+        Bytes(*kv_asked), Swap(" and swap space of ", *host_bytes), Bytes(*weights),
+        Bytes(*working), Bytes(*available)
     )]
     Kv {
         /// Bytes of KV that were asked for.
@@ -171,6 +178,7 @@ impl SizeRequest {
             available,
             budget: Budget::Share(0.8),
             host_bytes: 0,
+            host_reads: HostReads::Near,
         }
     }
 }
@@ -180,26 +188,30 @@ impl Sizes {
     ///
     /// There are never more pages than all sequences need at full length: a small model in a large
     /// machine does not take memory that it cannot use. A sequence of a model with a window needs the
-    /// pages of its window and of one step, however long it is.
+    /// pages of its window and of one step, however long it is. One that may spill has the pages of
+    /// both tiers.
     pub fn compute(request: &SizeRequest) -> Result<Self, MemoryError> {
         check(request)?;
         let kv_budget = kv_budget(request)?;
         let page_bytes = request.kv.page_bytes() as u64;
         let page_len = u64::from(request.kv.page_len);
         let n_affordable = kv_budget / page_bytes;
+        let may_spill = request.host_reads != HostReads::Never;
+        let n_spilled = if may_spill { request.host_bytes / page_bytes } else { 0 };
+        let n_reachable = n_affordable + n_spilled;
         let asked = request.max_context.unwrap_or(request.model_context);
         let least = request.max_context.unwrap_or(CONTEXT_MIN);
-        let fits = n_affordable * page_len;
-        if pages_per_seq(request, least) > n_affordable {
+        let fits = n_reachable * page_len;
+        if n_affordable == 0 || pages_per_seq(request, least) > n_reachable {
             return Err(MemoryError::Context {
                 max_context: asked,
                 kv_needed: pages_per_seq(request, asked) * page_bytes,
-                kv_budget,
+                kv_budget: kv_budget + n_spilled * page_bytes,
                 fits,
             });
         }
         let max_context = match u32::try_from(fits) {
-            Ok(fits) if pages_per_seq(request, asked) > n_affordable => asked.min(fits),
+            Ok(fits) if pages_per_seq(request, asked) > n_reachable => asked.min(fits),
             _ => asked,
         };
         let pages_wanted = u64::from(request.max_seqs) * pages_per_seq(request, max_context);
@@ -211,6 +223,7 @@ impl Sizes {
         Ok(Sizes {
             n_pages: countable(n_pages),
             n_host_pages: countable(n_host_pages),
+            host_reads: request.host_reads,
             page_len: request.kv.page_len,
             kv_dtype: request.kv.dtype,
             max_context,
@@ -327,6 +340,16 @@ fn working_bytes(request: &SizeRequest) -> u64 {
     tables.saturating_add(logits).saturating_add(activations)
 }
 
+/// What is said about the bytes of the host tier, where there is one.
+struct Swap(&'static str, u64);
+
+impl fmt::Display for Swap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Swap(words, bytes) = *self;
+        if bytes == 0 { Ok(()) } else { write!(f, "{words}{}", Bytes(bytes)) }
+    }
+}
+
 /// Bytes for people.
 struct Bytes(u64);
 
@@ -369,6 +392,7 @@ mod tests {
             available: 32 * GIB,
             budget: Budget::Share(0.9),
             host_bytes: 0,
+            host_reads: HostReads::Never,
         }
     }
 
@@ -425,6 +449,29 @@ mod tests {
     }
 
     #[test]
+    fn a_sequence_that_may_spill_has_the_pages_of_both_tiers() {
+        let long = SizeRequest {
+            max_context: Some(32_768),
+            budget: Budget::KvBytes(GIB),
+            host_bytes: 3 * GIB,
+            host_reads: HostReads::Far,
+            ..request()
+        };
+        let sizes = Sizes::compute(&long).unwrap();
+        assert_eq!((sizes.n_pages, sizes.n_host_pages), (512, 3 * 512));
+        let error =
+            Sizes::compute(&SizeRequest { host_reads: HostReads::Never, ..long }).unwrap_err();
+        assert!(matches!(error, MemoryError::Context { fits: 8192, .. }));
+        let error = Sizes::compute(&SizeRequest { max_context: Some(32_769), ..long }).unwrap_err();
+        assert!(matches!(error, MemoryError::Context { fits: 32_768, .. }));
+        let cut = SizeRequest { max_context: None, model_context: 1 << 20, ..long };
+        assert_eq!(Sizes::compute(&cut).unwrap().max_context, 32_768);
+        // Without a page on the device there is no engine.
+        let none = SizeRequest { budget: Budget::KvBytes(0), ..long };
+        assert!(matches!(Sizes::compute(&none), Err(MemoryError::Context { .. })));
+    }
+
+    #[test]
     fn a_window_needs_its_own_pages_however_long_the_context() {
         let windowed = SizeRequest { window: Some(4096), model_context: 32_768, ..request() };
         let sizes = Sizes::compute(&windowed).unwrap();
@@ -459,6 +506,10 @@ mod tests {
         let error = Sizes::compute(&small).unwrap_err();
         assert!(matches!(error, MemoryError::Weights { weights, .. } if weights == 16 * GIB));
         assert!(error.to_string().starts_with("the weights need 16.0 GiB"));
+        assert!(!error.to_string().contains("swap space"), "there is none: {error}");
+        let small = SizeRequest { host_bytes: 2 * GIB, ..small };
+        let error = Sizes::compute(&small).unwrap_err().to_string();
+        assert!(error.contains(" and swap space 2.0 GiB, but only"), "{error}");
         let greedy = SizeRequest { budget: Budget::KvBytes(20 * GIB), ..request() };
         assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Kv { .. })));
         let bad = SizeRequest { budget: Budget::Share(f64::NAN), ..request() };

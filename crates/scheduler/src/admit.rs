@@ -1,7 +1,7 @@
 //! Letting those who wait in.
 
 use nuthatch_cache::{Admission, Admitted, Prompt, SwapIn};
-use nuthatch_types::{SeqId, Window};
+use nuthatch_types::{KvSlots, SeqId, Window};
 
 use crate::policy::{Ask, Rank};
 use crate::sequence::{Place, Sequence};
@@ -16,22 +16,32 @@ pub(crate) enum Entry {
     Back(SwapIn),
 }
 
+/// How a waiting sequence gets its pages, and where.
+pub(crate) struct Fit {
+    pub(crate) entry: Entry,
+    /// Whether it fits only with pages on the host.
+    pub(crate) is_spilled: bool,
+}
+
 /// A request that did not fit when it was its turn. As long as it cannot fit, the prefix tree is not
 /// walked for it again in every step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocked {
     seq: SeqId,
-    /// Pages that it needed.
+    /// Pages that it needed, on both tiers together if it could spill.
     n_pages: u32,
+    /// Whether it could.
+    may_spill: bool,
     /// [`nuthatch_cache::Cache::n_savings`] at that time.
     savings: u64,
 }
 
 impl Blocked {
     /// Whether the same request certainly needs more than `room` pages still.
-    fn holds(&self, seq: SeqId, room: u32, savings: u64) -> bool {
+    fn holds(&self, seq: SeqId, may_spill: bool, room: u32, savings: u64) -> bool {
         let n_saved = savings - self.savings;
-        self.seq == seq && u64::from(self.n_pages) > u64::from(room) + n_saved
+        let is_same = self.seq == seq && self.may_spill == may_spill;
+        is_same && u64::from(self.n_pages) > u64::from(room) + n_saved
     }
 }
 
@@ -75,10 +85,10 @@ impl Scheduler {
             self.displace_seq(victim, step);
             let promised = self.outstanding();
             if self.has_seat()
-                && let Some(entry) = self.fitting(seq, promised)
+                && let Some(fit) = self.fitting(seq, promised)
             {
                 let before = std::mem::replace(&mut step.budget, budget);
-                self.admit(seq, rank, entry, step);
+                self.admit(seq, rank, fit, step);
                 step.budget = before - (budget - step.budget);
                 return;
             }
@@ -86,16 +96,16 @@ impl Scheduler {
     }
 
     /// Admits sequences while seats, tokens and pages last. A request is admitted when all its
-    /// tokens fit beside what the running ones still need, so that it is not thrown out halfway
-    /// through its prompt; the first that does not fit ends the search, so that no long request
+    /// tokens fit beside what the running ones still need, on the device or else on both tiers, so
+    /// that it is not thrown out halfway through its prompt; the first that does not fit ends the search, so that no long request
     /// waits for ever.
     pub(crate) fn admit_waiting(&mut self, step: &mut Step) {
         while (self.has_seat() || self.n_guided > 0)
             && step.budget > 0
             && let Some((seq, rank)) = self.next_to_admit(step)
-            && let Some(entry) = self.make_room(seq, rank, step)
+            && let Some(fit) = self.make_room(seq, rank, step)
         {
-            self.admit(seq, rank, entry, step);
+            self.admit(seq, rank, fit, step);
             step.promised += self.pages_outstanding(seq);
         }
     }
@@ -127,44 +137,71 @@ impl Scheduler {
     }
 
     /// How a waiting sequence gets its pages, if all its tokens fit beside `promised` pages.
-    pub(crate) fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Entry> {
+    pub(crate) fn fitting(&mut self, seq: SeqId, promised: u32) -> Option<Fit> {
         let is_new = self.seq(seq).place != Place::Swapped;
         let n_extra = if is_new { self.seq(seq).n_roll_pages() } else { 0 };
-        let room = self.cache.n_available().saturating_sub(promised.saturating_add(n_extra));
+        let device = self.cache.n_available().saturating_sub(promised.saturating_add(n_extra));
+        let may_spill = self.may_spill(seq);
+        let host = if may_spill { self.host_room() } else { 0 };
+        let room = KvSlots { device, host };
         let savings = self.cache.n_savings();
-        if self.blocked.is_some_and(|blocked| blocked.holds(seq, room, savings)) {
+        let is_blocked = |blocked: Blocked| blocked.holds(seq, may_spill, room.total(), savings);
+        if self.blocked.is_some_and(is_blocked) {
             return None;
         }
-        let (entry, n_pages) = if is_new {
-            let mut admission = self.plan_admission(seq);
-            if admission.n_pages() > room {
-                admission = admission.without_copy();
-            }
-            let n_pages = admission.n_pages();
-            (Entry::New(admission), n_pages)
+        let (fit, n_pages) =
+            if is_new { self.fitting_new(seq, room) } else { self.fitting_back(seq, room)? };
+        // With a window, what a request needs may fall by more than is counted.
+        if fit.is_none() && self.config.window.is_none() {
+            self.blocked = Some(Blocked { seq, n_pages, may_spill, savings });
+        }
+        fit
+    }
+
+    /// How a sequence without pages gets them, and the fewest that it needs of the room it may use.
+    fn fitting_new(&self, seq: SeqId, room: KvSlots) -> (Option<Fit>, u32) {
+        let mut admission = self.plan_admission(seq);
+        if admission.n_pages() > room.device {
+            admission = admission.without_copy();
+        }
+        let may_spill = self.may_spill(seq);
+        let n_pages = if may_spill { admission.n_pages_spilled() } else { admission.n_pages() };
+        let is_spilled = admission.n_pages() > room.device;
+        let fitting = if is_spilled {
+            may_spill.then(|| self.cache.spill(admission, room)).flatten()
         } else {
-            let swap = self.cache.plan_swap_in(seq);
-            let n_pages = swap.n_pages() + self.pages_outstanding(seq);
-            (Entry::Back(swap), n_pages)
+            Some(admission)
         };
-        if n_pages > room {
-            // With a window, what a request needs may fall by more than is counted.
-            if self.config.window.is_none() {
-                self.blocked = Some(Blocked { seq, n_pages, savings });
-            }
-            return None;
+        (fitting.map(|admission| Fit { entry: Entry::New(admission), is_spilled }), n_pages)
+    }
+
+    /// The same for a swapped sequence. `None` when it must wait for another one to move.
+    fn fitting_back(&self, seq: SeqId, room: KvSlots) -> Option<(Option<Fit>, u32)> {
+        let swap = self.cache.plan_swap_in(seq)?;
+        let n_fresh = self.pages_outstanding(seq);
+        let all = swap.n_pages() + n_fresh;
+        let n_over = all.saturating_sub(room.device);
+        if n_over == 0 {
+            return Some((Some(Fit { entry: Entry::Back(swap), is_spilled: false }), all));
         }
-        Some(entry)
+        if !self.may_spill(seq) {
+            return Some((None, all));
+        }
+        let n_stay = n_over.min(swap.n_pages());
+        let fit = Fit { entry: Entry::Back(swap.spill(n_stay)), is_spilled: true };
+        Some(((n_over - n_stay <= room.host).then_some(fit), n_fresh))
     }
 
     /// Gives a waiting sequence its pages, and its next tokens to compute.
-    fn admit(&mut self, seq: SeqId, rank: Rank, entry: Entry, step: &mut Step) {
+    fn admit(&mut self, seq: SeqId, rank: Rank, fit: Fit, step: &mut Step) {
         let waiter = self.seq(seq).waiter();
         self.queue.admitted(&waiter);
         self.queue.remove(&waiter);
         let position = self.running.partition_point(|&other| self.seq(other).rank < rank);
         self.running.insert(position, seq);
-        match entry {
+        self.counters.admissions_spilled += u64::from(fit.is_spilled);
+        self.seq_mut(seq).is_spilled = fit.is_spilled;
+        match fit.entry {
             Entry::New(admission) => {
                 let Admitted { n_found, .. } = self.cache.admit(admission);
                 let sequence = self.seq_mut(seq);
@@ -195,7 +232,7 @@ impl Scheduler {
     }
 
     /// Admits somebody although nothing is running and the first who waits does not fit: swapped
-    /// sequences release what they hold on the device.
+    /// sequences release what they hold.
     pub(crate) fn admit_by_force(&mut self, step: &mut Step) {
         while self.running.is_empty()
             && self.cache.n_loads() == 0
@@ -227,7 +264,7 @@ impl Scheduler {
     }
 
     /// Pages that the running sequences still need for the tokens they have.
-    fn outstanding(&self) -> u32 {
+    pub(crate) fn outstanding(&self) -> u32 {
         self.running.iter().map(|&seq| self.pages_outstanding(seq)).sum()
     }
 
@@ -244,5 +281,6 @@ impl Scheduler {
 
 fn prompt(sequence: &Sequence, window: Option<Window>) -> Prompt<'_> {
     let Hints { salt, retention, .. } = *sequence.hints;
-    Prompt { tokens: &sequence.tokens[..sequence.n_sharable()], salt, retention, window }
+    let tokens = &sequence.tokens[..sequence.n_sharable()];
+    Prompt { tokens, salt, retention, window, may_spill: sequence.stream.is_none() }
 }

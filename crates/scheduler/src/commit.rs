@@ -50,6 +50,11 @@ impl Scheduler {
         if in_flight.is_prompt && result.compute_nanos > 0 {
             self.meter.computed(in_flight.work, result.compute_nanos);
         }
+        let pass_nanos = match result.compute_nanos {
+            0 => self.meter.rates().pass(in_flight.work),
+            measured => measured as f64,
+        };
+        self.passed(pass_nanos);
         let depth = self.meter.rates().demotion_depth(self.cache.config().page_len);
         self.cache.set_demotion_depth(depth);
     }

@@ -35,7 +35,11 @@ impl Rates {
 
     /// Computing the tokens at these positions.
     pub fn compute(&self, positions: Range<u32>) -> f64 {
-        let work = Work::of(positions);
+        self.pass(Work::of(positions))
+    }
+
+    /// A pass that computes prompts.
+    pub(crate) fn pass(&self, work: Work) -> f64 {
         self.token_nanos * work.n_tokens + self.pair_nanos * work.n_pairs
     }
 

@@ -57,7 +57,7 @@ impl Scheduler {
     fn max_len_streaming(&self, prompt: u32, streaming: Streaming) -> Result<u32, SubmitError> {
         let max_context = self.config.max_context;
         let page_len = self.cache.config().page_len;
-        let n_pages = self.cache.capacity() / page_len;
+        let n_pages = self.cache.device_capacity() / page_len;
         let (kept, needed) = (streaming.max_len(page_len), streaming.pages_max(page_len));
         if streaming.window == 0 {
             return Err(SubmitError::NoStreamingWindow);

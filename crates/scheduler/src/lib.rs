@@ -18,7 +18,7 @@
 //!
 //! Code map: [`Scheduler`] is the facade; `sequence` holds what is known of one request, `step`
 //! fills one plan, `admit` lets those who wait in, `policy` says who is next, `preempt` chooses who
-//! gives way and how, `cost` knows what moving and computing cost, `kept` how much of a sequence
+//! gives way and how, `spill` who runs on pages of the host, `cost` knows what moving and computing cost, `kept` how much of a sequence
 //! stays in the cache, `load` waits for pages of slower tiers, `commit` takes a result in, `pause`
 //! lets the caller choose tokens.
 //!
@@ -61,6 +61,7 @@ mod policy;
 mod preempt;
 mod scheduler;
 mod sequence;
+mod spill;
 mod stats;
 mod step;
 mod verify;

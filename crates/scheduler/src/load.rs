@@ -17,7 +17,7 @@ impl Scheduler {
     /// [`Scheduler::plan`] gives `None` while there is nothing to do but to wait for them.
     pub fn take_loads(&mut self) -> Vec<Load> {
         // The page that was in a slot before may still have to be copied to the host.
-        if self.in_flight.is_some() || self.cache.has_copies() {
+        if self.in_flight.is_some() || self.cache.n_copies() > 0 {
             return Vec::new();
         }
         std::mem::take(&mut self.loads)
@@ -36,11 +36,12 @@ impl Scheduler {
     }
 
     /// Asks for the pages of a sequence, which was just admitted, that a slower tier holds and the
-    /// cache did not find. False when there are none. The pages of all its tokens are available.
+    /// cache did not find. False when there are none, or when it is spilled: what is loaded comes to
+    /// the device, where it has no room. The pages of all its tokens are available.
     pub(crate) fn load_stored(&mut self, seq: SeqId) -> bool {
         let n_stored = self.n_stored(self.seq(seq));
         let n_pages = n_stored.saturating_sub(self.cache.n_pages(seq));
-        if n_pages == 0 {
+        if n_pages == 0 || self.seq(seq).is_spilled {
             return false;
         }
         let load = self.cache.prepare_load(seq, n_pages).expect("the pages were counted");

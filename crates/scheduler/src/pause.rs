@@ -18,7 +18,7 @@
 
 use nuthatch_types::{FinishReason, SeqId, TokenId};
 
-use crate::admit::Entry;
+use crate::admit::Fit;
 use crate::policy::{Arrival, Rank};
 use crate::sequence::{Loss, Place, Sequence};
 use crate::step::Step;
@@ -97,6 +97,7 @@ impl Scheduler {
             sampling: source.sampling.clone(),
             is_started: false,
             is_guided: true,
+            is_spilled: false,
             protected: false,
             last_step: 0,
         };
@@ -127,7 +128,8 @@ impl Scheduler {
             return Err(SubmitError::TooWide { width, max_seqs });
         }
         let page_len = self.cache.config().page_len;
-        let n_pages = self.cache.capacity() / page_len;
+        // All of them run at one time, so none of them is counted on the host.
+        let n_pages = self.cache.device_capacity() / page_len;
         let n_shared = prompt / page_len;
         // The last token of an answer is never computed.
         let longest = max_len.saturating_sub(1).max(prompt);
@@ -162,16 +164,16 @@ impl Scheduler {
 
     /// How a waiting sequence gets its pages, if it has a seat and all its tokens fit. Paused
     /// sequences of later requests give way to it.
-    pub(crate) fn make_room(&mut self, seq: SeqId, rank: Rank, step: &mut Step) -> Option<Entry> {
+    pub(crate) fn make_room(&mut self, seq: SeqId, rank: Rank, step: &mut Step) -> Option<Fit> {
         if self.n_guided > 0 {
             // What a fork needs changes with its source.
             self.blocked = None;
         }
         loop {
             if self.has_seat()
-                && let Some(entry) = self.fitting(seq, step.promised)
+                && let Some(fit) = self.fitting(seq, step.promised)
             {
-                return Some(entry);
+                return Some(fit);
             }
             if !self.park_behind(rank, step) {
                 return None;

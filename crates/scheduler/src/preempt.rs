@@ -5,8 +5,8 @@
 //! of them when all its tokens fit again is computed once more (*recompute*): whichever costs less
 //! by the measured rates. A sequence that was preempted is spared until it has sampled a token, so
 //! that nobody computes the same prompt again and again. If sparing leaves nothing that can run, the
-//! last gives way all the same, and then swapped sequences lose what they still hold on the device:
-//! the first always runs, so every sequence finishes.
+//! last gives way all the same; one that is left alone spills; and then swapped sequences lose what
+//! they still hold: the first always runs, so every sequence finishes.
 
 use nuthatch_cache::SwapOut;
 use nuthatch_types::SeqId;
@@ -30,15 +30,15 @@ impl Scheduler {
     }
 
     /// Makes room although everybody is spared: the last paused sequence gives way, else the last
-    /// running one if it is not the only one, else the last swapped one that holds pages of the
-    /// device. False when there is nobody.
+    /// running one if it is not the only one, which else spills, and else the last swapped one that
+    /// holds pages. False when there is nobody.
     pub(crate) fn preempt_by_force(&mut self, step: &mut Step) -> bool {
         if self.park_last(step) {
             return true;
         }
         match self.running.len() {
             0 => false,
-            1 => self.drop_swapped(None),
+            1 => self.spill_alone() || self.drop_swapped(None),
             n_running => {
                 self.counters.forced_preemptions += 1;
                 self.preempt(n_running - 1, Loss::PagesShort, step);
@@ -53,10 +53,9 @@ impl Scheduler {
         self.preempt(position.expect("a victim is running"), Loss::Displaced, step);
     }
 
-    /// Releases what the last swapped sequence but `keep` holds that keeps pages of the device from
-    /// others; it will be computed again. False when there is none.
+    /// Releases what the last swapped sequence but `keep` holds that keeps pages from others; it will be computed again. False when there is none.
     pub(crate) fn drop_swapped(&mut self, keep: Option<SeqId>) -> bool {
-        let holds = |&&(_, seq): &&(_, SeqId)| Some(seq) != keep && self.cache.blocks_device(seq);
+        let holds = |&&(_, seq): &&(_, SeqId)| Some(seq) != keep && self.cache.blocks_others(seq);
         let Some(&(rank, seq)) = self.swapped.iter().rev().find(holds) else { return false };
         self.swapped.remove(&(rank, seq));
         self.cache.release(seq);
@@ -69,14 +68,22 @@ impl Scheduler {
     }
 
     pub(crate) fn preempt(&mut self, position: usize, cause: Loss, step: &mut Step) {
-        let seq = self.running.remove(position);
+        let seq = self.running[position];
+        step.n_preempted += 1;
         if self.seq(seq).pending() == 0 {
+            self.running.remove(position);
             self.park(seq, cause);
             self.counters.count_preemption(cause, false);
-            step.n_preempted += 1;
             return;
         }
         let swap = self.cheaper_swap(seq);
+        self.counters.count_preemption(cause, swap.is_some());
+        self.give_way(position, swap, cause);
+    }
+
+    /// Lets a running sequence wait again, with its pages on the host or without any.
+    pub(crate) fn give_way(&mut self, position: usize, swap: Option<SwapOut>, cause: Loss) {
+        let seq = self.running.remove(position);
         let n_step = self.counters.steps;
         let is_swap = swap.is_some();
         match swap {
@@ -102,8 +109,6 @@ impl Scheduler {
             self.swapped.insert((waiter.rank, seq));
         }
         self.queue.push(waiter);
-        self.counters.count_preemption(cause, is_swap);
-        step.n_preempted += 1;
     }
 
     /// The decision to swap a sequence out, if that is possible and costs less than computing again

@@ -51,6 +51,8 @@ pub struct Scheduler {
     pub(crate) n_spare: u32,
     /// What it costs to move and to compute.
     pub(crate) meter: Meter,
+    /// Time that may be spent on bringing pages of spilled sequences to the device.
+    pub(crate) unspill_nanos: f64,
     /// Loads that were decided and not yet handed out.
     pub(crate) loads: Vec<Load>,
     /// The request that did not fit when it was its turn.
@@ -113,7 +115,8 @@ pub enum SubmitError {
         /// Most tokens of a sequence.
         max_context: u32,
     },
-    /// What is kept of the prompt and one token of the answer does not fit into the empty cache.
+    /// What is kept of the prompt and one token of the answer does not fit into the empty cache, on
+    /// both tiers if sequences may spill.
     #[error(
         "the prompt has {prompt} tokens; with one more it needs {needed} pages of {page_len} \
          tokens, but the cache has {n_pages}"
@@ -219,6 +222,7 @@ impl Scheduler {
             counters: Counters::default(),
             n_spare: 0,
             meter: Meter::default(),
+            unspill_nanos: 0.0,
             loads: Vec::new(),
             blocked: None,
             n_arrivals: 0,
@@ -279,6 +283,7 @@ impl Scheduler {
             is_guided: sampling.n_candidates > 0,
             sampling: Box::new(sampling),
             is_started: false,
+            is_spilled: false,
             protected: false,
             last_step: 0,
         };

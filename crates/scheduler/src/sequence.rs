@@ -63,6 +63,8 @@ pub(crate) struct Sequence {
     pub(crate) is_started: bool,
     /// Whether the caller chooses its tokens.
     pub(crate) is_guided: bool,
+    /// Whether its new pages are on the host where the device has no room beside what others need.
+    pub(crate) is_spilled: bool,
     /// Whether the sequence was preempted and has sampled nothing since.
     pub(crate) protected: bool,
     /// The last step that gave it tokens to compute.
@@ -78,7 +80,7 @@ pub(crate) enum Place {
     Waiting,
     /// It waits for its turn, and its pages are on the host.
     Swapped,
-    /// It has its pages on the device.
+    /// It has its pages, on the device unless it is spilled.
     Running,
     /// It has given its pages up and waits for the caller to choose its next token.
     Parked,
@@ -160,6 +162,7 @@ impl Sequence {
         self.n_spare = 0;
         self.table_known = 0;
         self.n_loading = 0;
+        self.is_spilled = false;
         self.loss = loss;
     }
 }

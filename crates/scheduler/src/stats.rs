@@ -9,7 +9,7 @@ pub struct Stats {
     pub waiting: u32,
     /// Requests of those whose pages are on the host.
     pub swapped: u32,
-    /// Sequences that have their pages on the device.
+    /// Sequences that have their pages on the device, or run on some of the host.
     pub running: u32,
     /// Sequences without pages that wait for the caller to choose their next token.
     pub parked: u32,
@@ -64,6 +64,12 @@ pub struct Counters {
     pub displacements: u64,
     /// Swapped sequences whose pages were released all the same, because nothing else could run.
     pub swaps_dropped: u64,
+    /// Admissions of sequences for which the device had no room, so that some of their pages are on
+    /// the host.
+    pub admissions_spilled: u64,
+    /// Spilled sequences that were swapped out after their first token, because pages would have had
+    /// to be read over a link for each further one.
+    pub rests: u64,
     /// Turns in which a running sequence found no pages and nobody to preempt.
     pub stalls: u64,
 }

@@ -62,6 +62,7 @@ impl Scheduler {
         };
         self.sort_running();
         self.release_held();
+        self.settle_spilled();
         self.displace(&mut step);
         loop {
             (step.promised, step.is_stalled) = (0, false);
@@ -78,7 +79,7 @@ impl Scheduler {
             self.admit_by_force(&mut step);
         }
         // Loads begin only when copies from their slots have been carried out.
-        let awaits_copies = !self.loads.is_empty() && self.cache.has_copies();
+        let awaits_copies = !self.loads.is_empty() && self.cache.n_copies() > 0;
         if step.flights.is_empty() && !awaits_copies {
             // What loads hold is not there for others.
             if self.cache.n_loads() == 0 {
@@ -172,6 +173,7 @@ impl Scheduler {
     /// Changes nothing when their pages are not there.
     pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
         let Some(n_tokens) = self.make_way(seq, n_tokens, step) else { return false };
+        let n_host = self.n_to_spill(seq);
         let page_len = self.cache.config().page_len;
         let n_step = self.counters.steps;
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
@@ -180,7 +182,7 @@ impl Scheduler {
         // All places of the last page at once, so that the cache is asked once a page.
         let placed = start + sequence.n_spare;
         let n_places = end.next_multiple_of(page_len).saturating_sub(placed);
-        let Ok(n_pages) = self.cache.extend(seq, n_places) else { return false };
+        let Ok(n_pages) = self.cache.extend(seq, n_places, n_host) else { return false };
         self.n_spare = self.n_spare + n_places - n_tokens;
         sequence.n_spare = sequence.n_spare + n_places - n_tokens;
         if !std::mem::replace(&mut sequence.is_started, true) {

@@ -105,7 +105,9 @@ fn queues_are_a_partition(scheduler: &Scheduler) -> Result<(), Fault> {
         // Only who is guided is ever parked, and then nobody else remembers it.
         let is_lost = sequence.place == Place::Parked
             && (!sequence.is_guided || sequence.is_started || sequence.computed > 0);
-        if sequence.id != seq || is_lost {
+        let has_table = matches!(sequence.place, Place::Swapped | Place::Running);
+        let is_astray = sequence.is_spilled && !(has_table && scheduler.can_spill(sequence));
+        if sequence.id != seq || is_lost || is_astray {
             return Err(Fault::Queue { seq });
         }
     }

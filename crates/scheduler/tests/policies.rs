@@ -101,6 +101,28 @@ fn fair_shields_a_small_tenant_from_a_large_one() {
 }
 
 #[test]
+fn fair_puts_a_tenant_off_no_longer_than_until_the_others_were_served_alike() {
+    let mut rng = Rng::new(5);
+    // The first tenant has more waiting than is ever served, the second comes back again and again.
+    let mut arrivals: Vec<Arrival> =
+        (0..400).map(|i| Arrival::new(i / 4, tokens(&mut rng, 20), 20)).collect();
+    for i in 0..10 {
+        let mut small = Arrival::new(40 + 37 * i, tokens(&mut rng, 20), 20);
+        small.hints.tenant = Tenant(1);
+        arrivals.push(small);
+    }
+    let times = run(Policy::Fair, config(), 200, &arrivals);
+    let begins = |i: usize| arrivals[i].step as f64 + times.first[i];
+    for (i, small) in arrivals.iter().enumerate().skip(400) {
+        // Nobody is charged before the step in which it is served, so whoever has the lowest counter
+        // may take all seats at once; the next turn is the other's.
+        let since = small.step as f64 + 1.0;
+        let n_before = (0..400).filter(|&j| begins(j) > since && begins(j) < begins(i)).count();
+        assert!(n_before <= config().max_seqs as usize, "{i}: behind {n_before}");
+    }
+}
+
+#[test]
 fn priority_answers_the_urgent_first() {
     let mut rng = Rng::new(2);
     let mut arrivals: Vec<Arrival> =

@@ -5,7 +5,7 @@ use nuthatch_scheduler::{
     Config, ConfigError, Hints, Output, Policy, Scheduler, Submission, SubmitError, Usage,
 };
 use nuthatch_types::{
-    FinishReason, Limits, PageCopy, PageShift, Sampled, Sampling, SeqId, Slot, StepPlan,
+    FinishReason, HostReads, Limits, PageCopy, PageShift, Sampled, Sampling, SeqId, Slot, StepPlan,
     StepResult, Streaming, TableChange, TokenId,
 };
 
@@ -290,7 +290,8 @@ fn forks_wait_for_the_prompt_and_share_it_all() {
 /// Two sequences that need one page more than there are, and room for one of them on the host.
 fn tight(n_host_pages: u32) -> Scheduler {
     let sizes = nuthatch_cache::Config { page_len: 4, n_pages: 4, n_host_pages };
-    let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
+    let options = Options { host_reads: HostReads::Never, ..Options::default() };
+    let cache = Cache::with_options(sizes, options).expect("valid sizes");
     let mut scheduler = Scheduler::new(Config::default(), cache).expect("valid limits");
     scheduler.submit(request(1, 7, 5)).expect("fits");
     scheduler.submit(request(2, 7, 5)).expect("fits");
@@ -337,7 +338,8 @@ fn a_swapped_sequence_is_cancelled_and_its_pages_are_gone_at_once() {
 #[test]
 fn a_swapped_sequence_keeps_nobody_from_running() {
     let sizes = nuthatch_cache::Config { page_len: 4, n_pages: 6, n_host_pages: 6 };
-    let cache = Cache::with_options(sizes, Options::default()).expect("valid sizes");
+    let options = Options { host_reads: HostReads::Never, ..Options::default() };
+    let cache = Cache::with_options(sizes, options).expect("valid sizes");
     let policy = Policy::Priority { boost: 1000 };
     let mut scheduler =
         Scheduler::with_policy(Config::default(), cache, policy).expect("valid limits");

@@ -12,6 +12,7 @@ use std::ops::Range;
 use nuthatch_cache::{Cache, Options};
 use nuthatch_scheduler::{Config, Hints, Output, Policy, Scheduler, Submission};
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone, candidates_after};
+use nuthatch_types::HostReads::{Far, Near, Never};
 use nuthatch_types::{FinishReason, Limits, PageCopy, Sampling, SeqId, StepPlan, TokenId, Window};
 
 const N_VOCAB: u32 = 50;
@@ -65,7 +66,9 @@ impl World {
             max_context: 400,
             window: rng.one_in(3).then(|| rng.range(1..40)),
         };
-        let options = Options { prefix: !rng.one_in(3), ..Options::default() };
+        let prefix = !rng.one_in(3);
+        let host_reads = [Never, Near, Far][rng.range(0..3) as usize];
+        let options = Options { prefix, host_reads, ..Options::default() };
         let n_host_pages = if rng.one_in(2) { 0 } else { rng.range(1..60) };
         let sizes = nuthatch_cache::Config { page_len, n_pages, n_host_pages };
         let cache = Cache::with_options(sizes, options).expect("valid sizes");
@@ -86,6 +89,7 @@ impl World {
             scheduler: Scheduler::with_policy(config, cache, policy).expect("valid limits"),
             executor: FakeExecutor::new(page_len, n_pages, N_VOCAB)
                 .with_host(n_host_pages)
+                .with_spill(host_reads != Never)
                 .with_costs(u64::from(rng.range(1..20_000)), u64::from(rng.range(1..5_000)))
                 .with_window(config.window),
             groups: Vec::new(),
@@ -323,7 +327,7 @@ impl World {
         }
         let stats = self.scheduler.stats();
         assert_eq!((stats.waiting, stats.running, stats.parked), (0, 0, 0));
-        assert_eq!(stats.cache.pages_used, 0, "a page leaked");
+        assert_eq!((stats.cache.pages_used, stats.cache.host_used), (0, 0), "a page leaked");
         assert_eq!(stats.counters.forks, self.n_forks);
         assert!(self.groups.is_empty() && self.ordinary.is_empty());
     }
@@ -347,7 +351,7 @@ impl Drop for Seed {
 
 #[test]
 fn every_sequence_gets_the_candidates_it_gets_alone() {
-    let (mut forks, mut preemptions, mut copied) = (0, 0, 0);
+    let (mut forks, mut preemptions, mut copied, mut spilled) = (0, 0, 0, 0);
     for seed in seeds() {
         let guard = Seed(seed);
         let mut world = World::new(seed);
@@ -356,6 +360,7 @@ fn every_sequence_gets_the_candidates_it_gets_alone() {
         forks += stats.counters.forks;
         preemptions += stats.counters.preemptions;
         copied += stats.cache.counters.tokens_copied;
+        spilled += stats.counters.admissions_spilled;
         drop(guard);
     }
     // The worlds must be tight enough to mean something.
@@ -363,5 +368,6 @@ fn every_sequence_gets_the_candidates_it_gets_alone() {
         assert!(forks > 2_000, "only {forks} forks");
         assert!(preemptions > 500, "only {preemptions} preemptions");
         assert!(copied > 5_000, "only {copied} tokens copied");
+        assert!(spilled > 100, "only {spilled} spilled");
     }
 }

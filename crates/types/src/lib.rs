@@ -21,5 +21,5 @@ pub use plan::{
     PageCopy, PageShift, Sampled, SeqStart, SeqStep, StepPlan, StepResult, TableChange,
 };
 pub use sampling::{FinishReason, Limits, Sampling, SamplingError};
-pub use shape::{KvDtype, KvShape, KvSlots};
+pub use shape::{HostReads, KvDtype, KvShape, KvSlots};
 pub use step_tokens::StepTokens;

@@ -45,7 +45,7 @@ impl fmt::Display for KvDtype {
 pub struct KvSlots {
     /// Slots of the device, which attention reads.
     pub device: u32,
-    /// Slots of the host, where pages wait.
+    /// Slots of the host, where pages wait, or are read from where the device has no room.
     pub host: u32,
 }
 
@@ -59,6 +59,18 @@ impl KvSlots {
     pub fn total(&self) -> u32 {
         self.device + self.host
     }
+}
+
+/// What it costs a device to read KV pages of the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HostReads {
+    /// It cannot read them: they are only copied.
+    #[default]
+    Never,
+    /// As little as its own, because they are in the same memory.
+    Near,
+    /// In each pass about as much as a copy, because they come over a link.
+    Far,
 }
 
 /// The shape of one model's KV cache: an arena is `[layer][kv head][slot][page_len][K|V][D]`.

@@ -1,6 +1,6 @@
 //! Buffers, layers of the arena, and pages copied inside it.
 
-use nuthatch_types::{KvDtype, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{HostReads, KvDtype, LayerIdx, PageCopy, Slot};
 
 use crate::{Backend, RopeStyle};
 
@@ -123,6 +123,26 @@ pub fn copy_tiers_match<B: Backend>(b: &B) {
         for (layer, (got, expected)) in layers.last_rows(1).iter().zip(&expected).enumerate() {
             same_bits(got, expected, &|| {
                 format!("attention of layer {layer} after pages were on the host, {dtype}")
+            });
+        }
+    }
+}
+
+/// On a device that reads them, slots of the host serve like those of the device, bit for bit.
+pub fn host_slots_agree<B: Backend>(b: &B) {
+    if b.host_reads() == HostReads::Never {
+        return;
+    }
+    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+        let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
+        let host = |i: u32| Slot(Layers::<B>::N_SLOTS + i);
+        let mut on_device =
+            Layers::new(b, &case, &mut Random::new(25), &[Slot(4), Slot(9), Slot(0)]);
+        let mut on_both = Layers::new(b, &case, &mut Random::new(25), &[host(2), Slot(9), host(0)]);
+        let expected = on_device.last_rows(0);
+        for (layer, (got, expected)) in on_both.last_rows(0).iter().zip(&expected).enumerate() {
+            same_bits(got, expected, &|| {
+                format!("attention of layer {layer} over slots of the host, {dtype}")
             });
         }
     }

@@ -40,7 +40,9 @@ pub use attend::{
 pub use attend_bits::{
     attend_cuts_agree, attend_neighbours_agree, attend_past_agrees, attend_places_agree,
 };
-pub use copy::{buffers_match, copy_pages_matches, copy_tiers_match, layers_match};
+pub use copy::{
+    buffers_match, copy_pages_matches, copy_tiers_match, host_slots_agree, layers_match,
+};
 pub use embed::embed_matches;
 pub use kept::{attend_freed_agrees, attend_places_are_not_positions};
 pub use matmul::{load_refuses_wrong_sizes, matmul_matches, matmul_stacks_match};
@@ -73,6 +75,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("rope_rows_agree", rope_rows_agree::<B>),
         ("copy_pages_matches", copy_pages_matches::<B>),
         ("copy_tiers_match", copy_tiers_match::<B>),
+        ("host_slots_agree", host_slots_agree::<B>),
         ("shift_pages_matches", shift_pages_matches::<B>),
         ("layers_match", layers_match::<B>),
         ("shared_layers_agree", shared_layers_agree::<B>),

@@ -90,7 +90,7 @@ impl Prefix {
         self.now = self.now.max(now);
     }
 
-    /// Makes a full page of the device, which a table holds, findable after `parent`, which the same
+    /// Makes a full page, which a table holds, findable after `parent`, which the same
     /// table holds.
     pub(crate) fn publish(
         &mut self,

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
+use nuthatch_types::HostReads;
 
 use super::{PolicyArg, SchedulingArgs};
 use crate::simulate::{Cost, parse_cost};
@@ -12,6 +13,7 @@ const EXAMPLES: &str = "\
 The real scheduler and cache run; only the model is missing, and time is computed: a step takes
   step + prefill * (prompt tokens) + prefill-kv * (prompt tokens x tokens before each)
        + decode * (answers) + decode-kv * (cached tokens that answers read) + copy * (pages)
+       + host * (pages that sequences read on the host)
 microseconds. Requests come at random; chats go on for some turns; one tenant sends much in the
 second third of the time. Every policy gets the same requests, and a seed gives the same output.
 
@@ -42,6 +44,10 @@ pub(crate) struct SimulateArgs {
     /// Pages of the host tier, to which preempted sequences may be swapped
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) host_pages: u32,
+    /// How the device reads pages of the host, so that a request for which it has no room may run on
+    /// them: as its own, over a link, or never
+    #[arg(long, value_enum, value_name = "HOW", default_value_t)]
+    pub(crate) host_reads: HostReadsArg,
     /// Microseconds that parts of a step take, such as step=3000,prefill=900
     #[arg(long, value_name = "PART=US,...", value_parser = parse_cost, default_value = "")]
     pub(crate) cost: Cost,
@@ -49,6 +55,26 @@ pub(crate) struct SimulateArgs {
     pub(crate) scheduling: SchedulingArgs,
     #[command(flatten)]
     pub(crate) workload: WorkloadArgs,
+}
+
+/// How the device reads pages of the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum HostReadsArg {
+    Never,
+    #[default]
+    Near,
+    Far,
+}
+
+impl From<HostReadsArg> for HostReads {
+    fn from(arg: HostReadsArg) -> Self {
+        match arg {
+            HostReadsArg::Never => HostReads::Never,
+            HostReadsArg::Near => HostReads::Near,
+            HostReadsArg::Far => HostReads::Far,
+        }
+    }
 }
 
 #[derive(Clone, Debug, ClapArgs, serde::Serialize)]
@@ -93,6 +119,12 @@ pub(crate) struct WorkloadArgs {
     /// Share of the requests that are urgent
     #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
     pub(crate) urgent_share: f64,
+    /// Share of the chats that begin with a long document
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub(crate) long_share: f64,
+    /// Tokens of a long document
+    #[arg(long, value_name = "TOKENS", default_value = "8K", value_parser = parse_tokens)]
+    pub(crate) long_tokens: u32,
     /// Most tokens of a sequence
     #[arg(long, value_name = "TOKENS", default_value = "4K", value_parser = parse_tokens)]
     pub(crate) max_model_len: u32,

@@ -24,6 +24,8 @@ pub(crate) struct Cost {
     decode_kv: f64,
     /// A page that is copied.
     copy: f64,
+    /// A page that a sequence reads on the host.
+    host: f64,
 }
 
 impl Default for Cost {
@@ -35,6 +37,8 @@ impl Default for Cost {
             decode: 2200.0,
             decode_kv: 2.1,
             copy: 60.0,
+            // On a CPU the host's pages are like any other.
+            host: 0.0,
         }
     }
 }
@@ -51,7 +55,8 @@ pub(super) struct Took {
 pub(crate) enum CostError {
     /// No part of a step.
     #[error(
-        "`{0}` is no part of a step; parts are step, prefill, prefill-kv, decode, decode-kv and copy"
+        "`{0}` is no part of a step; parts are step, prefill, prefill-kv, decode, decode-kv, copy \
+         and host"
     )]
     Part(String),
     /// No number of microseconds.
@@ -71,6 +76,7 @@ pub(crate) fn parse_cost(text: &str) -> Result<Cost, CostError> {
             "decode" => &mut cost.decode,
             "decode-kv" => &mut cost.decode_kv,
             "copy" => &mut cost.copy,
+            "host" => &mut cost.host,
             part => return Err(CostError::Part(part.to_owned())),
         };
         let micros = number.trim().parse().ok().filter(|micros| (0.0..=1e9).contains(micros));
@@ -80,10 +86,17 @@ pub(crate) fn parse_cost(text: &str) -> Result<Cost, CostError> {
 }
 
 impl Cost {
-    /// How long a step takes. `n_prompt` says how long a sequence's prompt is.
-    pub(super) fn of(&self, plan: &StepPlan, n_prompt: impl Fn(&SeqStep) -> u32) -> Took {
+    /// How long a step takes. `n_prompt` says how long a sequence's prompt is, and `n_host` how many
+    /// of its pages are on the host.
+    pub(super) fn of(
+        &self,
+        plan: &StepPlan,
+        n_prompt: impl Fn(&SeqStep) -> u32,
+        n_host: impl Fn(&SeqStep) -> u32,
+    ) -> Took {
         let mut micros = self.step;
         for step in &plan.seqs {
+            micros += self.host * f64::from(n_host(step));
             let (n, start) = (step.tokens.len() as f64, f64::from(step.start));
             if n == 1.0 && step.start >= n_prompt(step) {
                 micros += self.decode + self.decode_kv * (start + 1.0);
@@ -101,12 +114,13 @@ impl Cost {
 
 impl fmt::Display for Cost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Cost { step, prefill, prefill_kv, decode, decode_kv, copy } = self;
+        let Cost { step, prefill, prefill_kv, decode, decode_kv, copy, host } = self;
         write!(
             f,
             "step={step},prefill={prefill},prefill-kv={prefill_kv},decode={decode},\
              decode-kv={decode_kv},copy={copy}"
-        )
+        )?;
+        if *host > 0.0 { write!(f, ",host={host}") } else { Ok(()) }
     }
 }
 
@@ -126,7 +140,8 @@ mod tests {
             table: TableChange::default(),
             sample: true,
         };
-        let cost = parse_cost("step=1000,prefill=100,prefill-kv=1,decode=10,decode-kv=2,copy=5");
+        let cost =
+            parse_cost("step=1000,prefill=100,prefill-kv=1,decode=10,decode-kv=2,copy=5,host=3");
         let cost = cost.unwrap();
         let copy = PageCopy { source: Slot(0), target: Slot(1) };
         let plan = StepPlan {
@@ -135,13 +150,13 @@ mod tests {
             ..StepPlan::default()
         };
         // Prompts of ten tokens: the first decodes, the others are prefill.
-        let pass = Duration::from_micros(1000 + (10 + 2 * 11) + (400 + 10) + (100 + 7));
-        assert_eq!(cost.of(&plan, |_| 10), Took { copies: Duration::from_micros(10), pass });
+        let pass = Duration::from_micros(1000 + (10 + 2 * 11) + (400 + 10) + (100 + 7) + 3 * 6);
+        assert_eq!(cost.of(&plan, |_| 10, |_| 2), Took { copies: Duration::from_micros(10), pass });
     }
 
     #[test]
     fn costs_are_read_and_written() {
-        let cost = parse_cost("decode=1.5, copy=0").unwrap();
+        let cost = parse_cost("decode=1.5, copy=0, host=2").unwrap();
         assert_eq!((cost.decode, cost.copy, cost.step), (1.5, 0.0, Cost::default().step));
         assert_eq!(parse_cost(&cost.to_string()), Ok(cost));
         assert_eq!(parse_cost(""), Ok(Cost::default()));

@@ -21,6 +21,8 @@ pub(super) struct Metrics {
     pub(super) preemptions: u64,
     /// Those of them whose pages went to the host.
     pub(super) swaps: u64,
+    /// Requests that started with pages on the host.
+    pub(super) spilled: u64,
     /// Tokens that were computed again after a preemption.
     pub(super) recomputed_tokens: u64,
     /// Tokens of prompts.
@@ -35,6 +37,7 @@ pub(super) struct Metrics {
     pub(super) ttft_urgent: Spread,
     pub(super) ttft_heavy: Spread,
     pub(super) ttft_others: Spread,
+    pub(super) ttft_long: Spread,
 }
 
 /// Mean and percentiles.
@@ -93,6 +96,7 @@ impl Metrics {
             refused: workload.requests.len() as u64 - n_answered,
             preemptions: counters.preemptions,
             swaps: counters.preemptions_swap,
+            spilled: counters.admissions_spilled,
             recomputed_tokens: counters.recomputed_tokens,
             prompt_tokens: total(|request, _| request.prompt.len() as u64),
             cached_tokens: total(|_, times| u64::from(times.cached)),
@@ -101,6 +105,7 @@ impl Metrics {
             ttft_urgent: waits(&|request| request.is_urgent),
             ttft_heavy: waits(&|request| request.tenant == 0),
             ttft_others: waits(&|request| request.tenant != 0),
+            ttft_long: waits(&|request| request.is_long),
         }
     }
 }

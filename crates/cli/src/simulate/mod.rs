@@ -84,6 +84,7 @@ fn setup(args: &SimulateArgs, batch: BatchSizes, policy: PolicyArg) -> anyhow::R
     let options = Options {
         prefix: prefix_caching(&args.scheduling.cache),
         eviction: args.scheduling.cache.eviction_policy.into(),
+        host_reads: args.host_reads.into(),
         ..Options::default()
     };
     Ok(Setup { scheduler, cache, options, policy, cost: args.cost })

@@ -6,7 +6,7 @@ use super::cost::Cost;
 use super::metrics::Metrics;
 use super::workload::Workload;
 use super::{PAGE_LEN, Run};
-use crate::args::{SimulateArgs, WorkloadArgs};
+use crate::args::{HostReadsArg, SimulateArgs, WorkloadArgs};
 use crate::config::BatchSizes;
 use crate::table::{Align, Table};
 
@@ -21,6 +21,7 @@ pub(super) struct Report<'a> {
     page_len: u32,
     n_pages: u32,
     n_host_pages: u32,
+    host_reads: HostReadsArg,
     max_num_seqs: u32,
     max_num_batched_tokens: u32,
     cost_us: Cost,
@@ -62,6 +63,7 @@ impl<'a> Report<'a> {
             page_len: PAGE_LEN,
             n_pages: args.pages,
             n_host_pages: args.host_pages,
+            host_reads: args.host_reads,
             max_num_seqs: batch.n_seqs,
             max_num_batched_tokens: batch.max_rows,
             cost_us: args.cost,
@@ -95,22 +97,17 @@ impl<'a> Report<'a> {
     }
 
     fn overview(&self) -> Table {
-        let mut table = Table::new([
-            ("policy", Align::Left),
-            ("TTFT mean", Align::Right),
-            ("p50", Align::Right),
-            ("p99", Align::Right),
-            ("end mean", Align::Right),
-            ("p99", Align::Right),
-            ("tokens/s", Align::Right),
-            ("preempted", Align::Right),
-            ("prefix hits", Align::Right),
-            ("fairness", Align::Right),
-            ("worst tenant", Align::Right),
-        ]);
+        // Without a host tier nobody spills.
+        let has_host = self.n_host_pages > 0;
+        let columns = ["TTFT mean", "p50", "p99", "end mean", "p99", "tokens/s", "preempted"];
+        let spilled = has_host.then_some("spilled");
+        let last = ["prefix hits", "fairness", "worst tenant"];
+        let numbers = columns.into_iter().chain(spilled).chain(last);
+        let head = std::iter::once(("policy", Align::Left));
+        let mut table = Table::new(head.chain(numbers.map(|name| (name, Align::Right))));
         for PolicyReport { policy, metrics, .. } in &self.policies {
             let hits = 100.0 * metrics.cached_tokens as f64 / metrics.prompt_tokens.max(1) as f64;
-            table.push([
+            let mut cells = vec![
                 (*policy).to_owned(),
                 seconds(metrics.ttft.mean),
                 seconds(metrics.ttft.p50),
@@ -119,20 +116,30 @@ impl<'a> Report<'a> {
                 seconds(metrics.end_to_end.p99),
                 format!("{:.1}", metrics.tokens_per_s),
                 format!("{} ({} swapped)", metrics.preemptions, metrics.swaps),
+            ];
+            cells.extend(has_host.then(|| metrics.spilled.to_string()));
+            cells.extend([
                 format!("{} ({hits:.0} %)", metrics.cached_tokens),
                 format!("{:.3}", metrics.fairness),
                 seconds(metrics.worst_tenant_ttft),
             ]);
+            table.push(cells);
         }
         table
     }
 
     fn by_who(&self) -> Table {
-        let columns = ["urgent", "p99", "heavy tenant", "p99", "the others", "p99", "refused"];
+        let mut columns = vec!["urgent", "p99", "heavy tenant", "p99", "the others", "p99"];
+        let has_long = self.workload.long_share > 0.0;
+        columns.extend(["long prompts", "p99"].iter().filter(|_| has_long));
+        columns.push("refused");
         let head = std::iter::once(("policy", Align::Left));
-        let mut table = Table::new(head.chain(columns.map(|name| (name, Align::Right))));
+        let rest = columns.into_iter().map(|name| (name, Align::Right));
+        let mut table = Table::new(head.chain(rest));
         for PolicyReport { policy, metrics, .. } in &self.policies {
             let spreads = [metrics.ttft_urgent, metrics.ttft_heavy, metrics.ttft_others];
+            let long = Some(metrics.ttft_long).filter(|_| has_long);
+            let spreads: Vec<_> = spreads.into_iter().chain(long).collect();
             let cells = spreads.iter().flat_map(|s| [seconds(s.mean), seconds(s.p99)]);
             let refused = metrics.refused.to_string();
             table.push(std::iter::once((*policy).to_owned()).chain(cells).chain([refused]));

@@ -43,6 +43,8 @@ pub(super) struct Request {
     pub(super) answer: Vec<TokenId>,
     pub(super) tenant: u32,
     pub(super) is_urgent: bool,
+    /// Whether it is the first to bring a long document.
+    pub(super) is_long: bool,
 }
 
 /// A workload that makes no sense.
@@ -111,6 +113,7 @@ fn check(args: &WorkloadArgs) -> Result<(), WorkloadError> {
         ("tenants", args.tenants.into(), (2..=64).contains(&args.tenants), "from 2 to 64"),
         ("heavy-share", args.heavy_share, is_share(args.heavy_share), share),
         ("urgent-share", args.urgent_share, is_share(args.urgent_share), share),
+        ("long-share", args.long_share, is_share(args.long_share), share),
     ];
     for (flag, value, is_fine, allowed) in rules {
         if !is_fine {
@@ -139,11 +142,14 @@ fn chat(
     let tenant = if is_heavy { 0 } else { 1 + random.below(args.tenants - 1) };
     let is_urgent = random.unit() < args.urgent_share;
     let mut time = if is_heavy { (args.duration + time) / 3.0 } else { time };
+    // Without long documents, chats are what they were before there were any.
+    let mut is_long = args.long_share > 0.0 && random.unit() < args.long_share;
     let mut history = system.to_vec();
     let mut after = None;
     for _ in 0..TURNS_MAX {
         let room = args.max_model_len as usize - history.len().min(args.max_model_len as usize);
-        let n_prompt = length(random, args.prompt_mean, args.prompt_sigma);
+        let n_said = length(random, args.prompt_mean, args.prompt_sigma);
+        let n_prompt = n_said + if is_long { args.long_tokens } else { 0 };
         let n_answer = length(random, args.answer_mean, args.answer_sigma);
         if (n_prompt + n_answer) as usize > room {
             break;
@@ -157,6 +163,7 @@ fn chat(
             answer: answer.clone(),
             tenant,
             is_urgent,
+            is_long: std::mem::take(&mut is_long),
         });
         after = Some(requests.len() - 1);
         history.extend(answer);

@@ -130,7 +130,8 @@ impl World<'_> {
             return true;
         };
         let n_prompt = |seq: SeqId| self.workload.requests[seq.0 as usize].prompt.len() as u32;
-        let took = self.cost.of(&plan, |step| n_prompt(step.seq));
+        let n_host = |seq: SeqId| self.scheduler.cache().n_spilled(seq);
+        let took = self.cost.of(&plan, |step| n_prompt(step.seq), |step| n_host(step.seq));
         self.now += took.copies + took.pass;
         let result = self.result(&plan, took);
         // Pages are counted before those who end give theirs back.

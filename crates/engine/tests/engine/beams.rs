@@ -101,7 +101,7 @@ fn finds_what_transformers_finds() {
     let cases = cases();
     assert!(cases.len() > 90);
     for model in ["llama3", "mistral-window", "qwen2-window"] {
-        let pool = Pool { kv_pages: 64, host_pages: 0, max_seqs: 8 };
+        let pool = Pool { kv_pages: 64, host_pages: 0, spill: false, max_seqs: 8 };
         let handle = spawn_with(&folder(model), pool);
         for case in cases.iter().filter(|case| case.model == model) {
             let ticket = handle.submit(case.submission.clone()).unwrap();
@@ -126,7 +126,7 @@ fn run_tight(
     max_seqs: u32,
     host_pages: u32,
 ) -> (Vec<Receiver<Output>>, u64) {
-    let pool = Pool { kv_pages: PAGES_OF_FOUR, host_pages, max_seqs };
+    let pool = Pool { kv_pages: PAGES_OF_FOUR, host_pages, spill: true, max_seqs };
     let mut engine = load(&folder("llama3"), pool);
     let submit = |request: &Submission| {
         let (outputs, receiver) = unbounded();

@@ -2,17 +2,19 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
+use crossbeam_channel::unbounded;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
     Budget, Engine, EngineHandle, EngineOptions, Eviction, Executor, Hints, LoadedModel, Output,
     Policy, SizeRequest, Sizes, Submission, Tenant,
 };
 use nuthatch_model::ModelFiles;
-use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
+use nuthatch_types::{HostReads, KvDtype, Limits, Sampling, SystemClock, TokenId};
 use safetensors::SafeTensors;
 
-use crate::echo::Answer;
+use crate::echo::{Answer, collect_all};
 
 pub(crate) fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden").join(name)
@@ -35,11 +37,12 @@ pub(crate) fn golden(name: &str) -> (Vec<TokenId>, Vec<TokenId>) {
 pub(crate) struct Pool {
     pub(crate) kv_pages: u32,
     pub(crate) host_pages: u32,
+    pub(crate) spill: bool,
     pub(crate) max_seqs: u32,
 }
 
 fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {
-    spawn_with(path, Pool { kv_pages, host_pages: 0, max_seqs: 4 })
+    spawn_with(path, Pool { kv_pages, host_pages: 0, spill: false, max_seqs: 4 })
 }
 
 pub(crate) fn spawn_with(path: &Path, pool: Pool) -> EngineHandle {
@@ -56,12 +59,13 @@ fn load_with(
     pool: Pool,
     options: &EngineOptions,
 ) -> Engine<Executor<LoadedModel<Cpu>>> {
-    let Pool { kv_pages, host_pages, max_seqs } = pool;
+    let Pool { kv_pages, host_pages, spill, max_seqs } = pool;
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
     let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
     let (budget, host_bytes) = (Budget::KvBytes(bytes(kv_pages)), bytes(host_pages));
-    let request = SizeRequest { max_seqs, max_rows: 10, budget, host_bytes, ..request };
+    let host_reads = if spill { HostReads::Near } else { HostReads::Never };
+    let request = SizeRequest { max_seqs, max_rows: 10, budget, host_bytes, host_reads, ..request };
     let sizes = Sizes::compute(&request).unwrap();
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
     let clock = Arc::new(SystemClock::start());
@@ -117,7 +121,8 @@ fn company_and_preemption_change_nothing() {
     assert_eq!(alone[0].tokens, greedy);
     // All at once, in pages for less than two of them, with little or much room on the host.
     for host_pages in [0, 3, 30] {
-        let handle = spawn_with(&path, Pool { kv_pages: 7, host_pages, max_seqs: 4 });
+        let pool = Pool { kv_pages: 7, host_pages, spill: false, max_seqs: 4 };
+        let handle = spawn_with(&path, pool);
         let tickets: Vec<_> = requests.iter().map(|r| handle.submit(r.clone()).unwrap()).collect();
         for (ticket, alone) in tickets.iter().zip(&alone) {
             let together = Answer::receive(ticket).unwrap();
@@ -128,6 +133,52 @@ fn company_and_preemption_change_nothing() {
         let n_moved = counters.pages_demoted + counters.pages_swapped_out;
         assert_eq!(n_moved > 0, host_pages > 0, "{counters:?}");
         handle.shutdown().unwrap();
+    }
+}
+
+/// Where the pages are changes no bit: on the device, all but one on the host, or moving while others
+/// come and go.
+#[test]
+fn a_spilled_prompt_gives_the_same_bits() {
+    for name in ["llama3", "mistral-window", "kv-shared"] {
+        let (prompt, greedy) = golden(name);
+        let path = folder(name);
+        let requests: Vec<Submission> = (0..4)
+            .map(|i| {
+                let sampling = Sampling { seed: i, n_logprobs: Some(3), ..Sampling::default() };
+                request(&prompt[5 * i as usize..], sampling)
+            })
+            .chain([request(&prompt, Sampling::greedy())])
+            .collect();
+        let handle = spawn(&path, 64);
+        let alone: Vec<Answer> = requests
+            .iter()
+            .map(|r| Answer::receive(&handle.submit(r.clone()).unwrap()).unwrap())
+            .collect();
+        handle.shutdown().unwrap();
+        assert_eq!(alone[4].tokens, greedy, "{name}");
+        for (kv_pages, max_seqs) in [(1, 1), (1, 4), (7, 4)] {
+            let pool = Pool { kv_pages, host_pages: 40, spill: true, max_seqs };
+            let mut engine = load(&path, pool);
+            let submit = |request: &Submission| {
+                let (outputs, receiver) = unbounded();
+                engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+                receiver
+            };
+            let receivers: Vec<_> = requests.iter().map(submit).collect();
+            while engine.step().unwrap() {
+                engine.verify().unwrap();
+            }
+            for (receiver, alone) in receivers.iter().zip(&alone) {
+                let spilled = &collect_all(receiver.try_iter()).unwrap()[0].0;
+                assert_eq!(spilled.tokens, alone.tokens, "{name}, {kv_pages} pages");
+                assert_eq!(spilled.logprobs, alone.logprobs, "{name}, {kv_pages} pages");
+            }
+            let stats = engine.stats().scheduler;
+            assert!(stats.counters.admissions_spilled > 0, "{name}: {stats:?}");
+            assert!(stats.cache.counters.pages_spilled > 0, "{name}: {stats:?}");
+            assert_eq!(stats.cache.spilled, 0, "{name}: everything has ended");
+        }
     }
 }
 
@@ -166,7 +217,7 @@ fn no_option_changes_an_answer() {
         EngineOptions { policy: Policy::Priority { boost: 3 }, ..EngineOptions::default() },
         EngineOptions { policy: Policy::Fair, eviction: Eviction::Lineage, prefix_caching: true },
     ] {
-        let pool = Pool { kv_pages: 64, host_pages: 0, max_seqs: 4 };
+        let pool = Pool { kv_pages: 64, host_pages: 0, spill: false, max_seqs: 4 };
         let handle = load_with(&folder("llama3"), pool, &options).spawn().unwrap();
         let ask = |salt: &[u8]| {
             let cache_salt = salt.to_vec();

@@ -105,7 +105,7 @@ fn a_request_is_taken_whole_or_not_at_all() {
 #[test]
 fn a_salt_keeps_requests_apart() {
     let (prompt, _) = golden("llama3");
-    let pool = Pool { kv_pages: 32, host_pages: 0, max_seqs: 4 };
+    let pool = Pool { kv_pages: 32, host_pages: 0, spill: false, max_seqs: 4 };
     let handle = spawn_with(&folder("llama3"), pool);
     let cached = |salt: &[u8]| {
         let request = Submission {
