@@ -3,7 +3,7 @@
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
 };
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 use crate::plain::{self, Kv, Plain, Plan};
 
@@ -62,6 +62,8 @@ pub(crate) enum Mistake {
     NoCopy,
     /// All pages on the host lie in one slot.
     OneHostSlot,
+    /// Tables name one slot of the host for all.
+    OneHostEntry,
     /// A batch of several sequences reads the first one's pages.
     FirstTable,
     /// A decode step is computed a little differently than a prefill.
@@ -202,6 +204,10 @@ impl Backend for Broken {
         Ok(Weight { inner: Plain.load(&parts)?, is_quantised })
     }
 
+    fn host_reads(&self) -> HostReads {
+        Plain.host_reads()
+    }
+
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
         Plain.alloc_kv(shape, slots)
     }
@@ -221,6 +227,11 @@ impl Backend for Broken {
             Mistake::TableStart => Plain.write_table(tables, row, 0, slots),
             Mistake::LostSlot if slots.len() > 1 => {
                 Plain.write_table(tables, row, start, &slots[..slots.len() - 1])
+            }
+            Mistake::OneHostEntry => {
+                // The host's slots are behind the twelve of the device.
+                let clipped: Vec<Slot> = slots.iter().map(|slot| Slot(slot.0.min(12))).collect();
+                Plain.write_table(tables, row, start, &clipped)
             }
             _ => Plain.write_table(tables, row, start, slots),
         }

@@ -8,7 +8,7 @@ use nuthatch_backend::quant::dequantize_row;
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeSpec, RopeStyle,
 };
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub(crate) struct Plain;
 
@@ -177,6 +177,10 @@ impl Backend for Plain {
             decode(part, &mut weight)?;
         }
         Ok(weight)
+    }
+
+    fn host_reads(&self) -> HostReads {
+        HostReads::Near
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
