@@ -50,7 +50,9 @@ impl fmt::Debug for Form {
 /// Takes the model's last hidden state of a prompt, which is `[hidden]` floats after the last norm,
 /// when the answer's first token is chosen. Called on the engine's thread, so it must not wait.
 #[derive(Clone)]
-pub struct HiddenSink(Arc<dyn Fn(&[f32]) + Send + Sync>);
+pub struct HiddenSink(Arc<TakeHidden>);
+
+type TakeHidden = dyn Fn(&[f32]) + Send + Sync;
 
 impl HiddenSink {
     /// A sink that gives the state to `take`.

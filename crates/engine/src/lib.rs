@@ -38,7 +38,7 @@ pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::LoadedModel;
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
-pub use nuthatch_cache::{Branch, Eviction, Retention, SlotUse};
+pub use nuthatch_cache::{Branch, Eviction, Retention, SlotUse, Stats as CacheStats};
 pub use nuthatch_scheduler::{
     Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,
 };

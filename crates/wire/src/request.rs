@@ -238,7 +238,7 @@ pub(crate) fn prompts<const MAX: usize>(
 ) -> Result<Vec<PromptInput>, RequestError> {
     type Tokens = List<u32, { caps::PROMPT_TOKENS }>;
     let tokens = |ids: Tokens| PromptInput::Tokens(ids.0.into_iter().map(TokenId).collect());
-    let value = raw.ok_or(RequestError::Missing { param: param })?;
+    let value = raw.ok_or(RequestError::Missing { param })?;
     let inner = value.get().trim_start().strip_prefix('[').map(str::trim_start);
     let prompts = match inner.map(|inner| inner.bytes().next().unwrap_or(b' ')) {
         None => field(raw, param)?.map(PromptInput::Text).into_iter().collect(),

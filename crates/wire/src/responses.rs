@@ -78,10 +78,10 @@ impl ResponsesRequest {
         let tools = tools::tools(raw.tools)?;
         let tool_choice = tools::choice(raw.tool_choice, &tools)?;
         let mut options = raw_options.read()?;
-        options.format = match format(raw.text)? {
-            Format::Text => Format::parse(body)?,
-            format => format,
-        };
+        options.format = format(raw.text)?;
+        if options.format == Format::Text {
+            options.format = Format::parse(body)?;
+        }
         if options.n != 1 || options.best_of != 1 {
             return Err(RequestError::invalid("n", "a response has one answer"));
         }

@@ -105,6 +105,7 @@ enum Values {
 
 fn parse(text: &str) -> Result<Vec<(String, Values)>, (usize, &'static str)> {
     let mut flags: Vec<(String, Values)> = Vec::new();
+    let mut is_list = false;
     for (line, content) in (1..).zip(text.lines()) {
         let content = without_comment(content);
         let trimmed = content.trim();
@@ -113,7 +114,7 @@ fn parse(text: &str) -> Result<Vec<(String, Values)>, (usize, &'static str)> {
         }
         if let Some(entry) = trimmed.strip_prefix("- ") {
             match flags.last_mut() {
-                Some((_, Values::List(values))) => values.push(unquoted(entry)),
+                Some((_, Values::List(values))) if is_list => values.push(unquoted(entry)),
                 _ => return Err((line, "an entry of no list")),
             }
             continue;
@@ -122,6 +123,7 @@ fn parse(text: &str) -> Result<Vec<(String, Values)>, (usize, &'static str)> {
             return Err((line, "flags are not nested"));
         }
         let (name, value) = trimmed.split_once(':').ok_or((line, "is not `name: value`"))?;
+        is_list = value.trim().is_empty();
         flags.push((unquoted(name), values(value.trim())));
     }
     Ok(flags)

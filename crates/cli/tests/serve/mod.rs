@@ -147,6 +147,97 @@ fn the_best_of_several_has_the_highest_mean() {
 }
 
 #[test]
+fn answers_keep_the_form_that_is_asked_for() {
+    let serve = Serve::start(&["--tool-call-parser", "llama3_json"]);
+    let schema = json!({"type": "object", "properties": {"a": {"type": "boolean"}},
+                        "required": ["a"], "additionalProperties": false});
+    let json_schema =
+        json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let base = with(&hello(), &json!({"max_tokens": 60, "temperature": 2}));
+    let ask = |more: &Value| serve.post(CHAT, &with(&base, more)).json();
+    for seed in 0..4 {
+        let text = |more: Value| text_of(&ask(&with(&more, &json!({ "seed": seed }))));
+        let digits = text(json!({"guided_regex": "[0-9]{3}x"}));
+        let is_fine = digits.len() == 4 && digits[..3].bytes().all(|byte| byte.is_ascii_digit());
+        assert!(is_fine && digits.ends_with('x'), "{digits}");
+        let choice = text(json!({"structured_outputs": {"choice": ["yes", "no \"way\""]}}));
+        assert!(["yes", "no \"way\""].contains(&choice.as_str()), "{choice}");
+        let json = text(json!({ "response_format": json_schema }));
+        assert!(["{\"a\": true}", "{\"a\": false}"].contains(&json.as_str()), "{json}");
+        assert_eq!(
+            text(json!({"guided_grammar": "start: \"a\" b\nb: \"c\" | \"c\" \"c\""}))[..2],
+            *"ac"
+        );
+    }
+    // Several answers, and a stream, keep it too.
+    let three = ask(&json!({"n": 3, "guided_regex": "[ab]{5}"}));
+    for choice in three["choices"].as_array().unwrap() {
+        let text = choice["message"]["content"].as_str().unwrap();
+        assert!(text.len() == 5 && text.bytes().all(|byte| b"ab".contains(&byte)), "{text}");
+        assert_eq!(choice["finish_reason"], "stop");
+    }
+    let tool = json!({"type": "function", "function": {"name": "f", "parameters": schema}});
+    let call = ask(&json!({"tools": [tool], "tool_choice": "required"}));
+    let message = &call["choices"][0]["message"];
+    assert_eq!(call["choices"][0]["finish_reason"], "tool_calls");
+    assert_eq!(
+        (&message["content"], &message["tool_calls"][0]["function"]["name"]),
+        (&Value::Null, &json!("f"))
+    );
+    let arguments = message["tool_calls"][0]["function"]["arguments"].as_str().unwrap();
+    assert!(serde_json::from_str::<Value>(arguments).unwrap()["a"].is_boolean());
+    let streamed =
+        with(&base, &json!({"tools": [tool], "tool_choice": "required", "stream": true}));
+    let events = serve.post(CHAT, &streamed).events();
+    let calls: Vec<_> = events.iter().map(|e| &e["choices"][0]["delta"]["tool_calls"]).collect();
+    assert_eq!(calls.iter().filter(|calls| !calls.is_null()).count(), 1, "one chunk has the call");
+
+    let bad = serve.post(CHAT, &with(&base, &json!({"guided_regex": "("})));
+    assert_eq!((bad.status, bad.json()["error"]["code"].as_str()), (400, Some("invalid_format")));
+    let both = with(&base, &json!({"guided_regex": "a", "use_beam_search": true}));
+    assert_eq!(serve.post(CHAT, &both).status, 400);
+}
+
+#[test]
+fn responses_and_embeddings_answer_in_their_own_words() {
+    let serve = Serve::start(&[]);
+    let body =
+        json!({"input": "Hello", "max_output_tokens": 6, "temperature": 0, "ignore_eos": true});
+    let whole = serve.post("/v1/responses", &body).json();
+    assert_eq!((&whole["object"], &whole["status"]), (&json!("response"), &json!("incomplete")));
+    assert_eq!(whole["usage"]["output_tokens"], 6);
+    let text = whole["output"][0]["content"][0]["text"].as_str().unwrap();
+    let streamed = serve.post("/v1/responses", &with(&body, &json!({"stream": true}))).body;
+    let events: Vec<Value> = streamed
+        .split("\n\n")
+        .filter_map(|event| event.split_once("data: "))
+        .map(|(_, data)| serde_json::from_str(data).unwrap())
+        .collect();
+    let deltas: String = events.iter().filter_map(|event| event["delta"].as_str()).collect();
+    assert_eq!(deltas, text);
+    assert_eq!(events.last().unwrap()["type"], "response.incomplete");
+    assert!((0..).zip(&events).all(|(i, event)| event["sequence_number"] == i));
+
+    let body = json!({"input": ["Hello", "Hello", "Something else"]});
+    let floats = serve.post("/v1/embeddings", &body).json();
+    let vector = |i: usize| -> Vec<f64> {
+        let numbers = floats["data"][i]["embedding"].as_array().unwrap();
+        numbers.iter().map(|number| number.as_f64().unwrap()).collect()
+    };
+    let product =
+        |a: usize, b: usize| -> f64 { vector(a).iter().zip(vector(b)).map(|(x, y)| x * y).sum() };
+    assert!((product(0, 0) - 1.0).abs() < 1e-5, "vectors have length 1");
+    assert_eq!(vector(0), vector(1), "equal texts have equal vectors, cached or not");
+    assert!(product(0, 2) < 0.999);
+    assert_eq!(floats["usage"]["prompt_tokens"], 24);
+    let coded = serve.post("/v1/embeddings", &with(&body, &json!({"encoding_format": "base64"})));
+    let coded = coded.json()["data"][0]["embedding"].as_str().unwrap().len();
+    assert_eq!(coded, (vector(0).len() * 4).div_ceil(3) * 4);
+    let error = serve.post("/v1/embeddings", &with(&body, &json!({"dimensions": 3})));
+    assert_eq!(error.status, 400);
+}
+
+#[test]
 fn errors_have_the_shape_and_the_codes_of_openai() {
     let serve = Serve::start(&[]);
     let chat = |more: &Value| serve.post(CHAT, &with(&hello(), more));

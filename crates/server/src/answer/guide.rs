@@ -29,9 +29,6 @@ use super::ToolFormat;
 const MASK_TIME: Duration = Duration::from_secs(5);
 /// Threads that compute masks.
 const N_THREADS: usize = 2;
-/// White space that JSON may have between its parts. Without a bound small models never stop.
-const WHITE_SPACE: &str = "[\\x20\\x0A]{0,16}";
-
 /// Makes constraints for one vocabulary. Clones share everything.
 #[derive(Clone)]
 pub(super) struct Guide {
@@ -240,11 +237,13 @@ fn grammar(format: &Format) -> Result<Option<TopLevelGrammar>, ApiError> {
     })
 }
 
-/// The schema, with bounded white space unless it says something about that itself.
+/// The schema, with one space after commas and colons and no other, unless it says something about
+/// that itself: where white space is free, small models write it without end.
 fn bounded(mut schema: Value) -> Value {
     if let Some(fields) = schema.as_object_mut() {
-        let options = json!({ "whitespace_pattern": WHITE_SPACE });
-        fields.entry("x-guidance").or_insert(options);
+        fields.entry("x-guidance").or_insert(json!({
+            "whitespace_flexible": false, "item_separator": ", ", "key_separator": ": ",
+        }));
     }
     schema
 }

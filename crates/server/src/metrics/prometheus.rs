@@ -6,7 +6,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
-use nuthatch_engine::EngineStats;
+use nuthatch_engine::{CacheStats, EngineStats, SchedulerStats};
 
 use super::{Counts, Histogram, REASONS};
 use crate::app::App;
@@ -20,7 +20,8 @@ pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
     gauges(&mut page, &stats);
     counters(&mut page, &stats, &counts);
     histograms(&mut page, &counts);
-    ours(&mut page, &stats, &counts);
+    tiers(&mut page, &stats.scheduler);
+    service(&mut page, &stats, &counts);
     let config = &app.config;
     let labels = format!(
         "block_size=\"{}\",num_gpu_blocks=\"{}\",num_cpu_blocks=\"{}\",cache_dtype=\"{}\",\
@@ -113,9 +114,9 @@ fn histograms(page: &mut Page, counts: &Counts) {
     }
 }
 
-/// What no other engine tells.
-fn ours(page: &mut Page, stats: &EngineStats, counts: &Counts) {
-    let (scheduler, cache) = (&stats.scheduler, &stats.scheduler.cache);
+/// What no other engine tells of its cache.
+fn tiers(page: &mut Page, scheduler: &SchedulerStats) {
+    let cache = &scheduler.cache;
     let name = "nuthatch:kv_pages";
     page.head(name, "gauge", "KV pages, by tier and by what they hold.");
     for (tier, state, n) in [
@@ -161,6 +162,11 @@ fn ours(page: &mut Page, stats: &EngineStats, counts: &Counts) {
             ("swap_dropped", scheduler.counters.recomputed_dropped),
         ],
     );
+    moves(page, cache);
+}
+
+/// What was found in the cache, and what moved.
+fn moves(page: &mut Page, cache: &CacheStats) {
     let what = "Requests by why the cache held no more of them.";
     labelled(
         page,
@@ -188,6 +194,11 @@ fn ours(page: &mut Page, stats: &EngineStats, counts: &Counts) {
         ],
     );
     page.counter("nuthatch:pages_evicted", "KV pages given up.", cache.counters.pages_evicted);
+}
+
+/// What the server and the loop did.
+fn service(page: &mut Page, stats: &EngineStats, counts: &Counts) {
+    let scheduler = &stats.scheduler;
     let what = "Requests whose client left before the end.";
     page.counter("nuthatch:clients_left", what, counts.clients_left);
     page.counter("nuthatch:panics", "Requests that a panic ended.", counts.panics);
