@@ -3,7 +3,10 @@
 
 use libfuzzer_sys::fuzz_target;
 use nuthatch_types::Sampling;
-use nuthatch_wire::{BatchAnswered, BatchLine, ChatRequest, CompletionRequest, Options, caps};
+use nuthatch_wire::{
+    BatchAnswered, BatchLine, ChatRequest, CompletionRequest, DetokenizeRequest, Options,
+    ResponsesRequest, TokenizeRequest, caps,
+};
 
 fn check(options: &Options) {
     assert!(options.sampling.apply(Sampling::default()).validate().is_ok());
@@ -25,4 +28,9 @@ fuzz_target!(|bytes: &[u8]| {
         let _ = line.request();
     }
     let _ = BatchAnswered::parse(bytes);
+    if let Ok(request) = ResponsesRequest::parse(bytes) {
+        check(&request.chat.options);
+    }
+    let _ = TokenizeRequest::parse(bytes);
+    let _ = DetokenizeRequest::parse(bytes);
 });

@@ -10,6 +10,7 @@
 
 mod args;
 mod ci;
+mod clients;
 mod fmt;
 mod fuzz;
 mod golden;
@@ -33,6 +34,7 @@ cargo xtask CHORE
   tidy      house rules that lints cannot express
   test      unit, integration and doc tests; further words go to the test runner
   smoke     the binary on the real default model [--release]
+  clients   OpenAI's Python package against the binary's server, on the same model [--release]
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
   kernels   compiles every CUDA kernel, without a GPU
   golden    remakes the golden logits with Hugging Face transformers
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         "tidy" => tidy::run(args),
         "test" => test::run(args),
         "smoke" => smoke::run(args),
+        "clients" => clients::run(args),
         "peer" => peer::run(args),
         "kernels" => kernels::run(args),
         "golden" => golden::run(args),

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::shell;
+use crate::{clients, shell};
 
 const QUESTION: &str = "Why do transformers cache keys and values?";
 
@@ -31,7 +31,8 @@ fn check_binary(nuthatch: &Path) -> Result<()> {
     sampled(nuthatch)?;
     plan(nuthatch)?;
     bench(nuthatch)?;
-    errors(nuthatch)
+    errors(nuthatch)?;
+    clients::check(nuthatch)
 }
 
 fn command(nuthatch: &Path, words: &[&str]) -> Command {

@@ -278,6 +278,18 @@ impl Cache {
         }
     }
 
+    /// Gives up every page that nobody holds, in both tiers, and forgets that it was there. What
+    /// sequences and pins hold stays, and can still be found. Returns how many pages became free.
+    pub fn forget_idle(&mut self) -> u32 {
+        self.version += 1;
+        let n_idle = self.pages.n_idle(Tier::Device) + self.pages.n_idle(Tier::Host);
+        self.drop_all_idle();
+        if let Some(prefix) = &mut self.prefix {
+            prefix.clear_ghosts();
+        }
+        n_idle
+    }
+
     /// Tokens of an admitted sequence that have a place.
     pub fn len(&self, seq: SeqId) -> u32 {
         self.table(seq).len()

@@ -1,7 +1,9 @@
 //! What was typed. `config` makes sense of it; nothing here is checked against anything else.
 
 mod batch;
+mod file;
 mod scheduling;
+mod serve;
 mod simulate;
 
 use std::path::PathBuf;
@@ -14,7 +16,9 @@ use nuthatch_model::{ConfigError, RopeKind};
 use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
+pub(crate) use file::{FileError, with_config_file};
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
+pub(crate) use serve::{ServeArgs, ToolParserArg};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
 
 const EXAMPLES: &str = "\
@@ -25,6 +29,7 @@ Examples:
   nuthatch run model.gguf \"Tell me a story\"     a GGUF file
   nuthatch plan llama3-8b --context 128K --batch 8 --memory 80GiB
   nuthatch bench --prompt 512 --gen 128 --depth 2048,8000
+  nuthatch serve --port 8000                    an OpenAI-compatible server
   nuthatch batch requests.jsonl                 OpenAI batch lines, many at a time
   nuthatch simulate --rate 1.2                  what each scheduling policy does";
 
@@ -51,6 +56,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Measure prefill and decode speed
     Bench(BenchArgs),
+    /// Serve a model to OpenAI's clients, over HTTP
+    Serve(Box<ServeArgs>),
     /// Answer a file of OpenAI batch requests, many at a time
     Batch(Box<BatchArgs>),
     /// Compare scheduling policies on one workload, in virtual time and without a model
@@ -252,8 +259,12 @@ pub(crate) struct EngineArgs {
     /// Memory of the KV cache, such as 2GiB [default: what the context and sequences need]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory_bytes: Option<u64>,
+    /// Share of the free memory that weights, KV cache and working memory may have together
+    /// [default: 0.85]
+    #[arg(long, value_name = "SHARE", alias = "mem-fraction-static")]
+    pub(crate) gpu_memory_utilization: Option<f64>,
     /// Tokens of one page of the KV cache
-    #[arg(long, value_name = "N", default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = 16, alias = "page-size")]
     pub(crate) block_size: u32,
     /// Who is served next: who came first, the most urgent, who finds most in the cache, the tenant
     /// who was served least, or who has used least so far

@@ -34,6 +34,9 @@ pub(crate) enum ConfigError {
     /// Another length of pages.
     #[error("--block-size is {0}, but pages have 16 tokens; other lengths are not supported yet")]
     BlockSize(u32),
+    /// A share that is none.
+    #[error("--gpu-memory-utilization is {0}, but must be above 0 and at most 1")]
+    Share(f64),
     /// A number that must be positive.
     #[error("{0} is 0, but must be at least 1")]
     Zero(&'static str),
@@ -70,6 +73,12 @@ pub(crate) enum ConfigError {
     /// A sampling parameter outside its range.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
+    /// A certificate without its key, or a key without its certificate.
+    #[error("--ssl-certfile and --ssl-keyfile need each other")]
+    HalfTls,
+    /// A key that nobody could give, or anybody could guess.
+    #[error("an API key is empty")]
+    EmptyKey,
     /// Nothing to measure.
     #[error("nothing to measure: --prompt and --gen are both 0")]
     NoTests,
@@ -122,6 +131,8 @@ pub(crate) struct EngineConfig {
     pub(crate) kv_dtype: KvDtype,
     /// Asked memory for KV.
     pub(crate) kv_bytes: Option<u64>,
+    /// Share of the available memory that may be used for everything.
+    pub(crate) memory_share: Option<f64>,
     /// Memory of the host tier.
     pub(crate) host_bytes: u64,
     /// Tokens of one step.
@@ -337,6 +348,7 @@ impl EngineConfig {
                 KvDtypeArg::F32 => KvDtype::F32,
             },
             kv_bytes: args.kv_cache_memory_bytes,
+            memory_share: memory_share(args)?,
             host_bytes: args.swap_space,
             max_rows: batch.max_rows,
             max_seqs,
@@ -344,6 +356,7 @@ impl EngineConfig {
                 policy,
                 prefix_caching: prefix_caching(&args.scheduling.cache),
                 eviction: args.scheduling.cache.eviction_policy.into(),
+                max_waiting: None,
             },
             rope: RopeOverride {
                 scaling: match args.rope_scaling {
@@ -359,6 +372,13 @@ impl EngineConfig {
                 original: args.rope_original_context,
             },
         })
+    }
+}
+
+fn memory_share(args: &EngineArgs) -> Result<Option<f64>, ConfigError> {
+    match args.gpu_memory_utilization {
+        Some(share) if !(share > 0.0 && share <= 1.0) => Err(ConfigError::Share(share)),
+        share => Ok(share),
     }
 }
 
@@ -460,8 +480,10 @@ impl BenchConfig {
 }
 
 mod batch;
+mod serve;
 
 pub(crate) use batch::{BATCH_SEQS, BatchConfig};
+pub(crate) use serve::ServeConfig;
 
 #[cfg(test)]
 mod tests;

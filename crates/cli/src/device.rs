@@ -7,9 +7,11 @@ use anyhow::Context as _;
 use nuthatch_backend::{Backend as _, DeviceError};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
-use nuthatch_engine::{Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes};
+use nuthatch_engine::{
+    Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
+};
 use nuthatch_model::{LoadError, ModelFiles};
-use nuthatch_types::{HostReads, StepPlan, StepResult};
+use nuthatch_types::{HostReads, SeqId, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -139,6 +141,20 @@ impl Execute for AnyExecutor {
         match self {
             AnyExecutor::Cpu(executor) => executor.run(plan),
             AnyExecutor::Cuda(executor) => executor.run(plan),
+        }
+    }
+
+    fn attach(&mut self, seq: SeqId, attachment: Attachment) {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.attach(seq, attachment),
+            AnyExecutor::Cuda(executor) => executor.attach(seq, attachment),
+        }
+    }
+
+    fn detach(&mut self, seq: SeqId) {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.detach(seq),
+            AnyExecutor::Cuda(executor) => executor.detach(seq),
         }
     }
 }

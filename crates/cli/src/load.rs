@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use nuthatch_engine::{Budget, EngineOptions, SharedClock, SizeRequest, Sizes};
-use nuthatch_model::{ModelConfig, ModelFiles};
-use nuthatch_types::SystemClock;
+use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles};
+use nuthatch_types::{Sampling, SystemClock};
 
 use crate::config::EngineConfig;
 use crate::device::{AnyEngine, Device, DeviceConfig};
@@ -79,7 +79,10 @@ impl Prepared {
             max_rows: config.max_rows,
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
-            budget: config.kv_bytes.map_or(Budget::Share(MEMORY_SHARE), Budget::KvBytes),
+            budget: match (config.kv_bytes, config.memory_share) {
+                (Some(bytes), _) => Budget::KvBytes(bytes),
+                (None, share) => Budget::Share(share.unwrap_or(MEMORY_SHARE)),
+            },
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };
         let sizes = Sizes::compute(&request)
@@ -104,6 +107,23 @@ impl Prepared {
             .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock))
             .with_context(|| format!("cannot load {}", self.files.path().display()))?;
         Ok(Loaded { engine, clock, device, threads })
+    }
+}
+
+/// How tokens are chosen where a request says nothing: what the model's makers recommend, then
+/// OpenAI's defaults.
+pub(crate) fn sampling(model: &GenerationDefaults) -> Sampling {
+    let temperature = match model.do_sample {
+        Some(false) => 0.0,
+        Some(true) | None => model.temperature.unwrap_or(1.0),
+    };
+    Sampling {
+        temperature,
+        top_k: model.top_k.unwrap_or(0),
+        top_p: model.top_p.unwrap_or(1.0),
+        min_p: model.min_p.unwrap_or(0.0),
+        repetition_penalty: model.repetition_penalty.unwrap_or(1.0),
+        ..Sampling::default()
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Code map: `args` is what was typed, `env` the only reader of the environment, `config` makes
 //! sense of both; `resolve` says what a MODEL means and `fetch` brings it here; `load` puts it on a
-//! `device`; `run`, `plan`, `bench`, `batch`, `simulate` and `pull` are the commands.
+//! `device`; `run`, `serve`, `batch`, `plan`, `bench`, `simulate` and `pull` are the commands.
 //!
 //! What is not here: anything about tokens' contents, pages or devices. This crate chooses the
 //! device once and prints.
@@ -25,6 +25,7 @@ mod pull;
 mod random;
 mod resolve;
 mod run;
+mod serve;
 mod simulate;
 mod size;
 mod table;
@@ -35,8 +36,8 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 
-use crate::args::{Args, Command};
-use crate::config::{BatchConfig, BenchConfig, ConfigError, RunConfig};
+use crate::args::{Args, Command, FileError, with_config_file};
+use crate::config::{BatchConfig, BenchConfig, ConfigError, RunConfig, ServeConfig};
 use crate::env::Env;
 use crate::fetch::{Fetch, FetchError};
 use crate::interrupt::{EXIT_INTERRUPTED, Interrupt};
@@ -45,7 +46,11 @@ const EXIT_FAILURE: u8 = 1;
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let args = match Args::try_parse() {
+    let words = match with_config_file(std::env::args_os().collect()) {
+        Ok(words) => words,
+        Err(error) => return report(&error.into()),
+    };
+    let args = match Args::try_parse_from(words) {
         Ok(args) => args,
         Err(error) => {
             // Help and version are printed this way too; a closed pipe is not our failure.
@@ -70,6 +75,7 @@ fn dispatch(args: &Args) -> anyhow::Result<ExitCode> {
             let config = RunConfig::new(args, io::stdin().is_terminal())?;
             return run::run(&config, &fetch);
         }
+        Command::Serve(args) => return serve::run(&ServeConfig::new(args)?, &fetch),
         Command::Batch(args) => return batch::run(&BatchConfig::new(args)?, &fetch),
         Command::Simulate(args) => simulate::run(args)?,
         Command::Pull(args) => pull::run(args, &fetch)?,
@@ -87,7 +93,7 @@ fn report(error: &anyhow::Error) -> ExitCode {
     }
     // Nothing is left to tell a closed stderr.
     let _ = writeln!(io::stderr(), "error: {}", chain(error));
-    if error.downcast_ref::<ConfigError>().is_some() {
+    if error.is::<ConfigError>() || error.is::<FileError>() {
         ExitCode::from(EXIT_USAGE)
     } else if matches!(error.downcast_ref::<FetchError>(), Some(FetchError::Interrupted)) {
         ExitCode::from(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-//! A model's words: its tokenizer, its chat template, and the tokens that end an answer.
+//! Reading a model's words: its tokenizer, its chat template, and the tokens that end an answer.
 //!
 //! The files know where these are, the `tokens` crate knows what they mean; this is the way between.
 
@@ -7,102 +7,49 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, anyhow};
 use nuthatch_model::{Gguf, ModelFiles, TokenizerFiles};
-use nuthatch_tokens::{
-    ChatTemplate, EncodeOptions, Message, RenderOptions, TokenKind, Tokenizer, TokenizerConfig,
-    Vocab,
-};
+use nuthatch_server::ToolFormat;
+use nuthatch_tokens::{ChatTemplate, TokenKind, Tokenizer, TokenizerConfig, Vocab, Words};
 use nuthatch_types::TokenId;
 
 /// Largest description of a tokenizer that is read.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// A model's words.
-#[derive(Debug)]
+/// A model's words, and how it writes calls of tools.
+#[derive(Clone, Debug)]
 pub(crate) struct Text {
-    pub(crate) tokenizer: Arc<Tokenizer>,
-    /// Tokens that end an answer.
-    pub(crate) ends: Vec<TokenId>,
-    template: Option<ChatTemplate>,
+    pub(crate) words: Words,
+    pub(crate) tools: ToolFormat,
 }
 
-impl Text {
-    /// Reads them from the model's files. The template is left out if `is_raw`.
-    pub(crate) fn load(files: &ModelFiles, is_raw: bool) -> anyhow::Result<Self> {
-        let (tokenizer, source) = match files.tokenizer() {
-            TokenizerFiles::Gguf(gguf) => from_gguf(gguf),
-            TokenizerFiles::Directory { tokenizer, tokenizer_config, chat_template, .. } => {
-                let tokenizer = tokenizer.ok_or_else(|| {
-                    anyhow!(
-                        "there is no tokenizer.json beside the weights (a tokenizer.model alone \
-                             must be converted first, for example by transformers' save_pretrained)"
-                    )
-                })?;
-                from_directory(&tokenizer, tokenizer_config.as_deref(), chat_template.as_deref())
-            }
+/// Reads them from a model's files. The template is left out if `is_raw`.
+pub(crate) fn load(files: &ModelFiles, is_raw: bool) -> anyhow::Result<Text> {
+    let (tokenizer, source) = match files.tokenizer() {
+        TokenizerFiles::Gguf(gguf) => from_gguf(gguf),
+        TokenizerFiles::Directory { tokenizer, tokenizer_config, chat_template, .. } => {
+            let tokenizer = tokenizer.ok_or_else(|| {
+                anyhow!(
+                    "there is no tokenizer.json beside the weights (a tokenizer.model alone must \
+                     be converted first, for example by transformers' save_pretrained)"
+                )
+            })?;
+            from_directory(&tokenizer, tokenizer_config.as_deref(), chat_template.as_deref())
         }
-        .with_context(|| format!("cannot read the tokenizer of {}", files.path().display()))?;
-        let template = match source.filter(|_| !is_raw) {
-            None => None,
-            Some(source) => Some(
-                ChatTemplate::new(&source)
-                    .context("the model's chat template is not usable; --raw goes without it")?,
-            ),
-        };
-        let mut ends: Vec<TokenId> =
-            files.config().eos.iter().copied().chain(tokenizer.end_tokens()).collect();
-        ends.sort_unstable();
-        ends.dedup();
-        Ok(Text { tokenizer: Arc::new(tokenizer), ends, template })
     }
-
-    /// Whether the model can chat.
-    pub(crate) fn has_template(&self) -> bool {
-        self.template.is_some()
-    }
-
-    /// The tokens of a conversation, up to where the answer begins; `None` without a template.
-    pub(crate) fn conversation(
-        &self,
-        messages: &[Message],
-    ) -> Option<anyhow::Result<Vec<TokenId>>> {
-        let template = self.template.as_ref()?;
-        let spelling = |id: Option<TokenId>| {
-            let bytes = id.and_then(|id| self.tokenizer.token_bytes(id)).unwrap_or_default();
-            String::from_utf8_lossy(bytes).into_owned()
-        };
-        let options = RenderOptions {
-            add_generation_prompt: true,
-            bos_token: spelling(self.tokenizer.bos()),
-            eos_token: spelling(self.tokenizer.eos()),
-            // Without a clock the same words give the same tokens on any day.
-            ..RenderOptions::default()
-        };
-        Some(self.render(template, messages, &options))
-    }
-
-    fn render(
-        &self,
-        template: &ChatTemplate,
-        messages: &[Message],
-        options: &RenderOptions,
-    ) -> anyhow::Result<Vec<TokenId>> {
-        let text = template.render(messages, options)?;
-        let encode = EncodeOptions { special: true, ..EncodeOptions::default() };
-        Ok(self.tokenizer.encode(&text, encode)?)
-    }
-
-    /// The tokens of a text that the model is to continue as it is. Spellings of special tokens
-    /// count as these tokens, so that a conversation can be written by hand.
-    pub(crate) fn raw(&self, text: &str) -> anyhow::Result<Vec<TokenId>> {
-        let add_bos = self.tokenizer.adds_bos();
-        let options = EncodeOptions { special: true, add_bos, ..EncodeOptions::default() };
-        Ok(self.tokenizer.encode(text, options)?)
-    }
-
-    /// One token for people; bytes that are no text become U+FFFD.
-    pub(crate) fn piece(&self, id: TokenId) -> String {
-        String::from_utf8_lossy(self.tokenizer.token_bytes(id).unwrap_or_default()).into_owned()
-    }
+    .with_context(|| format!("cannot read the tokenizer of {}", files.path().display()))?;
+    let source = source.filter(|_| !is_raw);
+    let tools = source.as_deref().map_or(ToolFormat::None, ToolFormat::of_template);
+    let template = match source {
+        None => None,
+        Some(source) => Some(Arc::new(
+            ChatTemplate::new(&source)
+                .context("the model's chat template is not usable; --raw goes without it")?,
+        )),
+    };
+    let mut ends: Vec<TokenId> =
+        files.config().eos.iter().copied().chain(tokenizer.end_tokens()).collect();
+    ends.sort_unstable();
+    ends.dedup();
+    Ok(Text { words: Words { tokenizer: Arc::new(tokenizer), ends, template }, tools })
 }
 
 type TokenizerAndTemplate = (Tokenizer, Option<String>);

@@ -6,6 +6,7 @@
 
 mod batch;
 mod hub;
+mod serve;
 mod simulate;
 mod tiny;
 

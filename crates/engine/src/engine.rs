@@ -4,9 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossbeam_channel::Sender;
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::Salt;
+use nuthatch_cache::{Branch, Salt, SlotUse};
 use nuthatch_scheduler::{Output as News, Scheduler};
 use nuthatch_types::{
     BeamParams, Clock, FinishReason, Limits, Sampling, SeqId, StepPlan, StepResult, TokenId,
@@ -15,7 +14,7 @@ use nuthatch_types::{
 use crate::beam::{BeamSearch, Move};
 use crate::executor::Execute;
 use crate::requests::{Gone, Member, Request, Requests};
-use crate::{EngineError, Hints, Output, Submission, SubmitError};
+use crate::{Attachment, EngineError, Form, Hints, Sink, Submission, SubmitError};
 
 /// A clock that the engine and its callers read.
 pub type SharedClock = Arc<dyn Clock + Send + Sync>;
@@ -48,6 +47,17 @@ pub struct EngineStats {
     pub execute_time: Duration,
     /// Why the engine does no more work, if it does not.
     pub error: Option<String>,
+}
+
+/// A picture of the cache at one moment, for people who watch it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CachePicture {
+    /// What each slot of the device holds.
+    pub device: Vec<SlotUse>,
+    /// What each slot of the host holds.
+    pub host: Vec<SlotUse>,
+    /// The beginnings that saved most tokens, best first.
+    pub branches: Vec<Branch>,
 }
 
 impl<E> Engine<E> {
@@ -87,25 +97,28 @@ impl<E: Execute> Engine<E> {
 
     /// Takes a request whose news go to `outputs`, or refuses it at once.
     ///
-    /// Sending never blocks the engine: `outputs` should be unbounded, and gets at most as many
-    /// tokens as the request's limits, and one [`Output::Finished`] for each answer. A receiver
-    /// that is dropped cancels the request when the next token is sent. `submitted` is when the
-    /// caller began to wait. The request is known by the sequence that is returned, its first one.
+    /// `outputs` gets at most as many tokens as the request's limits allow, and one
+    /// [`Output::Finished`](crate::Output::Finished) for each answer. `submitted` is when the caller
+    /// began to wait. The request is known by the sequence that is returned, its first one.
     pub fn submit(
         &mut self,
         submission: Submission,
-        outputs: Sender<Output>,
+        outputs: impl Into<Sink>,
         submitted: Duration,
     ) -> Result<SeqId, SubmitError> {
         if let Some(error) = &self.error {
             return Err(SubmitError::Failed { reason: error.to_string() });
         }
-        let Submission { prompt, sampling, limits, n, beam, streaming, hints } = submission;
+        let Submission { prompt, sampling, limits, n, beam, streaming, form, hidden, hints } =
+            submission;
         if n == 0 {
             return Err(SubmitError::NoAnswers);
         }
         if beam.is_some() && streaming.is_some() {
             return Err(SubmitError::StreamingBeams);
+        }
+        if beam.is_some() && form.is_some() {
+            return Err(SubmitError::FormOfBeams);
         }
         let vocab = self.executor.vocab();
         let bias = sampling.logit_bias.iter().map(|&(token, _)| token);
@@ -122,7 +135,14 @@ impl<E: Execute> Engine<E> {
                 None
             }
         };
-        self.requests.insert(seq, Request::new(outputs, n, submitted, search));
+        if form.is_some() || hidden.is_some() {
+            for index in 0..u64::from(n) {
+                let constraint = form.as_ref().map(Form::constraint);
+                let hidden = hidden.clone().filter(|_| index == 0);
+                self.executor.attach(SeqId(seq.0 + index), Attachment { constraint, hidden });
+            }
+        }
+        self.requests.insert(seq, Request::new(outputs.into(), n, submitted, search));
         Ok(seq)
     }
 
@@ -131,6 +151,7 @@ impl<E: Execute> Engine<E> {
     /// After an error, [`Engine::fail`] must follow.
     pub fn step(&mut self) -> Result<bool, DeviceError> {
         let begin = self.clock.now();
+        self.scheduler.set_now(begin);
         let Some(plan) = self.scheduler.plan() else { return Ok(false) };
         let result = self.execute(&plan)?;
         let news = self.scheduler.commit(result);
@@ -145,6 +166,20 @@ impl<E: Execute> Engine<E> {
             let news = self.scheduler.cancel(seq);
             self.route(news);
         }
+    }
+
+    /// Ends one answer of a request at once, and the others go on. Nothing happens if it has already
+    /// ended, or if the request is a beam search, whose answers come when all have ended.
+    pub fn end_answer(&mut self, request: SeqId, index: u32) {
+        if let Some(seq) = self.requests.seq_of(request, index) {
+            let news = self.scheduler.cancel(seq);
+            self.route(news);
+        }
+    }
+
+    /// Gives up what is cached and nobody uses, and returns how many pages that were.
+    pub fn forget_idle(&mut self) -> u32 {
+        self.scheduler.forget_idle()
     }
 
     /// Ends every request, because the engine is going away.
@@ -188,6 +223,15 @@ impl<E: Execute> Engine<E> {
             execute_time: self.execute_time,
             error: self.error.as_ref().map(ToString::to_string),
         }
+    }
+
+    /// A picture of the cache with the `n_branches` best beginnings and up to `n_tokens` tokens of
+    /// each. Linear in pages.
+    pub fn cache_picture(&self, n_branches: usize, n_tokens: usize) -> CachePicture {
+        let cache = self.scheduler.cache();
+        let mut device = cache.slot_uses();
+        let host = device.split_off(cache.config().n_pages as usize);
+        CachePicture { device, host, branches: cache.hottest(n_branches, n_tokens) }
     }
 
     /// The clock that requests are timed by.
@@ -288,7 +332,7 @@ impl<E: Execute> Engine<E> {
                 }
                 News::Candidates { seq, top } => self.search(seq, top, now),
                 News::Finished { seq, reason, usage } => {
-                    let Some(member) = self.requests.leave(seq) else { continue };
+                    let Some(member) = self.leave(seq) else { continue };
                     if self.is_search(member.request) {
                         self.end_search(member.request, reason, now);
                     } else {
@@ -302,10 +346,16 @@ impl<E: Execute> Engine<E> {
     /// Ends a request to which nobody listens: that is as good as a cancellation.
     fn forget(&mut self, request: SeqId) {
         for seq in self.requests.seqs(request) {
-            self.requests.leave(seq);
+            self.leave(seq);
             self.scheduler.cancel(seq);
         }
         self.requests.remove(request);
+    }
+
+    /// Takes a sequence out of its request, for good.
+    fn leave(&mut self, seq: SeqId) -> Option<Member> {
+        self.executor.detach(seq);
+        self.requests.leave(seq)
     }
 
     /// Tells a beam search what may follow one of its sequences. When that is known for all of

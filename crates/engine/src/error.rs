@@ -39,6 +39,12 @@ pub enum SubmitError {
     /// Beams share what they have in common, and a stream drops it.
     #[error("a beam search cannot stream")]
     StreamingBeams,
+    /// Beams follow what is most probable, and a form is kept by one answer at a time.
+    #[error("a beam search cannot keep a form")]
+    FormOfBeams,
+    /// The engine has too many commands before it. The same request may be accepted later.
+    #[error("the engine is too busy to take another request")]
+    Busy,
     /// The engine failed before and does no more work.
     #[error("the engine has failed: {reason}")]
     Failed {

@@ -11,9 +11,9 @@ use nuthatch_types::{
     FastMap, PageCopy, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult,
 };
 
-use crate::SharedClock;
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
+use crate::{Attachment, SharedClock};
 
 /// What can carry out plans.
 pub trait Execute {
@@ -26,6 +26,12 @@ pub trait Execute {
     /// [`StepResult::failed`], and the others are as if it were not there. An error is the device's:
     /// everything the device held is lost, and the executor does no more work.
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError>;
+
+    /// Gives a sequence that will come something of its own. It outlives preemptions.
+    fn attach(&mut self, seq: SeqId, attachment: Attachment);
+
+    /// The opposite of [`Execute::attach`]. Nothing happens if the sequence has nothing of its own.
+    fn detach(&mut self, seq: SeqId);
 }
 
 /// A model with its KV arena and tables: what a forward pass needs of a device.
@@ -41,6 +47,11 @@ pub trait Forward {
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
+    /// Floats of a hidden state.
+    fn hidden_len(&self) -> usize;
+    /// The hidden states of the first output rows of the last forward pass, after the last norm:
+    /// as many as fit `hidden`, which is `[rows, hidden_len]`.
+    fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError>;
 }
 
 /// The largest plans that an executor carries out. A larger one is a programmer error.
@@ -70,6 +81,8 @@ pub struct Executor<F> {
     forward: F,
     capacity: Capacity,
     seqs: FastMap<SeqId, Known>,
+    /// What sequences have of their own.
+    attachments: FastMap<SeqId, Attachment>,
     /// Tables that belong to no sequence.
     free_rows: Vec<u32>,
     batch: Batch,
@@ -127,6 +140,7 @@ impl<F: Forward> Executor<F> {
         let max_seqs = capacity.max_seqs as usize;
         Executor {
             seqs: FastMap::with_capacity_and_hasher(max_seqs, Default::default()),
+            attachments: FastMap::default(),
             free_rows: (0..capacity.max_seqs).rev().collect(),
             batch: Batch::with_capacity(capacity.max_rows as usize, max_seqs),
             logits: vec![0.0; max_seqs * vocab],
@@ -182,6 +196,7 @@ impl<F: Forward> Executor<F> {
         let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
         self.forward.forward(layout, &mut self.logits[..n_logits])?;
         let compute_nanos = nanos(self.now().saturating_sub(copied));
+        self.show_hidden(plan)?;
         let (sampled, failed) = self.sample(plan);
         Ok(StepResult { sampled, failed, copy_nanos, compute_nanos })
     }
@@ -247,6 +262,23 @@ impl<F: Forward> Executor<F> {
         Ok(known.row)
     }
 
+    /// Gives hidden states to those who wait for them.
+    fn show_hidden(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
+        if self.attachments.is_empty() {
+            return Ok(());
+        }
+        let len = self.forward.hidden_len();
+        for (row, step) in plan.seqs.iter().filter(|step| step.sample).enumerate() {
+            let attachment = self.attachments.get_mut(&step.seq);
+            let Some(sink) = attachment.and_then(|own| own.hidden.take()) else { continue };
+            // Rare enough that the rows before it may be read too.
+            let mut hidden = vec![0.0; (row + 1) * len];
+            self.forward.hidden(&mut hidden)?;
+            sink.send(&hidden[row * len..]);
+        }
+        Ok(())
+    }
+
     /// Chooses a token for each sequence of the plan that asks for one.
     fn sample(&mut self, plan: &StepPlan) -> (Vec<Sampled>, Vec<SeqId>) {
         let vocab = self.forward.vocab() as usize;
@@ -257,8 +289,20 @@ impl<F: Forward> Executor<F> {
             let logits = rows.next().expect("one row of logits for each sample");
             let known = self.seqs.get_mut(&step.seq).expect("the sequence was just computed");
             let seq = step.seq;
+            let attachment = self.attachments.get_mut(&seq);
+            let mut constraint = attachment.and_then(|own| own.constraint.as_mut());
+            if let Some(constraint) = &mut constraint
+                && let Err(error) = constraint.restrict(logits)
+            {
+                tracing::warn!(seq = seq.0, %error, "no token can be chosen");
+                failed.push(seq);
+                continue;
+            }
             match known.sample(step, logits, &mut self.scratch) {
                 Ok(Choice { token, logprob, top }) => {
+                    if let Some(constraint) = constraint {
+                        constraint.accept(token);
+                    }
                     sampled.push(Sampled { seq, token, logprob, top });
                 }
                 Err(error) => {
@@ -299,5 +343,13 @@ impl<F: Forward> Execute for Executor<F> {
             self.poison = Some(error.to_string());
         }
         result
+    }
+
+    fn attach(&mut self, seq: SeqId, attachment: Attachment) {
+        self.attachments.insert(seq, attachment);
+    }
+
+    fn detach(&mut self, seq: SeqId) {
+        self.attachments.remove(&seq);
     }
 }

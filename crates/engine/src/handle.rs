@@ -11,13 +11,13 @@ use std::thread;
 use std::time::Duration;
 
 use crossbeam_channel::{
-    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select, unbounded,
+    Receiver, RecvTimeoutError, Sender, TryRecvError, TrySendError, bounded, select, unbounded,
 };
 use nuthatch_types::SeqId;
 
-use crate::engine::{EngineStats, SharedClock};
+use crate::engine::{CachePicture, EngineStats, SharedClock};
 use crate::executor::Execute;
-use crate::{Engine, EngineError, Output, Submission, SubmitError};
+use crate::{Engine, EngineError, Output, Sink, Submission, SubmitError};
 
 /// Commands that wait while a step is computed. More make their senders wait for its end.
 const N_COMMANDS: usize = 1024;
@@ -51,17 +51,29 @@ pub struct Ticket {
     commands: Sender<Command>,
 }
 
+/// Takes the engine's answer to a command, on the engine's thread. It must not wait for anything.
+type Reply<T> = Box<dyn FnOnce(T) + Send>;
+
 /// What the engine's thread is asked to do between steps.
-#[derive(Debug)]
 enum Command {
     Submit {
         submission: Box<Submission>,
-        outputs: Sender<Output>,
+        outputs: Sink,
         submitted: Duration,
-        reply: Sender<Result<SeqId, SubmitError>>,
+        reply: Reply<Result<SeqId, SubmitError>>,
     },
     Cancel(SeqId),
-    Stats(Sender<EngineStats>),
+    EndAnswer {
+        request: SeqId,
+        index: u32,
+    },
+    Stats(Reply<EngineStats>),
+    Picture {
+        n_branches: usize,
+        n_tokens: usize,
+        reply: Reply<CachePicture>,
+    },
+    ForgetIdle(Reply<u32>),
     Shutdown(Sender<Option<EngineError>>),
 }
 
@@ -80,9 +92,9 @@ impl EngineHandle {
     pub fn submit(&self, submission: Submission) -> Result<Ticket, SubmitError> {
         let submitted = self.clock.0.now();
         let (sender, outputs) = unbounded();
-        let (reply, answer) = bounded(1);
-        let submission = Box::new(submission);
-        let command = Command::Submit { submission, outputs: sender, submitted, reply };
+        let (reply, answer) = replying();
+        let (submission, sink) = (Box::new(submission), Sink::from(sender));
+        let command = Command::Submit { submission, outputs: sink, submitted, reply };
         self.commands.send(command).map_err(|_| SubmitError::Stopped)?;
         let seq = self.wait(&answer).ok_or(SubmitError::Stopped)??;
         Ok(Ticket { seq, outputs, commands: self.commands.clone() })
@@ -91,9 +103,77 @@ impl EngineHandle {
     /// What the engine holds and what it did, after the step that is being computed. `None` when
     /// the engine has stopped.
     pub fn stats(&self) -> Option<EngineStats> {
-        let (reply, answer) = bounded(1);
+        let (reply, answer) = replying();
         self.commands.send(Command::Stats(reply)).ok()?;
         self.wait(&answer)
+    }
+
+    /// Submits a request whose news go to `outputs`, without waiting: for callers that may not
+    /// block. `reply` gets the answer on the engine's thread, before any news; both are dropped
+    /// unused if the engine is lost.
+    pub fn submit_to(
+        &self,
+        submission: Submission,
+        outputs: Sink,
+        reply: impl FnOnce(Result<SeqId, SubmitError>) + Send + 'static,
+    ) -> Result<(), SubmitError> {
+        let (submission, submitted) = (Box::new(submission), self.now());
+        let reply: Reply<_> = Box::new(reply);
+        self.order(Command::Submit { submission, outputs, submitted, reply })
+    }
+
+    /// Asks the engine to end a request, all its answers. Nothing happens if it has already ended,
+    /// or if the engine is too busy to be told: it then ends when its sink says that nobody listens.
+    pub fn cancel(&self, request: SeqId) {
+        let _ = self.order(Command::Cancel(request));
+    }
+
+    /// Asks the engine to end one answer of a request, without waiting; the others go on. See
+    /// [`Engine::end_answer`]. False when the engine is too busy to be told.
+    pub fn end_answer(&self, request: SeqId, index: u32) -> bool {
+        self.order(Command::EndAnswer { request, index }).is_ok()
+    }
+
+    /// Like [`EngineHandle::stats`], without waiting.
+    pub fn ask_stats(
+        &self,
+        reply: impl FnOnce(EngineStats) + Send + 'static,
+    ) -> Result<(), SubmitError> {
+        self.order(Command::Stats(Box::new(reply)))
+    }
+
+    /// Asks for a picture of the cache, without waiting. See [`Engine::cache_picture`].
+    pub fn ask_picture(
+        &self,
+        n_branches: usize,
+        n_tokens: usize,
+        reply: impl FnOnce(CachePicture) + Send + 'static,
+    ) -> Result<(), SubmitError> {
+        self.order(Command::Picture { n_branches, n_tokens, reply: Box::new(reply) })
+    }
+
+    /// Asks the engine to give up what is cached and nobody uses, without waiting. `reply` gets the
+    /// number of pages.
+    pub fn forget_idle(&self, reply: impl FnOnce(u32) + Send + 'static) -> Result<(), SubmitError> {
+        self.order(Command::ForgetIdle(Box::new(reply)))
+    }
+
+    /// The time on the engine's clock.
+    pub fn now(&self) -> Duration {
+        self.clock.0.now()
+    }
+
+    /// Waits until the engine's thread has ended, however it ended.
+    pub fn wait_end(&self) {
+        // Nothing is ever sent, so an answer can only be that the channel is closed.
+        let _ = self.alive.recv();
+    }
+
+    fn order(&self, command: Command) -> Result<(), SubmitError> {
+        self.commands.try_send(command).map_err(|error| match error {
+            TrySendError::Full(_) => SubmitError::Busy,
+            TrySendError::Disconnected(_) => SubmitError::Stopped,
+        })
     }
 
     /// Waits for the thread's answer to a command; `None` when the thread has gone.
@@ -156,6 +236,13 @@ impl Ticket {
         }
     }
 
+    /// Asks the engine to end one answer of the request; the others go on. See
+    /// [`Engine::end_answer`].
+    pub fn end_answer(&self, index: u32) {
+        // An engine that has stopped has ended the answer already.
+        let _ = self.commands.send(Command::EndAnswer { request: self.seq, index });
+    }
+
     /// Asks the engine to end the request, all its answers. Tokens that are already on their way
     /// still come, and then each answer's [`Output::Finished`].
     pub fn cancel(&self) {
@@ -197,6 +284,16 @@ impl<E: Execute + Send + 'static> Engine<E> {
         })?;
         Ok(handle)
     }
+}
+
+/// A reply for a caller that waits.
+fn replying<T: Send + 'static>() -> (Reply<T>, Receiver<T>) {
+    let (sender, receiver) = bounded(1);
+    // Whoever asked may have gone meanwhile, which is no fault.
+    let reply = move |answer| {
+        let _ = sender.send(answer);
+    };
+    (Box::new(reply), receiver)
 }
 
 /// Who asked for the end, to be told of it.
@@ -248,17 +345,19 @@ fn take_commands<E: Execute>(engine: &mut Engine<E>, commands: &Receiver<Command
     Flow::Continue
 }
 
-/// Carries out one command. Whoever asked may have gone meanwhile, which is no fault.
+/// Carries out one command.
 fn obey<E: Execute>(engine: &mut Engine<E>, command: Command) -> Flow {
     match command {
         Command::Submit { submission, outputs, submitted, reply } => {
-            let answer = engine.submit(*submission, outputs, submitted);
-            let _ = reply.send(answer);
+            reply(engine.submit(*submission, outputs, submitted));
         }
         Command::Cancel(seq) => engine.cancel(seq),
-        Command::Stats(reply) => {
-            let _ = reply.send(engine.stats());
+        Command::EndAnswer { request, index } => engine.end_answer(request, index),
+        Command::Stats(reply) => reply(engine.stats()),
+        Command::Picture { n_branches, n_tokens, reply } => {
+            reply(engine.cache_picture(n_branches, n_tokens));
         }
+        Command::ForgetIdle(reply) => reply(engine.forget_idle()),
         Command::Shutdown(asker) => return Flow::End(Some(asker)),
     }
     Flow::Continue

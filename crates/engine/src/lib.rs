@@ -9,7 +9,7 @@
 //! Code map: [`Engine`] is the loop; [`Executor`] carries out a plan on anything that can
 //! [`Forward`], such as a
 //! [`LoadedModel`]; `batch` lays a plan out in rows; [`sample`] chooses
-//! tokens; `requests` knows who waits for which sequence, and `beam` which answers a search follows;
+//! tokens; `attachment` is how answers keep a form; `requests` knows who waits for which sequence, and `beam` which answers a search follows;
 //! [`EngineHandle`] and [`Ticket`] are what callers hold; [`Sizes`] says how large everything is,
 //! [`EngineOptions`] how it behaves, once, at the start.
 //!
@@ -17,6 +17,7 @@
 //! seen a string of text, and it reads neither the environment nor the time, except through a
 //! [`Clock`](nuthatch_types::Clock) that it is given.
 
+mod attachment;
 mod batch;
 mod beam;
 mod engine;
@@ -30,13 +31,16 @@ mod output;
 mod requests;
 pub mod sample;
 
-pub use engine::{Engine, EngineStats, SharedClock};
+pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink};
+pub use engine::{CachePicture, Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
 pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::LoadedModel;
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
-pub use nuthatch_cache::{Eviction, Retention};
-pub use nuthatch_scheduler::{Policy, Tenant, Usage};
+pub use nuthatch_cache::{Branch, Eviction, Retention, SlotUse, Stats as CacheStats};
+pub use nuthatch_scheduler::{
+    Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,
+};
 pub use options::EngineOptions;
-pub use output::{Hints, Output, Submission, Timings, best_of};
+pub use output::{Hints, Output, Sink, Submission, Timings, best_of};

@@ -70,6 +70,14 @@ impl<B: Backend> Forward for LoadedModel<B> {
         }
         self.backend.read(device_logits, logits)
     }
+
+    fn hidden_len(&self) -> usize {
+        self.model.config().hidden as usize
+    }
+
+    fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError> {
+        self.backend.read(self.model.hidden(), hidden)
+    }
 }
 
 impl<B: Backend> fmt::Debug for LoadedModel<B> {
@@ -107,8 +115,10 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         let loaded = LoadedModel::load(backend, files, sizes)?;
         let cache =
             Cache::with_options(sizes.cache(), cache_options).expect("the sizes were checked");
-        let scheduler = Scheduler::with_policy(sizes.scheduler(), cache, options.policy)
-            .expect("the sizes were checked");
+        let mut config = sizes.scheduler();
+        config.max_waiting = options.max_waiting.unwrap_or(config.max_waiting).max(1);
+        let scheduler =
+            Scheduler::with_policy(config, cache, options.policy).expect("the sizes were checked");
         let executor =
             Executor::new(loaded, sizes.capacity()).with_clock(SharedClock::clone(&clock));
         Ok(Engine::new(scheduler, executor, clock))

@@ -14,6 +14,8 @@ pub struct EngineOptions {
     pub prefix_caching: bool,
     /// Which cached pages go first when pages are short.
     pub eviction: Eviction,
+    /// Most requests that wait; more are refused. `None` is the scheduler's own number.
+    pub max_waiting: Option<u32>,
 }
 
 impl Default for EngineOptions {
@@ -22,6 +24,7 @@ impl Default for EngineOptions {
             policy: Policy::default(),
             prefix_caching: true,
             eviction: Eviction::default(),
+            max_waiting: None,
         }
     }
 }

@@ -1,13 +1,17 @@
 //! What goes into the engine and what comes out, as plain data.
 
+use std::fmt;
 use std::time::Duration;
 
+use crossbeam_channel::Sender;
 use nuthatch_cache::Retention;
 use nuthatch_scheduler::{Tenant, Usage};
 use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, Streaming, TokenId};
 
+use crate::{Form, HiddenSink};
+
 /// A request, in tokens.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Submission {
     /// The prompt; at least one token, all of them of the model's vocabulary.
     pub prompt: Vec<TokenId>,
@@ -26,6 +30,10 @@ pub struct Submission {
     /// context nor the cache bounds prompt and answer. An approximation: what was dropped is not
     /// seen again. Not for a beam search.
     pub streaming: Option<Streaming>,
+    /// The form that the answers must have. Not for a beam search.
+    pub form: Option<Form>,
+    /// Who wants to see the hidden state of the prompt's last token.
+    pub hidden: Option<HiddenSink>,
     /// How the request is served.
     pub hints: Hints,
 }
@@ -39,6 +47,8 @@ impl Default for Submission {
             n: 1,
             beam: None,
             streaming: None,
+            form: None,
+            hidden: None,
             hints: Hints::default(),
         }
     }
@@ -90,6 +100,37 @@ pub enum Output {
         /// The score by which a beam search orders its answers.
         score: Option<f32>,
     },
+}
+
+/// Where the news of one request go.
+///
+/// Called on the engine's thread, so it must not wait for anything. It says whether somebody still
+/// listens; if not, the request is cancelled.
+pub struct Sink(Box<dyn FnMut(Output) -> bool + Send>);
+
+impl Sink {
+    /// A sink that gives each piece of news to `take`.
+    pub fn new(take: impl FnMut(Output) -> bool + Send + 'static) -> Self {
+        Sink(Box::new(take))
+    }
+
+    /// Gives the next news, and says whether somebody listens.
+    pub(crate) fn send(&mut self, output: Output) -> bool {
+        (self.0)(output)
+    }
+}
+
+/// The channel should be unbounded.
+impl From<Sender<Output>> for Sink {
+    fn from(sender: Sender<Output>) -> Self {
+        Sink::new(move |output| sender.send(output).is_ok())
+    }
+}
+
+impl fmt::Debug for Sink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Sink")
+    }
 }
 
 /// The `n` best of several finished answers, by the mean of their tokens' `logprobs`: their places,

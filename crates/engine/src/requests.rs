@@ -10,13 +10,12 @@
 
 use std::time::Duration;
 
-use crossbeam_channel::{SendError, Sender};
 use nuthatch_scheduler::Usage;
 use nuthatch_types::{FastMap, FinishReason, SeqId, TokenId};
 
-use crate::Output;
 use crate::beam::{BeamSearch, Hypothesis};
 use crate::output::Milestones;
+use crate::{Output, Sink};
 
 /// Every request that has not ended, and its sequences.
 #[derive(Debug, Default)]
@@ -28,7 +27,7 @@ pub(crate) struct Requests {
 /// One request.
 #[derive(Debug)]
 pub(crate) struct Request {
-    outputs: Sender<Output>,
+    outputs: Sink,
     /// Answers that were asked for.
     n: u32,
     /// Answers that have not ended.
@@ -57,7 +56,7 @@ pub(crate) struct Gone(pub(crate) SeqId);
 impl Request {
     /// A request for `n` answers, submitted at `submitted`.
     pub(crate) fn new(
-        outputs: Sender<Output>,
+        outputs: Sink,
         n: u32,
         submitted: Duration,
         search: Option<BeamSearch>,
@@ -76,7 +75,7 @@ impl Request {
         let timings = self.milestones[timeline as usize].timings(now);
         self.n_open -= 1;
         // Nobody may be listening any more, and nobody needs to.
-        let _ = self.outputs.send(Output::Finished { index, reason, usage, timings, score });
+        self.outputs.send(Output::Finished { index, reason, usage, timings, score });
     }
 }
 
@@ -136,6 +135,13 @@ impl Requests {
         }
     }
 
+    /// The sequence of one answer of a request, if it is sampled and may still be there.
+    pub(crate) fn seq_of(&self, request: SeqId, index: u32) -> Option<SeqId> {
+        let found = self.requests.get(&request)?;
+        let is_answer = found.search.is_none() && index < found.n;
+        is_answer.then(|| SeqId(request.0 + u64::from(index)))
+    }
+
     /// Records that something is computed for a sequence from now on.
     pub(crate) fn start(&mut self, seq: SeqId, now: Duration) {
         if let Some(milestones) = self.milestones(seq) {
@@ -166,9 +172,9 @@ impl Requests {
         if let Some(milestones) = self.milestones(seq) {
             milestones.first_token.get_or_insert(now);
         }
-        let Some(found) = self.requests.get(&request) else { return Ok(()) };
-        let sent = found.outputs.send(Output::Token { index, token, logprob, top });
-        sent.map_err(|SendError(_)| Gone(request))
+        let Some(found) = self.requests.get_mut(&request) else { return Ok(()) };
+        let is_heard = found.outputs.send(Output::Token { index, token, logprob, top });
+        if is_heard { Ok(()) } else { Err(Gone(request)) }
     }
 
     /// Ends a sampled answer, whose sequence has left its request. The prompt is counted with the
@@ -202,7 +208,7 @@ impl Requests {
             for (token, logprob) in tokens {
                 let (logprob, top) = (Some(logprob), Vec::new());
                 // Nobody may be listening any more, and nobody needs to.
-                let _ = request.outputs.send(Output::Token { index, token, logprob, top });
+                request.outputs.send(Output::Token { index, token, logprob, top });
             }
             request.finish(index, (reason, usage, Some(score as f32)), now);
             usage = Usage::default();

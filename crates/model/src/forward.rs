@@ -97,6 +97,11 @@ impl<B: Backend> Model<B> {
         &self.backend
     }
 
+    /// The hidden states of the last batch's output rows, after the last norm, `[outputs, D]`.
+    pub fn hidden(&self) -> &B::Buf {
+        &self.acts.last_h
+    }
+
     /// Computes the batch's rows, appending their keys and values to the store, and returns the
     /// logits of `layout.output_rows`, `[outputs, V]`.
     pub fn forward(

@@ -365,6 +365,12 @@ impl Scheduler {
         self.cache.unpin(pin)
     }
 
+    /// Gives up what is cached and nobody uses. See [`Cache::forget_idle`].
+    pub fn forget_idle(&mut self) -> u32 {
+        assert!(self.in_flight.is_none(), "between steps");
+        self.cache.forget_idle()
+    }
+
     /// What moving and computing cost, as far as it was measured.
     pub fn rates(&self) -> Rates {
         self.meter.rates()

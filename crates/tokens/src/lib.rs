@@ -58,6 +58,7 @@ mod stop;
 mod template;
 mod tokenizer;
 mod vocab;
+mod words;
 
 pub use answer::AnswerText;
 pub use config::TokenizerConfig;
@@ -66,3 +67,4 @@ pub use stop::{StopMatcher, StopOutput};
 pub use template::{ChatTemplate, Message, RenderOptions, TemplateError};
 pub use tokenizer::{EncodeOptions, TEXT_LEN_MAX, Tokenizer, TokenizerError};
 pub use vocab::{TokenKind, VOCAB_LEN_MAX, Vocab};
+pub use words::{Conversation, Words, WordsError};

@@ -26,5 +26,17 @@ pub const STOP_TOKENS: usize = 256;
 pub const LOGIT_BIASES: usize = 1024;
 /// Alternatives that are reported with each token.
 pub const TOP_LOGPROBS: u32 = 20;
+/// Tools that a model may call.
+pub const TOOLS: usize = 128;
+/// Bytes of all tools of a request, of one grammar or schema, and of the variables of a template.
+pub const SCHEMA_BYTES: usize = 256 << 10;
+/// Tool calls of one message.
+pub const TOOL_CALLS: usize = 128;
+/// Texts of which an answer may have to be one.
+pub const ALTERNATIVES: usize = 1024;
+/// Longest time that pages may be asked to stay, in seconds: a year.
+pub const RETENTION_SECONDS: f64 = 31_536_000.0;
+/// Texts that one request may have embedded.
+pub const INPUTS: usize = 2048;
 /// Bytes of a name: of a model, a user, a salt, a custom id.
 pub const NAME_BYTES: usize = 512;

@@ -65,10 +65,20 @@ impl RequestError {
 pub enum ErrorKind {
     /// The client's: the same request will fail again.
     InvalidRequest,
+    /// The client may not do this, or has not said who it is.
+    Unauthorized,
     /// Something that the client names is not there.
     NotFound,
+    /// The endpoint takes another method.
+    Method,
+    /// The client took too long to send its request.
+    Timeout,
+    /// The request is too long.
+    TooLarge,
     /// Nobody's: the same request may work later.
     Overloaded,
+    /// Ours: no request will be answered any more.
+    Unavailable,
     /// Ours.
     Server,
 }
@@ -78,17 +88,26 @@ impl ErrorKind {
     pub fn status(self) -> u16 {
         match self {
             ErrorKind::InvalidRequest => 400,
+            ErrorKind::Unauthorized => 401,
             ErrorKind::NotFound => 404,
-            ErrorKind::Overloaded => 503,
+            ErrorKind::Method => 405,
+            ErrorKind::Timeout => 408,
+            ErrorKind::TooLarge => 413,
+            ErrorKind::Overloaded | ErrorKind::Unavailable => 503,
             ErrorKind::Server => 500,
         }
     }
 
     fn name(self) -> &'static str {
         match self {
-            ErrorKind::InvalidRequest => "invalid_request_error",
+            ErrorKind::InvalidRequest
+            | ErrorKind::Method
+            | ErrorKind::Timeout
+            | ErrorKind::TooLarge => "invalid_request_error",
+            ErrorKind::Unauthorized => "authentication_error",
             ErrorKind::NotFound => "not_found_error",
             ErrorKind::Overloaded => "overloaded_error",
+            ErrorKind::Unavailable => "unavailable_error",
             ErrorKind::Server => "server_error",
         }
     }
@@ -112,6 +131,18 @@ impl ApiError {
     /// An error that is about no parameter.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         ApiError { kind, message: message.into(), param: None, code: None }
+    }
+
+    /// The same error with a code for programs.
+    #[must_use]
+    pub fn with_code(self, code: &'static str) -> Self {
+        ApiError { code: Some(code), ..self }
+    }
+
+    /// The same error about a parameter.
+    #[must_use]
+    pub fn about(self, param: &'static str) -> Self {
+        ApiError { param: Some(param), ..self }
     }
 
     /// Prompt and answer are longer than a sequence may be. Programs that shorten their prompts
@@ -145,15 +176,16 @@ impl ApiError {
 impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
         let param = error.param();
-        let code = match error {
-            RequestError::Json { .. } => Some("json_parse_error"),
-            RequestError::BodyTooLong { .. }
-            | RequestError::Missing { .. }
-            | RequestError::Invalid { .. }
-            | RequestError::Unsupported { .. } => None,
+        let (kind, code) = match error {
+            RequestError::Json { .. } => (ErrorKind::InvalidRequest, "json_parse_error"),
+            RequestError::BodyTooLong { .. } => (ErrorKind::TooLarge, "request_too_large"),
+            RequestError::Missing { .. } => {
+                (ErrorKind::InvalidRequest, "missing_required_parameter")
+            }
+            RequestError::Invalid { .. } => (ErrorKind::InvalidRequest, "invalid_value"),
+            RequestError::Unsupported { .. } => (ErrorKind::InvalidRequest, "unsupported_value"),
         };
-        let kind = ErrorKind::InvalidRequest;
-        ApiError { kind, message: error.to_string(), param, code }
+        ApiError { kind, message: error.to_string(), param, code: Some(code) }
     }
 }
 

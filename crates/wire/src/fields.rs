@@ -36,12 +36,29 @@ pub(crate) fn field<T: DeserializeOwned>(
     param: &'static str,
 ) -> Result<Option<T>, RequestError> {
     let Some(raw) = raw else { return Ok(None) };
-    serde_json::from_str(raw.get()).map(Some).map_err(|error| {
-        let detail = error.to_string();
-        // The position is that inside the field, which helps nobody.
-        let end = detail.rfind(" at line ").unwrap_or(detail.len());
-        RequestError::invalid(param, &detail[..end])
-    })
+    serde_json::from_str(raw.get())
+        .map(Some)
+        .map_err(|error| RequestError::invalid(param, without_place(&error)))
+}
+
+/// Cuts an object inside a field into its own fields.
+pub(crate) fn borrowed<'a, T: Deserialize<'a>>(
+    raw: &'a RawValue,
+    param: &'static str,
+) -> Result<T, RequestError> {
+    if kind_of(raw) != b'{' {
+        return Err(RequestError::invalid(param, "is no JSON object"));
+    }
+    serde_json::from_str(raw.get())
+        .map_err(|error| RequestError::invalid(param, without_place(&error)))
+}
+
+/// What is wrong, without the position, which is that inside the field and helps nobody.
+fn without_place(error: &serde_json::Error) -> String {
+    let mut detail = error.to_string();
+    let end = detail.rfind(" at line ").unwrap_or(detail.len());
+    detail.truncate(end);
+    detail
 }
 
 /// A number within a range.

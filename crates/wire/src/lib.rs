@@ -29,17 +29,33 @@
 
 mod batch;
 pub mod caps;
+mod embeddings;
 mod error;
 mod fields;
+mod format;
 mod options;
 mod request;
 mod response;
+mod responses;
+mod service;
+mod stream;
+mod tools;
 
 pub use batch::{BatchAnswered, BatchError, BatchLine, BatchOutput, BatchResponse};
+pub use embeddings::{Embedding, Embeddings, EmbeddingsRequest, EmbeddingsUsage, Vector};
 pub use error::{ApiError, ErrorBody, ErrorDetail, ErrorKind, RequestError};
-pub use options::{Options, SamplingFields};
+pub use format::Format;
+pub use options::{Options, RetentionFields, SamplingFields};
 pub use request::{ChatMessage, ChatRequest, CompletionRequest, PromptInput, Request};
 pub use response::{
-    AssistantMessage, ChatChoice, ChatCompletion, ChatLogprobs, PromptTokensDetails, TextChoice,
-    TextCompletion, TextLogprobs, TokenLogprob, TopLogprob, Usage,
+    AssistantMessage, ChatChoice, ChatCompletion, ChatLogprobs, Finish, PromptTokensDetails,
+    TextChoice, TextCompletion, TextLogprobs, TokenLogprob, TopLogprob, Usage,
 };
+pub use responses::ResponsesRequest;
+pub use service::{
+    DetokenizeRequest, Detokenized, ModelCard, ModelList, TokenizeInput, TokenizeRequest, Tokenized,
+};
+pub use stream::{
+    ChatChunk, ChatChunkChoice, ChatDelta, TextChunk, TextChunkChoice, ToolCallDelta,
+};
+pub use tools::{Tool, ToolCall, ToolChoice};

@@ -1,10 +1,10 @@
 //! What both kinds of request say besides their prompt.
 
-use nuthatch_types::{Sampling, TokenId};
+use nuthatch_types::{BeamParams, EarlyStopping, Sampling, SamplingError, TokenId};
 use serde::Deserialize;
 
 use crate::fields::{List, Pairs, Raw, check_len, field, kind_of, name, number};
-use crate::{RequestError, caps};
+use crate::{Format, RequestError, caps};
 
 /// What both kinds of request say besides their prompt.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,6 +13,10 @@ pub struct Options {
     pub model: Option<String>,
     /// Answers to each prompt.
     pub n: u32,
+    /// Answers that are computed for each prompt, of which the `n` best are given; at least `n`.
+    pub best_of: u32,
+    /// Searches for the best answers instead of sampling; the width is `best_of`.
+    pub beam: Option<BeamParams>,
     /// Most tokens of an answer.
     pub max_tokens: Option<u32>,
     /// Tokens before which no stop token ends an answer.
@@ -35,8 +39,14 @@ pub struct Options {
     pub stream: bool,
     /// Whether a streamed answer ends with its usage.
     pub include_usage: bool,
+    /// Whether each piece of a streamed answer comes with the usage so far.
+    pub continuous_usage: bool,
+    /// What form an answer must have.
+    pub format: Format,
     /// Only requests with the same salt share cached pages.
     pub cache_salt: Option<String>,
+    /// How long cached pages should stay when the request is gone.
+    pub retention: Option<RetentionFields>,
     /// As in vLLM: lower is served earlier, 0 is ordinary.
     pub priority: i64,
     /// Who asks.
@@ -48,6 +58,15 @@ impl Options {
     pub fn urgency(&self) -> u8 {
         u8::try_from(128i64.saturating_sub(self.priority).clamp(0, 255)).unwrap_or(u8::MAX)
     }
+}
+
+/// How long cached pages should stay when the request is gone.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RetentionFields {
+    /// 0 is ordinary; higher stays longer.
+    pub priority: u8,
+    /// Seconds from now until the priority runs out; `None` is never.
+    pub seconds: Option<f64>,
 }
 
 /// How tokens are chosen, as far as the client says; what it leaves open is the model's or ours.
@@ -86,8 +105,7 @@ impl SamplingFields {
             presence_penalty: self.presence_penalty.unwrap_or(base.presence_penalty),
             logit_bias: self.logit_bias.clone(),
             seed: self.seed.unwrap_or(base.seed),
-            n_logprobs: base.n_logprobs,
-            n_candidates: base.n_candidates,
+            ..base
         }
     }
 }
@@ -100,6 +118,14 @@ pub(crate) struct RawOptions<'a> {
     model: Raw<'a>,
     #[serde(borrow)]
     n: Raw<'a>,
+    #[serde(borrow)]
+    best_of: Raw<'a>,
+    #[serde(borrow)]
+    use_beam_search: Raw<'a>,
+    #[serde(borrow)]
+    length_penalty: Raw<'a>,
+    #[serde(borrow)]
+    early_stopping: Raw<'a>,
     #[serde(borrow)]
     max_tokens: Raw<'a>,
     #[serde(borrow)]
@@ -150,22 +176,29 @@ pub(crate) struct RawOptions<'a> {
     #[serde(borrow)]
     pub(crate) top_logprobs: Raw<'a>,
     #[serde(borrow)]
-    response_format: Raw<'a>,
+    prompt_logprobs: Raw<'a>,
+    #[serde(borrow)]
+    retention: Raw<'a>,
 }
 
 #[derive(Debug, Deserialize)]
 struct RawStreamOptions {
     #[serde(default)]
     include_usage: Option<bool>,
+    #[serde(default)]
+    continuous_usage_stats: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
-struct RawResponseFormat {
-    r#type: String,
+struct RawRetention {
+    #[serde(default)]
+    priority: Option<u8>,
+    #[serde(default)]
+    ttl: Option<f64>,
 }
 
 impl RawOptions<'_> {
-    /// Reads every field but the prompt's and `logprobs`.
+    /// Reads every field but the prompt's, `logprobs` and those of the form.
     pub(crate) fn read(&self) -> Result<Options, RequestError> {
         let max_tokens = number(self.max_tokens, "max_tokens", 1..=u32::MAX)?;
         let max_completion =
@@ -176,10 +209,23 @@ impl RawOptions<'_> {
         if salt.as_deref() == Some("") {
             return Err(RequestError::invalid("cache_salt", "is empty"));
         }
-        self.check_format()?;
+        if number(self.prompt_logprobs, "prompt_logprobs", 0..=u32::MAX)?.is_some() {
+            let what = "probabilities of the prompt".to_owned();
+            return Err(RequestError::Unsupported { param: "prompt_logprobs", what });
+        }
+        let n = number(self.n, "n", 1..=caps::N)?.unwrap_or(1);
+        let best_of = self.best_of(n)?;
+        let stream_options = stream_options.as_ref();
+        let stream = field(self.stream, "stream")?.unwrap_or(false);
+        if stream && best_of > n {
+            let detail = "answers that are compared when they have ended cannot be streamed";
+            return Err(RequestError::invalid("best_of", detail));
+        }
         Ok(Options {
             model: name(self.model, "model")?,
-            n: number(self.n, "n", 1..=caps::N)?.unwrap_or(1),
+            n,
+            best_of,
+            beam: self.beam(best_of)?,
             max_tokens: max_completion.or(max_tokens),
             min_tokens: field(self.min_tokens, "min_tokens")?.unwrap_or(0),
             ignore_eos: field(self.ignore_eos, "ignore_eos")?.unwrap_or(false),
@@ -190,12 +236,64 @@ impl RawOptions<'_> {
             stop_tokens: self.stop_tokens()?,
             skip_special: field(self.skip_special_tokens, "skip_special_tokens")?.unwrap_or(true),
             logprobs: None,
-            stream: field(self.stream, "stream")?.unwrap_or(false),
+            stream,
             include_usage: stream_options.and_then(|o| o.include_usage).unwrap_or(false),
+            continuous_usage: stream_options
+                .and_then(|o| o.continuous_usage_stats)
+                .unwrap_or(false),
+            format: Format::Text,
+            retention: self.retention()?,
             cache_salt: salt,
             priority: field(self.priority, "priority")?.unwrap_or(0),
             user: name(self.user, "user")?,
         })
+    }
+
+    /// Answers that are computed for each prompt.
+    fn best_of(&self, n: u32) -> Result<u32, RequestError> {
+        const PARAM: &str = "best_of";
+        match number(self.best_of, PARAM, 1..=caps::N)? {
+            Some(best_of) if best_of < n => {
+                Err(RequestError::invalid(PARAM, format!("{best_of} is less than n, which is {n}")))
+            }
+            best_of => Ok(best_of.unwrap_or(n)),
+        }
+    }
+
+    fn beam(&self, width: u32) -> Result<Option<BeamParams>, RequestError> {
+        const STOPPING: &str = "early_stopping";
+        let length_penalty: Option<f32> = field(self.length_penalty, "length_penalty")?;
+        let early_stopping = match self.early_stopping {
+            None => EarlyStopping::No,
+            Some(raw) if kind_of(raw) == b'"' => {
+                match name(self.early_stopping, STOPPING)?.as_deref() {
+                    Some("never") => EarlyStopping::Never,
+                    _ => return Err(RequestError::invalid(STOPPING, "is not a bool or \"never\"")),
+                }
+            }
+            Some(_) => match field(self.early_stopping, STOPPING)? {
+                Some(true) => EarlyStopping::Yes,
+                Some(false) | None => EarlyStopping::No,
+            },
+        };
+        if !field(self.use_beam_search, "use_beam_search")?.unwrap_or(false) {
+            return Ok(None);
+        }
+        let length_penalty = length_penalty.unwrap_or(1.0);
+        let beam = BeamParams { width, length_penalty, early_stopping };
+        beam.validate().map_err(out_of_range)?;
+        Ok(Some(beam))
+    }
+
+    fn retention(&self) -> Result<Option<RetentionFields>, RequestError> {
+        const PARAM: &str = "retention";
+        let raw: Option<RawRetention> = field(self.retention, PARAM)?;
+        let Some(RawRetention { priority, ttl }) = raw else { return Ok(None) };
+        if ttl.is_some_and(|ttl| !(0.0..=caps::RETENTION_SECONDS).contains(&ttl)) {
+            let detail = format!("ttl must be 0 to {} seconds", caps::RETENTION_SECONDS);
+            return Err(RequestError::invalid(PARAM, detail));
+        }
+        Ok(Some(RetentionFields { priority: priority.unwrap_or(1), seconds: ttl }))
     }
 
     fn sampling(&self) -> Result<SamplingFields, RequestError> {
@@ -213,10 +311,7 @@ impl RawOptions<'_> {
             seed: number(self.seed, "seed", i128::from(i64::MIN)..=i128::from(u64::MAX))?
                 .map(|seed| seed as u64),
         };
-        fields.apply(Sampling::default()).validate().map_err(|error| {
-            let detail = format!("{} must be {}", error.value, error.allowed);
-            RequestError::invalid(error.field, detail)
-        })?;
+        fields.apply(Sampling::default()).validate().map_err(out_of_range)?;
         Ok(fields)
     }
 
@@ -253,17 +348,8 @@ impl RawOptions<'_> {
             field(self.stop_token_ids, "stop_token_ids")?;
         Ok(ids.map_or_else(Vec::new, |ids| ids.0.into_iter().map(TokenId).collect()))
     }
+}
 
-    /// Plain text is the only form that an answer has.
-    fn check_format(&self) -> Result<(), RequestError> {
-        const PARAM: &str = "response_format";
-        let format: Option<RawResponseFormat> = field(self.response_format, PARAM)?;
-        match format {
-            Some(format) if format.r#type != "text" => {
-                let what = format.r#type.chars().take(32).collect();
-                Err(RequestError::Unsupported { param: PARAM, what })
-            }
-            _ => Ok(()),
-        }
-    }
+fn out_of_range(error: SamplingError) -> RequestError {
+    RequestError::invalid(error.field, format!("{} must be {}", error.value, error.allowed))
 }

@@ -2,12 +2,13 @@
 
 use nuthatch_types::TokenId;
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 
 use crate::fields::{List, Raw, check_len, field, kind_of, number, object};
 use crate::options::RawOptions;
-use crate::{Options, RequestError, caps};
+use crate::tools::{self, RawToolCall, Tool, ToolCall, ToolChoice};
+use crate::{Format, Options, RequestError, caps};
 
 /// A request of either kind.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,17 +34,29 @@ impl Request {
 pub struct ChatRequest {
     /// The conversation, at least one message.
     pub messages: Vec<ChatMessage>,
+    /// Tools that the model may call.
+    pub tools: Vec<Tool>,
+    /// Whether it may, or must.
+    pub tool_choice: ToolChoice,
+    /// Further variables for the model's chat template.
+    pub template_vars: Map<String, Value>,
     /// Everything else.
     pub options: Options,
 }
 
 /// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChatMessage {
     /// Who speaks.
     pub role: String,
     /// What is said; parts are joined by newlines.
     pub content: String,
+    /// Tools that the model called with this message.
+    pub tool_calls: Vec<ToolCall>,
+    /// The call that this message is the result of.
+    pub tool_call_id: Option<String>,
+    /// Who speaks, by name, or the tool that gave this result.
+    pub name: Option<String>,
 }
 
 /// Texts to continue.
@@ -51,6 +64,8 @@ pub struct ChatMessage {
 pub struct CompletionRequest {
     /// The texts, at least one.
     pub prompts: Vec<PromptInput>,
+    /// Whether an answer begins with its prompt.
+    pub echo: bool,
     /// Everything else.
     pub options: Options,
 }
@@ -71,15 +86,26 @@ struct RawChat<'a> {
     messages: Raw<'a>,
     #[serde(borrow)]
     tools: Raw<'a>,
+    #[serde(borrow)]
+    tool_choice: Raw<'a>,
+    #[serde(borrow)]
+    chat_template_kwargs: Raw<'a>,
 }
+
+/// A text or parts of one, as they come.
+pub(crate) type RawContent = Option<Box<RawValue>>;
 
 #[derive(Debug, Deserialize)]
 struct RawMessage {
     role: String,
     #[serde(default)]
-    content: Option<Box<RawValue>>,
+    content: RawContent,
     #[serde(default)]
-    tool_calls: Option<List<IgnoredAny, { caps::PARTS }>>,
+    tool_calls: Option<List<RawToolCall, { caps::TOOL_CALLS }>>,
+    #[serde(default)]
+    tool_call_id: Option<String>,
+    #[serde(default)]
+    name: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -98,8 +124,6 @@ struct RawCompletion<'a> {
     echo: Raw<'a>,
     #[serde(borrow)]
     suffix: Raw<'a>,
-    #[serde(borrow)]
-    best_of: Raw<'a>,
 }
 
 impl ChatRequest {
@@ -108,11 +132,14 @@ impl ChatRequest {
         let raw: RawChat<'_> = object(body)?;
         let raw_options: RawOptions<'_> = object(body)?;
         let messages = messages(raw.messages)?;
-        let tools: Option<List<IgnoredAny, { caps::PARTS }>> = field(raw.tools, "tools")?;
-        if tools.is_some_and(|tools| !tools.0.is_empty()) {
-            return Err(unsupported("tools", "calling tools"));
-        }
+        let tools = tools::tools(raw.tools)?;
+        let tool_choice = tools::choice(raw.tool_choice, &tools)?;
         let mut options = raw_options.read()?;
+        options.format = Format::parse(body)?;
+        if options.format != Format::Text && tool_choice.is_forced() {
+            let detail = "a call that must be made leaves no room for another form";
+            return Err(RequestError::invalid("response_format", detail));
+        }
         let wants = field(raw_options.logprobs, "logprobs")?.unwrap_or(false);
         let top = number(raw_options.top_logprobs, "top_logprobs", 0..=caps::TOP_LOGPROBS)?;
         if top.is_some() && !wants {
@@ -120,8 +147,18 @@ impl ChatRequest {
             return Err(RequestError::invalid("top_logprobs", detail));
         }
         options.logprobs = wants.then(|| top.unwrap_or(0));
-        Ok(ChatRequest { messages, options })
+        let template_vars = template_vars(raw.chat_template_kwargs)?;
+        Ok(ChatRequest { messages, tools, tool_choice, template_vars, options })
     }
+}
+
+/// Further variables of a template.
+pub(crate) fn template_vars(raw: Raw<'_>) -> Result<Map<String, Value>, RequestError> {
+    const PARAM: &str = "chat_template_kwargs";
+    if let Some(raw) = raw {
+        check_len(raw.get(), caps::SCHEMA_BYTES, PARAM)?;
+    }
+    Ok(field(raw, PARAM)?.unwrap_or_default())
 }
 
 fn messages(raw: Raw<'_>) -> Result<Vec<ChatMessage>, RequestError> {
@@ -137,24 +174,31 @@ fn messages(raw: Raw<'_>) -> Result<Vec<ChatMessage>, RequestError> {
 fn message(raw: RawMessage) -> Result<ChatMessage, RequestError> {
     const PARAM: &str = "messages";
     check_len(&raw.role, caps::ROLE_BYTES, PARAM)?;
-    if raw.tool_calls.is_some_and(|calls| !calls.0.is_empty()) {
-        return Err(unsupported(PARAM, "a message with tool calls"));
+    for name in raw.name.iter().chain(&raw.tool_call_id) {
+        check_len(name, caps::NAME_BYTES, PARAM)?;
     }
-    let content = match raw.content.as_deref() {
-        None => String::new(),
+    let calls = raw.tool_calls.map_or_else(Vec::new, |calls| calls.0);
+    let tool_calls = calls.into_iter().map(|call| call.read(PARAM)).collect::<Result<_, _>>()?;
+    let content = content(raw.content.as_deref(), PARAM)?;
+    let (role, tool_call_id, name) = (raw.role, raw.tool_call_id, raw.name);
+    Ok(ChatMessage { role, content, tool_calls, tool_call_id, name })
+}
+
+/// A text, or parts of one, joined by newlines.
+pub(crate) fn content(raw: Raw<'_>, param: &'static str) -> Result<String, RequestError> {
+    match raw {
         Some(raw) if kind_of(raw) == b'[' => {
-            let parts: Option<List<RawPart, { caps::PARTS }>> = field(Some(raw), PARAM)?;
+            let parts: Option<List<RawPart, { caps::PARTS }>> = field(Some(raw), param)?;
             let parts = parts.map_or_else(Vec::new, |parts| parts.0);
-            parts.into_iter().map(part).collect::<Result<Vec<String>, _>>()?.join("\n")
+            Ok(parts.into_iter().map(part).collect::<Result<Vec<String>, _>>()?.join("\n"))
         }
-        Some(raw) => field(Some(raw), PARAM)?.unwrap_or_default(),
-    };
-    Ok(ChatMessage { role: raw.role, content })
+        raw => Ok(field(raw, param)?.unwrap_or_default()),
+    }
 }
 
 fn part(raw: RawPart) -> Result<String, RequestError> {
     match (raw.r#type.as_str(), raw.text) {
-        ("text", Some(text)) => Ok(text),
+        ("text" | "input_text" | "output_text", Some(text)) => Ok(text),
         (kind, _) => {
             let kind: String = kind.chars().take(32).collect();
             Err(unsupported("messages", format!("a part of type `{kind}`")))
@@ -167,52 +211,53 @@ impl CompletionRequest {
     pub fn parse(body: &[u8]) -> Result<Self, RequestError> {
         let raw: RawCompletion<'_> = object(body)?;
         let raw_options: RawOptions<'_> = object(body)?;
-        let prompts = prompts(raw.prompt)?;
-        if field(raw.echo, "echo")?.unwrap_or(false) {
-            return Err(unsupported("echo", "repeating the prompt"));
-        }
+        let prompts = prompts::<{ caps::PROMPTS }>(raw.prompt, "prompt")?;
+        let echo = field(raw.echo, "echo")?.unwrap_or(false);
         if field::<String>(raw.suffix, "suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(unsupported("suffix", "filling in"));
         }
         let mut options = raw_options.read()?;
-        if number(raw.best_of, "best_of", 1..=caps::N)?.is_some_and(|best| best != options.n) {
-            return Err(unsupported("best_of", "choosing among more answers than n"));
-        }
+        options.format = Format::parse(body)?;
         options.logprobs = number(raw_options.logprobs, "logprobs", 0..=caps::TOP_LOGPROBS)?;
-        let n_choices = prompts.len() * options.n as usize;
+        if echo && options.logprobs.is_some() {
+            return Err(unsupported("echo", "the probabilities of the prompt"));
+        }
+        let n_choices = prompts.len() * options.best_of as usize;
         if n_choices > caps::CHOICES {
             let detail = format!("{n_choices} answers, but at most {} are allowed", caps::CHOICES);
             return Err(RequestError::invalid("prompt", detail));
         }
-        Ok(CompletionRequest { prompts, options })
+        Ok(CompletionRequest { prompts, echo, options })
     }
 }
 
 /// A text, tokens, or a list of either.
-fn prompts(raw: Raw<'_>) -> Result<Vec<PromptInput>, RequestError> {
-    const PARAM: &str = "prompt";
+pub(crate) fn prompts<const MAX: usize>(
+    raw: Raw<'_>,
+    param: &'static str,
+) -> Result<Vec<PromptInput>, RequestError> {
     type Tokens = List<u32, { caps::PROMPT_TOKENS }>;
     let tokens = |ids: Tokens| PromptInput::Tokens(ids.0.into_iter().map(TokenId).collect());
-    let value = raw.ok_or(RequestError::Missing { param: PARAM })?;
+    let value = raw.ok_or(RequestError::Missing { param })?;
     let inner = value.get().trim_start().strip_prefix('[').map(str::trim_start);
     let prompts = match inner.map(|inner| inner.bytes().next().unwrap_or(b' ')) {
-        None => field(raw, PARAM)?.map(PromptInput::Text).into_iter().collect(),
+        None => field(raw, param)?.map(PromptInput::Text).into_iter().collect(),
         Some(b'"') => {
-            let texts: Option<List<String, { caps::PROMPTS }>> = field(raw, PARAM)?;
+            let texts: Option<List<String, MAX>> = field(raw, param)?;
             texts.map_or_else(Vec::new, |t| t.0.into_iter().map(PromptInput::Text).collect())
         }
         Some(b'[') => {
-            let lists: Option<List<Tokens, { caps::PROMPTS }>> = field(raw, PARAM)?;
+            let lists: Option<List<Tokens, MAX>> = field(raw, param)?;
             lists.map_or_else(Vec::new, |lists| lists.0.into_iter().map(tokens).collect())
         }
-        Some(_) => field(raw, PARAM)?.map(tokens).into_iter().collect(),
+        Some(_) => field(raw, param)?.map(tokens).into_iter().collect(),
     };
     let is_empty = |prompt: &PromptInput| match prompt {
         PromptInput::Text(text) => text.is_empty(),
         PromptInput::Tokens(tokens) => tokens.is_empty(),
     };
     if prompts.is_empty() || prompts.iter().any(is_empty) {
-        return Err(RequestError::invalid(PARAM, "is empty"));
+        return Err(RequestError::invalid(param, "is empty"));
     }
     Ok(prompts)
 }

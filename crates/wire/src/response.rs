@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use nuthatch_types::FinishReason;
-use serde::{Serialize, Serializer};
+use serde::Serialize;
+
+use crate::ToolCall;
 
 /// The answer to a [`ChatRequest`](crate::ChatRequest).
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -37,8 +39,7 @@ pub struct ChatChoice {
     /// Probabilities, if they were asked for.
     pub logprobs: Option<ChatLogprobs>,
     /// Why it ended.
-    #[serde(serialize_with = "finish_reason")]
-    pub finish_reason: FinishReason,
+    pub finish_reason: Finish,
 }
 
 /// What the model says.
@@ -46,16 +47,20 @@ pub struct ChatChoice {
 pub struct AssistantMessage {
     /// `assistant`.
     pub role: &'static str,
-    /// The text.
-    pub content: String,
+    /// The text, if there is one.
+    pub content: Option<String>,
     /// Always null: what a model refuses it refuses in its text.
     pub refusal: Option<String>,
+    /// Tools that it calls.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
 }
 
 impl AssistantMessage {
     /// A message of this text.
     pub fn new(content: String) -> Self {
-        AssistantMessage { role: "assistant", content, refusal: None }
+        let content = Some(content);
+        AssistantMessage { role: "assistant", content, refusal: None, tool_calls: Vec::new() }
     }
 }
 
@@ -119,8 +124,7 @@ pub struct TextChoice {
     /// Probabilities, if they were asked for.
     pub logprobs: Option<TextLogprobs>,
     /// Why it ended.
-    #[serde(serialize_with = "finish_reason")]
-    pub finish_reason: FinishReason,
+    pub finish_reason: Finish,
 }
 
 /// Probabilities of a continuation: lists of the same length, token by token.
@@ -168,11 +172,29 @@ impl Usage {
     }
 }
 
-fn finish_reason<S: Serializer>(reason: &FinishReason, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
-        FinishReason::Cancelled => "abort",
-        FinishReason::Failed => "error",
-    })
+/// Why an answer ended, as clients are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Finish {
+    /// The model ended it, or a stop string was found.
+    Stop,
+    /// It is as long as it may be.
+    Length,
+    /// The model called tools.
+    ToolCalls,
+    /// It was cancelled.
+    Abort,
+    /// The engine could not go on.
+    Error,
+}
+
+impl From<FinishReason> for Finish {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => Finish::Stop,
+            FinishReason::Length => Finish::Length,
+            FinishReason::Cancelled => Finish::Abort,
+            FinishReason::Failed => Finish::Error,
+        }
+    }
 }

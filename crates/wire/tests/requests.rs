@@ -5,8 +5,9 @@
 use nuthatch_types::{FinishReason, TokenId};
 use nuthatch_wire::{
     ApiError, AssistantMessage, BatchAnswered, BatchLine, BatchOutput, BatchResponse, ChatChoice,
-    ChatCompletion, ChatLogprobs, ChatRequest, CompletionRequest, ErrorKind, PromptInput, Request,
-    RequestError, TokenLogprob, TopLogprob, Usage, caps,
+    ChatCompletion, ChatLogprobs, ChatRequest, CompletionRequest, DetokenizeRequest,
+    EmbeddingsRequest, ErrorKind, Format, PromptInput, Request, RequestError, ResponsesRequest,
+    TokenLogprob, TokenizeInput, TokenizeRequest, ToolChoice, TopLogprob, Usage, caps,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -133,10 +134,25 @@ fn errors_name_the_parameter() {
             json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
             "messages: a part of type `image_url` is not supported",
         ),
-        (json!({"tools": [{}]}), "tools: calling tools is not supported"),
+        (json!({"tools": [{}]}), "tools: a tool that is no function is not supported"),
+        (json!({"tool_choice": "required"}), "tool_choice: there is no such tool"),
+        (json!({"n": 3, "best_of": 2}), "best_of: 2 is less than n, which is 3"),
+        (
+            json!({"prompt_logprobs": 0}),
+            "prompt_logprobs: probabilities of the prompt is not supported",
+        ),
+        (json!({"retention": {"ttl": -1}}), "retention: ttl must be 0 to 31536000 seconds"),
+        (
+            json!({"use_beam_search": true, "length_penalty": 99}),
+            "length_penalty: 99 must be -10 to 10",
+        ),
+        (
+            json!({"guided_regex": "a", "guided_choice": ["b"]}),
+            "response_format: only one form can be asked for",
+        ),
         (
             json!({"response_format": {"type": "json_schema"}}),
-            "response_format: json_schema is not supported",
+            "response_format: json_schema.schema is missing",
         ),
     ] {
         let error = chat(&fields).unwrap_err();
@@ -181,6 +197,113 @@ fn lists_and_strings_have_caps() {
 }
 
 #[test]
+fn forms_are_asked_for_in_three_ways() {
+    let schema = json!({"type": "object"});
+    let wrapped = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let json_schema = Format::JsonSchema(schema.to_string());
+    for (fields, expect) in [
+        (json!({}), Format::Text),
+        (json!({"response_format": {"type": "text"}}), Format::Text),
+        (json!({"response_format": {"type": "json_object"}}), Format::JsonObject),
+        (json!({ "response_format": wrapped }), json_schema.clone()),
+        (json!({"structured_outputs": {"json": schema}}), json_schema.clone()),
+        (json!({"guided_json": schema.to_string()}), json_schema),
+        (json!({"structured_outputs": {"regex": "a+"}}), Format::Regex("a+".to_owned())),
+        (json!({"guided_grammar": "start: \"a\""}), Format::Grammar("start: \"a\"".to_owned())),
+        (json!({"guided_choice": ["a", "b"]}), Format::Choice(vec!["a".into(), "b".into()])),
+    ] {
+        assert_eq!(chat(&fields).unwrap().options.format, expect, "{fields}");
+    }
+    let long = "x".repeat(caps::SCHEMA_BYTES + 1);
+    for fields in [
+        json!({ "guided_regex": long }),
+        json!({ "guided_json": long }),
+        json!({"guided_json": {"x": long}}),
+        json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": long}}}}),
+        json!({"guided_choice": vec!["x"; caps::ALTERNATIVES + 1]}),
+        json!({"guided_choice": []}),
+        json!({"response_format": "json"}),
+    ] {
+        assert!(chat(&fields).is_err());
+    }
+}
+
+#[test]
+fn tools_and_their_calls_are_read() {
+    let function = json!({"name": "f", "parameters": {"type": "object"}});
+    let tools = json!([{"type": "function", "function": function}]);
+    let called = json!({"role": "assistant", "content": null, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]});
+    let result = json!({"role": "tool", "tool_call_id": "c", "content": "7"});
+    let request = chat(&json!({"tools": tools, "messages": [called, result]})).unwrap();
+    assert_eq!((request.tools[0].name.as_str(), request.tool_choice), ("f", ToolChoice::Auto));
+    assert_eq!(request.messages[0].tool_calls[0].arguments, "{}");
+    assert_eq!(request.messages[1].tool_call_id.as_deref(), Some("c"));
+    for (choice, expect) in [
+        (json!("none"), ToolChoice::None),
+        (json!("auto"), ToolChoice::Auto),
+        (json!("required"), ToolChoice::Required),
+        (json!({"type": "function", "function": {"name": "f"}}), ToolChoice::Named("f".into())),
+        (json!({"type": "function", "name": "f"}), ToolChoice::Named("f".into())),
+    ] {
+        let request = chat(&json!({"tools": tools, "tool_choice": choice}));
+        assert_eq!(request.unwrap().tool_choice, expect);
+    }
+    let other = json!({"type": "function", "function": {"name": "g"}});
+    assert!(chat(&json!({"tools": tools, "tool_choice": other})).is_err());
+    let many = vec![tools[0].clone(); caps::TOOLS + 1];
+    assert!(chat(&json!({ "tools": many })).is_err());
+}
+
+#[test]
+fn responses_are_chats_in_other_words() {
+    let parse = |body: &Value| ResponsesRequest::parse(body.to_string().as_bytes());
+    let request = parse(&json!({
+        "input": [
+            {"role": "developer", "content": "rules"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "7"},
+        ],
+        "instructions": "brief", "max_output_tokens": 9, "temperature": 0.5,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": true}],
+    }))
+    .unwrap();
+    let roles: Vec<&str> = request.chat.messages.iter().map(|m| m.role.as_str()).collect();
+    assert_eq!(roles, ["system", "system", "user", "assistant", "tool"]);
+    assert_eq!(request.chat.messages[2].content, "Hi");
+    assert_eq!(request.chat.options.max_tokens, Some(9));
+    assert!(matches!(request.chat.options.format, Format::JsonSchema(_)));
+    assert_eq!(request.chat.tools[0].json["function"]["name"], "f");
+    let text = parse(&json!({"input": "Hi"})).unwrap();
+    assert_eq!(text.chat.messages.len(), 1);
+    for body in [
+        json!({}),
+        json!({"input": []}),
+        json!({"input": "x", "previous_response_id": "y"}),
+        json!({"input": "x", "n": 2}),
+        json!({"input": [{"type": "item_reference", "id": "x"}]}),
+    ] {
+        assert!(parse(&body).is_err(), "{body}");
+    }
+}
+
+#[test]
+fn what_becomes_tokens_is_a_text_or_a_chat() {
+    let parse = |body: &Value| TokenizeRequest::parse(body.to_string().as_bytes());
+    let text =
+        |prompt: &str, add_special| TokenizeInput::Text { prompt: prompt.to_owned(), add_special };
+    assert_eq!(parse(&json!({"prompt": "x"})).unwrap().input, text("x", true));
+    let llama = parse(&json!({"content": "x", "add_special": false})).unwrap();
+    assert_eq!(llama.input, text("x", false));
+    let chat = parse(&json!({"messages": [{"role": "user", "content": "x"}]})).unwrap();
+    assert!(matches!(chat.input, TokenizeInput::Chat(_)));
+    assert!(parse(&json!({})).is_err());
+    assert!(DetokenizeRequest::parse(b"{\"tokens\": [-1]}").is_err());
+}
+
+#[test]
 fn depth_costs_nothing() {
     for n in [10, 200, 100_000] {
         let deep = format!("{}{}", "[".repeat(n), "]".repeat(n));
@@ -192,6 +315,8 @@ fn depth_costs_nothing() {
         // What is not known is skipped without recursion.
         assert!(ChatRequest::parse(unknown.as_bytes()).is_ok(), "{n}");
         assert!(CompletionRequest::parse(format!(r#"{{"prompt": {deep}}}"#).as_bytes()).is_err());
+        let tools = format!(r#"{{"tools": {deep}, "messages": [{{"role": "user"}}]}}"#);
+        assert!(ChatRequest::parse(tools.as_bytes()).is_err(), "{n}");
     }
 }
 
@@ -237,7 +362,7 @@ fn answers_have_openais_form() {
             index: 0,
             message: AssistantMessage::new("Hi".to_owned()),
             logprobs: Some(ChatLogprobs { content: vec![token] }),
-            finish_reason: FinishReason::Length,
+            finish_reason: FinishReason::Length.into(),
         }],
         usage: Usage::new(10, 4, 3),
     };
@@ -298,6 +423,17 @@ fn read_all(bytes: &[u8]) {
         let _ = line.request();
     }
     let _ = BatchAnswered::parse(bytes);
+    if let Ok(request) = ResponsesRequest::parse(bytes) {
+        assert!((1..=caps::MESSAGES + 1).contains(&request.chat.messages.len()));
+        check(&Request::Chat(request.chat));
+    }
+    if let Ok(request) = DetokenizeRequest::parse(bytes) {
+        assert!(request.tokens.len() <= caps::PROMPT_TOKENS);
+    }
+    let _ = TokenizeRequest::parse(bytes);
+    if let Ok(request) = EmbeddingsRequest::parse(bytes) {
+        assert!((1..=caps::INPUTS).contains(&request.inputs.len()));
+    }
 }
 
 fn check(request: &Request) {
@@ -305,6 +441,10 @@ fn check(request: &Request) {
     let sampling = options.sampling.apply(nuthatch_types::Sampling::default());
     sampling.validate().unwrap();
     assert!((1..=caps::N).contains(&options.n));
+    assert!((options.n..=caps::N).contains(&options.best_of));
+    if let Request::Chat(chat) = request {
+        assert!(chat.tools.len() <= caps::TOOLS);
+    }
     assert!(options.max_tokens != Some(0) && options.stop.len() <= caps::STOPS);
     assert!(options.logprobs.is_none_or(|n| n <= caps::TOP_LOGPROBS));
 }
@@ -313,6 +453,9 @@ const WHOLE: &str = r#"{"custom_id": "a", "method": "POST", "url": "/v1/chat/com
     "messages": [{"role": "user", "content": [{"type": "text", "text": "\u00e9"}]}],
     "prompt": [[1, 2], [3]], "temperature": 0.7, "top_k": 40, "seed": 18446744073709551615,
     "logit_bias": {"5": -1.5}, "stop": ["a", "b"], "n": 2, "logprobs": 3, "max_tokens": 16,
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    "input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f"}],
+    "retention": {"priority": 3, "ttl": 1.5}, "best_of": 2, "tokens": [1, 2],
     "body": {"messages": [{"role": "user", "content": "x"}], "priority": -2}}"#;
 
 proptest! {
@@ -343,6 +486,9 @@ proptest! {
             "model", "n", "max_tokens", "temperature", "top_k", "seed", "stop", "logit_bias",
             "logprobs", "top_logprobs", "priority", "cache_salt", "messages", "prompt",
             "stop_token_ids", "stream_options", "response_format", "min_tokens", "user", "body",
+            "tools", "tool_choice", "structured_outputs", "guided_json", "guided_choice", "input",
+            "retention", "best_of", "use_beam_search", "early_stopping", "echo", "text", "tokens",
+            "chat_template_kwargs", "instructions", "add_special_tokens", "max_output_tokens",
         ]),
         value in value(),
     ) {

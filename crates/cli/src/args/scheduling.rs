@@ -58,7 +58,8 @@ pub(crate) struct SchedulingArgs {
     #[arg(long, value_name = "N", default_value_t = 512)]
     #[arg(alias = "chunked-prefill-size", alias = "batch-size")]
     pub(crate) max_num_batched_tokens: u32,
-    /// Most sequences that run at one time [default: 1, but 16 for `batch` and `simulate`]
+    /// Most sequences that run at one time [default: 1, but 16 for `serve`, `batch`
+    /// and `simulate`]
     #[arg(long, value_name = "N", alias = "max-running-requests", alias = "parallel")]
     pub(crate) max_num_seqs: Option<u32>,
     #[command(flatten)]

@@ -7,15 +7,15 @@ use std::io::BufRead;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use nuthatch_engine::{Engine, Execute, SharedClock, SubmitError};
+use nuthatch_engine::{Engine, Execute, SharedClock};
+use nuthatch_server::{Endpoint, Heading, Job, Origin, refusal};
 use nuthatch_wire::{
     ApiError, BatchError, BatchLine, BatchOutput, BatchResponse, ErrorKind, Request, caps,
 };
 
 use super::input::{Line, Lines};
-use super::job::{Job, Kind, Part, Progress};
+use super::job::{LineJob, Part};
 use super::output::{Answered, OutputFile};
-use super::submit::Endpoint;
 use super::summary::Counts;
 use crate::interrupt::Interrupt;
 
@@ -41,7 +41,7 @@ pub(super) struct Driver<'a, E, R> {
 /// What changes while a batch runs.
 #[derive(Debug, Default)]
 struct State {
-    jobs: Vec<Job>,
+    jobs: Vec<LineJob>,
     /// Names of the lines so far.
     names: BTreeSet<String>,
     is_end: bool,
@@ -77,7 +77,7 @@ impl<E: Execute, R: BufRead> Driver<'_, E, R> {
     /// Submits the next lines, while the queue has room.
     fn take_lines(&mut self, state: &mut State) -> anyhow::Result<()> {
         for _ in 0..self.n_lines_max {
-            let n_seqs: usize = state.jobs.iter().map(|job| job.parts.len()).sum();
+            let n_seqs: usize = state.jobs.iter().map(|job| job.n_seqs).sum();
             if state.is_end || n_seqs + caps::CHOICES > self.n_seqs_max {
                 return Ok(());
             }
@@ -117,55 +117,54 @@ impl<E: Execute, R: BufRead> Driver<'_, E, R> {
         }
     }
 
-    fn submit(&mut self, line: u64, name: String, request: &Request) -> Result<Job, ApiError> {
-        let asks = self.endpoint.asks(request, line)?;
-        let mut job = Job {
-            line,
-            custom_id: name,
-            kind: match request {
-                Request::Chat(_) => Kind::Chat,
-                Request::Completion(_) => Kind::Completion,
-            },
-            with_logprobs: request.options().logprobs.is_some(),
-            parts: Vec::with_capacity(asks.len()),
-        };
-        for ask in asks {
+    fn submit(&mut self, line: u64, name: String, request: &Request) -> Result<LineJob, ApiError> {
+        if request.options().stream {
+            let message = "an answer in a file cannot be streamed";
+            return Err(ApiError::new(ErrorKind::InvalidRequest, message).about("stream"));
+        }
+        // Without a seed of its own a request gets its line's number, so that a batch can be repeated.
+        let origin = Origin { seed: line, now: self.clock.now(), ..Origin::default() };
+        let submissions = self.endpoint.submissions(request, &origin)?;
+        let job = Job::new(request, &self.endpoint, submissions.len());
+        let n_seqs = submissions.iter().map(|s| s.beam.map_or(s.n, |b| b.width) as usize).sum();
+        let mut parts: Vec<Part> = Vec::with_capacity(submissions.len());
+        for submission in submissions {
             let (sender, outputs) = crossbeam_channel::unbounded();
-            match self.engine.submit(ask.submission, sender, self.clock.now()) {
-                Ok(seq) => job.parts.push(Part::new(seq, ask.is_repeat, outputs, ask.answer)),
+            match self.engine.submit(submission, sender, self.clock.now()) {
+                Ok(seq) => parts.push(Part { seq, outputs }),
                 Err(error) => {
-                    job.parts.iter().for_each(|part| self.engine.cancel(part.seq));
+                    parts.iter().for_each(|part| self.engine.cancel(part.seq));
                     return Err(refusal(&error));
                 }
             }
         }
-        Ok(job)
+        Ok(LineJob { line, custom_id: name, job, parts, n_seqs })
     }
 
     /// Takes in what the step gave, and writes the answers that are whole.
     fn collect(&mut self, state: &mut State) -> anyhow::Result<()> {
         for job in &mut state.jobs {
-            for part in &mut job.parts {
-                if part.poll() == Progress::Stopped {
-                    self.engine.cancel(part.seq);
-                    part.poll();
-                }
-            }
+            let engine = &mut self.engine;
+            job.poll(|seq, index| engine.end_answer(seq, index));
+            // An answer that was just ended says so at once.
+            job.poll(|_, _| {});
         }
-        let done: Vec<Job> = state.jobs.extract_if(.., |job| job.is_done()).collect();
-        for job in done {
-            if job.has_failed() {
-                let message = "the engine gave no answer: its logits were no numbers";
-                let error = ApiError::new(ErrorKind::Server, message);
-                self.push_error(job.line, &job.custom_id, &error, state)?;
+        let done: Vec<LineJob> = state.jobs.extract_if(.., |job| job.job.is_done()).collect();
+        for LineJob { line, custom_id, job, .. } in done {
+            if let Some(error) = job.failure() {
+                self.push_error(line, &custom_id, &error, state)?;
                 continue;
             }
-            let body = job.body(&self.endpoint.text, &self.model, self.created);
-            let request_id = format!("req_{}", job.line);
+            let body = job.body(&Heading {
+                id: format!("{}{line}", job.id_prefix()),
+                created: self.created,
+                model: self.model.clone(),
+            });
+            let request_id = format!("req_{line}");
             let response = BatchResponse { status_code: 200, request_id, body };
             self.output.push(&BatchOutput {
-                id: id_of(job.line),
-                custom_id: Some(&job.custom_id),
+                id: id_of(line),
+                custom_id: Some(&custom_id),
                 response: Some(response),
                 error: None,
             })?;
@@ -215,24 +214,11 @@ fn read(line: &Line) -> Result<(String, Result<Request, ApiError>), ApiError> {
         Line::Text(text) => text,
         Line::TooLong => {
             let message = format!("the line has more than {} bytes", caps::BODY_BYTES);
-            return Err(super::submit::refuse(message));
+            return Err(ApiError::new(ErrorKind::InvalidRequest, message));
         }
     };
     let line = BatchLine::parse(text)?;
     Ok((line.custom_id()?, line.request().map_err(ApiError::from)))
-}
-
-fn refusal(error: &SubmitError) -> ApiError {
-    let kind = match error {
-        SubmitError::Refused(_)
-        | SubmitError::UnknownToken { .. }
-        | SubmitError::NoAnswers
-        | SubmitError::StreamingBeams
-        | SubmitError::TooManyAnswers { .. }
-        | SubmitError::TooManyBeams { .. } => ErrorKind::InvalidRequest,
-        SubmitError::Failed { .. } | SubmitError::Stopped => ErrorKind::Server,
-    };
-    ApiError::new(kind, error.to_string())
 }
 
 fn id_of(line: u64) -> String {

@@ -1,7 +1,7 @@
 //! `nuthatch batch`: a file of OpenAI batch requests, many at a time.
 //!
 //! ```text
-//!   FILE.jsonl --input--> wire --submit--> engine --job--> wire --output--> FILE.out.jsonl
+//!   FILE.jsonl --input--> wire --server::answer--> engine --server::answer--> wire --output--> FILE.out.jsonl
 //! ```
 //!
 //! Whatever is wrong with a line is told in the output, and the others go on. Every answer is in the
@@ -11,7 +11,6 @@ mod drive;
 mod input;
 mod job;
 mod output;
-mod submit;
 mod summary;
 
 use std::fs::File;
@@ -21,6 +20,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use nuthatch_server::Endpoint;
 use nuthatch_wire::caps;
 
 use crate::config::BatchConfig;
@@ -28,11 +28,10 @@ use crate::fetch::{self, Fetch};
 use crate::host;
 use crate::interrupt::EXIT_INTERRUPTED;
 use crate::load::{self, Prepared};
-use crate::text::Text;
+use crate::text;
 use drive::Driver;
 use input::Lines;
 use output::OutputFile;
-use submit::Endpoint;
 use summary::Counts;
 
 /// Runs the command.
@@ -45,14 +44,16 @@ pub(crate) fn run(config: &BatchConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
     let path = fetch::fetch(&config.model, fetch)?;
     let prepared = Prepared::open(&path, &config.engine, fetch.env)?;
     let loaded = prepared.load()?;
+    let text = text::load(&prepared.files, false)?;
     let driver = Driver {
         engine: loaded.engine,
         clock: loaded.clock,
-        endpoint: Endpoint {
-            text: Text::load(&prepared.files, false)?,
-            defaults: prepared.files.config().generation.clone(),
-            max_context: prepared.sizes.max_context,
-        },
+        endpoint: Endpoint::new(
+            text.words,
+            load::sampling(&prepared.files.config().generation),
+            prepared.sizes.max_context,
+            text.tools,
+        ),
         lines: Lines::new(open(&config.input)?, caps::BODY_BYTES),
         output,
         answered,

@@ -6,11 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nuthatch_engine::{EngineHandle, Output, Submission, Ticket, Timings, Usage};
-use nuthatch_tokens::{AnswerText, DecodeOptions};
+use nuthatch_tokens::{AnswerText, DecodeOptions, Words};
 use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, Streaming, TokenId};
 
 use crate::interrupt::Interrupt;
-use crate::text::Text;
 
 /// How often Ctrl-C is looked for while a token is computed.
 const POLL: Duration = Duration::from_millis(20);
@@ -22,7 +21,7 @@ const ENDLESS: u32 = i32::MAX as u32;
 #[derive(Debug)]
 pub(super) struct Answerer<'a> {
     pub(super) engine: &'a EngineHandle,
-    pub(super) text: &'a Text,
+    pub(super) text: &'a Words,
     pub(super) interrupt: &'a Interrupt,
     pub(super) sampling: Sampling,
     /// Answers to each prompt.
@@ -111,14 +110,8 @@ impl Answerer<'_> {
                     let token = AnswerToken { id: token, logprob, top };
                     let stream = &mut streams[index as usize];
                     stream.push(token, &mut |piece, token| show(index, piece, token))?;
-                    // The engine ends all answers or none.
-                    if stream.ending.is_some()
-                        && streams
-                            .iter()
-                            .zip(&answers)
-                            .all(|(s, a)| s.ending.is_some() || a.is_some())
-                    {
-                        ticket.cancel();
+                    if stream.ending.is_some() {
+                        ticket.end_answer(index);
                     }
                 }
                 Some(Output::Finished { index, reason, usage, timings, score }) => {

@@ -7,7 +7,7 @@ use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use nuthatch_tokens::Message;
+use nuthatch_tokens::{Conversation, Message};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
@@ -99,8 +99,7 @@ impl Chat<'_> {
     fn try_answer(&self) -> anyhow::Result<Answer> {
         let system = self.system.iter().map(|system| Message::new("system", system));
         let messages: Vec<Message> = system.chain(self.messages.iter().cloned()).collect();
-        let tokens = self.answerer.text.conversation(&messages);
-        let tokens = tokens.expect("a chat begins only with a template")?;
+        let tokens = self.answerer.text.conversation(&Conversation::Plain(messages))?;
         let mut answers = self.answerer.answers(tokens, |_, piece, _| {
             let mut out = io::stdout().lock();
             out.write_all(piece.as_bytes())?;

@@ -14,7 +14,7 @@ use anyhow::Context as _;
 use crate::config::{ConfigError, Prompt, RunConfig};
 use crate::fetch::{self, Fetch};
 use crate::load::Prepared;
-use crate::text::Text;
+use crate::text;
 use answer::Answerer;
 
 /// Most bytes of a prompt on stdin; the tokenizer takes no more in one call.
@@ -30,8 +30,8 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
     };
     let path = fetch::fetch(&config.model, fetch)?;
     let prepared = Prepared::open(&path, &config.engine, fetch.env)?;
-    let text = Text::load(&prepared.files, config.is_raw)?;
-    if prompt.is_none() && !text.has_template() {
+    let text = text::load(&prepared.files, config.is_raw)?.words;
+    if prompt.is_none() && text.template.is_none() {
         anyhow::bail!(
             "{} has no chat template, so it cannot chat; give it a PROMPT to continue",
             path.display()
@@ -49,7 +49,7 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         stops: config.sampling.stops(),
         max_tokens: config.sampling.max_tokens(),
         max_context: prepared.sizes.max_context,
-        is_raw: config.is_raw || !text.has_template(),
+        is_raw: config.is_raw || text.template.is_none(),
     };
     let code = match prompt {
         Some(prompt) => oneshot::run(config, &answerer, &prompt)?,

@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
-use nuthatch_tokens::Message;
+use nuthatch_tokens::{Conversation, Message, Words};
 use nuthatch_types::TokenId;
 use serde_json::json;
 
@@ -11,7 +11,6 @@ use super::answer::{Answer, AnswerToken, Answerer, Ending};
 use super::stats::Speeds;
 use crate::config::RunConfig;
 use crate::interrupt::EXIT_INTERRUPTED;
-use crate::text::Text;
 
 /// Answers the prompt.
 pub(super) fn run(
@@ -68,20 +67,18 @@ fn end_lines(answers: &[Answer]) -> io::Result<()> {
 }
 
 /// The prompt's tokens: a conversation if the model has a template, else the text itself.
-fn encode(config: &RunConfig, text: &Text, prompt: &str) -> anyhow::Result<Vec<TokenId>> {
+fn encode(config: &RunConfig, text: &Words, prompt: &str) -> anyhow::Result<Vec<TokenId>> {
     let system = config.system.iter().map(|system| Message::new("system", system));
     let messages: Vec<Message> = system.chain([Message::new("user", prompt)]).collect();
-    match text.conversation(&messages) {
-        Some(tokens) => tokens,
-        None => {
-            let system = config.system.as_ref().map(|system| format!("{system}\n\n"));
-            text.raw(&format!("{}{prompt}", system.unwrap_or_default()))
-        }
+    if text.template.is_some() {
+        return Ok(text.conversation(&Conversation::Plain(messages))?);
     }
+    let system = config.system.as_ref().map(|system| format!("{system}\n\n"));
+    Ok(text.raw(&format!("{}{prompt}", system.unwrap_or_default()))?)
 }
 
 /// One line of `--logprobs`.
-fn describe(text: &Text, token: &AnswerToken) -> serde_json::Value {
+fn describe(text: &Words, token: &AnswerToken) -> serde_json::Value {
     let one = |id: TokenId, logprob: Option<f32>| json!({ "id": id.0, "token": text.piece(id), "logprob": logprob });
     let mut line = one(token.id, token.logprob);
     line["top"] = token.top.iter().map(|&(id, logprob)| one(id, Some(logprob))).collect();

@@ -49,12 +49,15 @@ pub(crate) struct Echo {
     page_len: usize,
     n_steps: u64,
     script: Script,
+    /// `[outputs]` the last token of each row, in place of a hidden state.
+    hidden: Vec<f32>,
 }
 
 impl Echo {
     pub(crate) fn new(capacity: Capacity, script: Script) -> Self {
         let table = vec![u32::MAX; capacity.table_len() as usize];
         Echo {
+            hidden: Vec::new(),
             arena: vec![None; (capacity.n_slots * capacity.page_len) as usize],
             tables: vec![table; capacity.max_seqs as usize],
             page_len: capacity.page_len as usize,
@@ -106,6 +109,7 @@ impl Forward for Echo {
         if self.script.fault_at == Some(self.n_steps) {
             return Err(DeviceError::Fault("the fake device fails as it was told".to_owned()));
         }
+        self.hidden.clear();
         let mut rows = logits.chunks_exact_mut(VOCAB as usize);
         for seq in 0..layout.n_seqs() {
             let table = layout.table_row[seq];
@@ -120,10 +124,20 @@ impl Forward for Echo {
                     .map(|p| self.arena[self.place(table, p)].expect("the position was computed"))
                     .map(TokenId)
                     .collect();
+                self.hidden.push(tokens[tokens.len() - 1].0 as f32);
                 rows.next().unwrap().copy_from_slice(&echo_logits(&tokens));
             }
         }
         assert!(rows.next().is_none(), "one row for each output");
+        Ok(())
+    }
+
+    fn hidden_len(&self) -> usize {
+        1
+    }
+
+    fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError> {
+        hidden.copy_from_slice(&self.hidden[..hidden.len()]);
         Ok(())
     }
 }

@@ -215,7 +215,11 @@ fn no_option_changes_an_answer() {
     for options in [
         EngineOptions { prefix_caching: false, ..EngineOptions::default() },
         EngineOptions { policy: Policy::Priority { boost: 3 }, ..EngineOptions::default() },
-        EngineOptions { policy: Policy::Fair, eviction: Eviction::Lineage, prefix_caching: true },
+        EngineOptions {
+            policy: Policy::Fair,
+            eviction: Eviction::Lineage,
+            ..EngineOptions::default()
+        },
     ] {
         let pool = Pool { kv_pages: 64, host_pages: 0, spill: false, max_seqs: 4 };
         let handle = load_with(&folder("llama3"), pool, &options).spawn().unwrap();

@@ -125,3 +125,38 @@ fn a_salt_keeps_requests_apart() {
     assert!(cached(b"two") > 0);
     handle.shutdown().unwrap();
 }
+
+#[test]
+fn one_answer_may_end_while_the_others_go_on() {
+    let (mut engine, _) = engine(CAPACITY, Script::default());
+    let request = Submission { n: 3, ..submission(3, 6, 12) };
+    let (outputs, receiver) = unbounded();
+    let id = engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+    let mut answers = vec![(Vec::new(), None); 3];
+    while engine.step().unwrap() {
+        engine.verify().unwrap();
+        for output in receiver.try_iter() {
+            match output {
+                Output::Token { index, token, .. } => answers[index as usize].0.push(token),
+                Output::Finished { index, reason, .. } => {
+                    assert_eq!(answers[index as usize].1.replace(reason), None, "it ends once");
+                }
+            }
+        }
+        // The first one is what the others were forked from.
+        for index in [0, 2] {
+            if answers[index].0.len() == 2 {
+                engine.end_answer(id, index as u32);
+            }
+        }
+        engine.end_answer(id, 9);
+    }
+    assert!(engine.is_idle());
+    let whole = Answer::of(&alone(&request, 1), CAPACITY.max_context);
+    assert_eq!(answers[1], (whole.tokens, Some(whole.reason)));
+    for index in [0, 2] {
+        let whole = Answer::of(&alone(&request, index), CAPACITY.max_context);
+        let answer = &answers[index as usize];
+        assert_eq!((&answer.0[..], answer.1), (&whole.tokens[..2], Some(FinishReason::Cancelled)));
+    }
+}

@@ -1,0 +1,243 @@
+//! What a client gets: the body of a response, or the chunks of a stream.
+
+use std::collections::BTreeMap;
+
+use nuthatch_types::TokenId;
+use nuthatch_wire::{
+    ApiError, AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta,
+    ChatLogprobs, TextChoice, TextChunk, TextChunkChoice, TextCompletion, TextLogprobs,
+    TokenLogprob, ToolCallDelta, TopLogprob, Usage,
+};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::job::{Job, Kind, Piece, Shown, Token};
+
+/// What OpenAI sends for a token without probability: JSON has no infinity.
+const LOGPROB_MIN: f32 = -9999.0;
+
+/// What all that is said of one request begins with.
+#[derive(Clone, Debug)]
+pub struct Heading {
+    /// Unique.
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// The model that answers.
+    pub model: String,
+}
+
+/// The body of a response.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Body {
+    /// Of a chat.
+    Chat(ChatCompletion),
+    /// Of a continuation.
+    Completion(TextCompletion),
+    /// Of a chat in the newer API's words.
+    Responses(Value),
+}
+
+/// A chunk of a stream.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Chunk<'a> {
+    Chat(ChatChunk<'a>),
+    Completion(TextChunk<'a>),
+}
+
+/// One server-sent event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// What kind it is, where the API says so.
+    pub(super) name: Option<&'static str>,
+    pub(super) data: String,
+}
+
+impl Event {
+    /// An event without a name.
+    fn of(data: &impl Serialize) -> Self {
+        // Only a map with keys that are no text could fail, and there is none.
+        Event { name: None, data: serde_json::to_string(data).unwrap_or_default() }
+    }
+
+    /// As it is sent.
+    pub fn into_bytes(self) -> Vec<u8> {
+        let name = self.name.map_or_else(String::new, |name| format!("event: {name}\n"));
+        format!("{name}data: {}\n\n", self.data).into_bytes()
+    }
+}
+
+impl Job {
+    /// The prefix of an id that OpenAI's clients expect.
+    pub fn id_prefix(&self) -> &'static str {
+        match self.kind {
+            Kind::Chat => "chatcmpl-",
+            Kind::Completion => "cmpl-",
+            Kind::Responses => "resp_",
+        }
+    }
+
+    /// The events with which a stream begins.
+    pub fn opening(&mut self, heading: &Heading) -> Vec<Event> {
+        match self.kind {
+            Kind::Chat | Kind::Completion => Vec::new(),
+            Kind::Responses => self.responses_opening(heading),
+        }
+    }
+
+    /// The events that send a piece, with what was used so far if `with_usage`.
+    pub fn events(&mut self, heading: &Heading, piece: Piece, with_usage: bool) -> Vec<Event> {
+        if self.kind == Kind::Responses {
+            return self.responses_piece(heading, &piece);
+        }
+        let usage = with_usage.then(|| self.usage());
+        vec![Event::of(&self.chunk(heading, piece, usage))]
+    }
+
+    /// The events with which a stream ends whose answers are whole.
+    pub fn closing(&mut self, heading: &Heading, with_usage: bool) -> Vec<Event> {
+        if self.kind == Kind::Responses {
+            return self.responses_closing(heading);
+        }
+        let usage = with_usage.then(|| Event::of(&self.usage_chunk(heading)));
+        usage.into_iter().chain([done()]).collect()
+    }
+
+    /// The events with which a stream ends that cannot go on.
+    pub fn failing(&mut self, error: &ApiError) -> Vec<Event> {
+        match self.kind {
+            Kind::Chat | Kind::Completion => vec![Event::of(&error.body()), done()],
+            Kind::Responses => vec![self.responses_error(error)],
+        }
+    }
+
+    /// The response's body, when every answer has ended.
+    pub fn body(&self, heading: &Heading) -> Body {
+        let Heading { id, created, model } = heading.clone();
+        let usage = self.usage();
+        let shown = (0..).zip(self.shown());
+        match self.kind {
+            Kind::Chat => Body::Chat(ChatCompletion {
+                id,
+                object: ChatCompletion::OBJECT,
+                created,
+                model,
+                choices: shown.map(|(index, shown)| self.chat_choice(index, &shown)).collect(),
+                usage,
+            }),
+            Kind::Completion => Body::Completion(TextCompletion {
+                id,
+                object: TextCompletion::OBJECT,
+                created,
+                model,
+                choices: shown.map(|(index, shown)| self.text_choice(index, &shown)).collect(),
+                usage,
+            }),
+            Kind::Responses => Body::Responses(self.responses_body(heading)),
+        }
+    }
+
+    /// The chunk that sends a piece.
+    fn chunk<'a>(&self, heading: &'a Heading, piece: Piece, usage: Option<Usage>) -> Chunk<'a> {
+        let Heading { id, created, model } = heading;
+        let (created, index, finish_reason) = (*created, piece.choice, piece.finish);
+        match self.kind {
+            Kind::Chat | Kind::Responses => {
+                let logprobs = piece.token.as_ref().filter(|_| self.with_logprobs);
+                let logprobs =
+                    logprobs.map(|token| ChatLogprobs { content: vec![self.chat_logprob(token)] });
+                let (n_before, calls) = piece.calls;
+                let has_content = !piece.text.is_empty() || (piece.is_token && calls.is_empty());
+                let calls = (n_before as u32..).zip(calls);
+                let delta = ChatDelta {
+                    role: piece.is_first.then_some("assistant"),
+                    content: has_content.then_some(piece.text),
+                    tool_calls: calls.map(|(index, call)| ToolCallDelta { index, call }).collect(),
+                };
+                let choices = vec![ChatChunkChoice { index, delta, logprobs, finish_reason }];
+                Chunk::Chat(ChatChunk {
+                    id,
+                    object: ChatChunk::OBJECT,
+                    created,
+                    model,
+                    choices,
+                    usage,
+                })
+            }
+            Kind::Completion => {
+                let logprobs = piece.token.as_ref().filter(|_| self.with_logprobs);
+                let logprobs =
+                    logprobs.map(|token| self.text_logprobs(std::slice::from_ref(token)));
+                let text = piece.text;
+                let choices = vec![TextChunkChoice { index, text, logprobs, finish_reason }];
+                let object = TextCompletion::OBJECT;
+                Chunk::Completion(TextChunk { id, object, created, model, choices, usage })
+            }
+        }
+    }
+
+    /// The chunk that only tells what was used.
+    fn usage_chunk<'a>(&self, heading: &'a Heading) -> Chunk<'a> {
+        let Heading { id, created, model } = heading;
+        let (created, usage) = (*created, Some(self.usage()));
+        match self.kind {
+            Kind::Chat | Kind::Responses => {
+                let (object, choices) = (ChatChunk::OBJECT, Vec::new());
+                Chunk::Chat(ChatChunk { id, object, created, model, choices, usage })
+            }
+            Kind::Completion => {
+                let (object, choices) = (TextCompletion::OBJECT, Vec::new());
+                Chunk::Completion(TextChunk { id, object, created, model, choices, usage })
+            }
+        }
+    }
+
+    fn chat_choice(&self, index: u32, shown: &Shown<'_>) -> ChatChoice {
+        let logprobs = self.with_logprobs.then(|| ChatLogprobs {
+            content: shown.tokens.iter().map(|token| self.chat_logprob(token)).collect(),
+        });
+        let mut message = AssistantMessage::new(shown.text.to_owned());
+        message.tool_calls = shown.calls.to_vec();
+        if !shown.calls.is_empty() && shown.text.is_empty() {
+            message.content = None;
+        }
+        ChatChoice { index, message, logprobs, finish_reason: shown.finish }
+    }
+
+    fn text_choice(&self, index: u32, shown: &Shown<'_>) -> TextChoice {
+        let logprobs = self.with_logprobs.then(|| self.text_logprobs(shown.tokens));
+        TextChoice { index, text: shown.text.to_owned(), logprobs, finish_reason: shown.finish }
+    }
+
+    fn chat_logprob(&self, token: &Token) -> TokenLogprob {
+        let one = |&(id, logprob): &(TokenId, f32)| TopLogprob {
+            token: self.words.piece(id),
+            logprob: logprob.max(LOGPROB_MIN),
+            bytes: self.words.tokenizer.token_bytes(id).unwrap_or_default().to_vec(),
+        };
+        TokenLogprob {
+            token: one(&(token.id, token.logprob)),
+            top_logprobs: token.top.iter().map(one).collect(),
+        }
+    }
+
+    fn text_logprobs(&self, tokens: &[Token]) -> TextLogprobs {
+        let mut lists = TextLogprobs::default();
+        for token in tokens {
+            let top = token.top.iter();
+            let top = top.map(|&(id, logprob)| (self.words.piece(id), logprob.max(LOGPROB_MIN)));
+            lists.text_offset.push(token.offset);
+            lists.tokens.push(self.words.piece(token.id));
+            lists.token_logprobs.push(token.logprob.max(LOGPROB_MIN));
+            lists.top_logprobs.push(top.collect::<BTreeMap<_, _>>());
+        }
+        lists
+    }
+}
+
+/// The end of a stream, as OpenAI's older APIs have it.
+fn done() -> Event {
+    Event { name: None, data: "[DONE]".to_owned() }
+}

@@ -1,0 +1,273 @@
+//! `GET /metrics`: Prometheus's text format, under vLLM's names where there are such.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::header;
+use axum::response::{IntoResponse as _, Response};
+use nuthatch_engine::{CacheStats, EngineStats, SchedulerStats};
+
+use super::{Counts, Histogram, REASONS};
+use crate::app::App;
+use crate::error::Handled;
+
+/// `GET /metrics`.
+pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
+    let stats = app.ask(|reply| app.engine.ask_stats(reply)).await?;
+    let counts = app.metrics.counts();
+    let mut page = Page::new(&app.metrics.model);
+    gauges(&mut page, &stats);
+    counters(&mut page, &stats, &counts);
+    histograms(&mut page, &counts);
+    tiers(&mut page, &stats.scheduler);
+    service(&mut page, &stats, &counts);
+    let config = &app.config;
+    let labels = format!(
+        "block_size=\"{}\",num_gpu_blocks=\"{}\",num_cpu_blocks=\"{}\",cache_dtype=\"{}\",\
+         max_model_len=\"{}\"",
+        config.sizes.page_len,
+        stats.scheduler.cache.pages_total,
+        stats.scheduler.cache.host_total,
+        config.sizes.kv_dtype,
+        config.endpoint.max_context,
+    );
+    page.head("vllm:cache_config_info", "gauge", "How large the KV cache is.");
+    page.line("vllm:cache_config_info", &labels, 1.0);
+    let kind = "text/plain; version=0.0.4; charset=utf-8";
+    Ok(([(header::CONTENT_TYPE, kind)], page.text).into_response())
+}
+
+fn gauges(page: &mut Page, stats: &EngineStats) {
+    let scheduler = &stats.scheduler;
+    let cache = &scheduler.cache;
+    page.gauge("vllm:num_requests_running", "Sequences that run.", scheduler.running);
+    page.gauge("vllm:num_requests_waiting", "Requests that wait.", scheduler.waiting);
+    page.gauge("vllm:num_requests_swapped", "Requests on the host.", scheduler.swapped);
+    let reason = "vllm:num_requests_waiting_by_reason";
+    page.head(reason, "gauge", "Requests that wait, by why.");
+    page.line(reason, "reason=\"capacity\"", f64::from(scheduler.waiting));
+    page.line(reason, "reason=\"deferred\"", f64::from(scheduler.parked));
+    let total = f64::from(cache.pages_total.max(1));
+    let share = f64::from(cache.pages_used) / total;
+    for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
+        page.gauge(name, "Share of the KV pages that sequences hold, from 0 to 1.", share);
+    }
+    let host = f64::from(cache.host_used + cache.host_idle) / f64::from(cache.host_total.max(1));
+    page.gauge("vllm:cpu_cache_usage_perc", "Share of the host's KV pages in use.", host);
+}
+
+fn counters(page: &mut Page, stats: &EngineStats, counts: &Counts) {
+    let scheduler = &stats.scheduler.counters;
+    let cache = &stats.scheduler.cache.counters;
+    let hits = cache.tokens_shared + cache.tokens_copied;
+    for prefix in ["vllm:", "vllm:gpu_"] {
+        let what = "Tokens that were looked for in the prefix cache.";
+        page.counter(&format!("{prefix}prefix_cache_queries"), what, cache.tokens_asked);
+        let what = "Tokens that were found in the prefix cache.";
+        page.counter(&format!("{prefix}prefix_cache_hits"), what, hits);
+    }
+    let rate = cache.hit_fraction();
+    page.gauge("vllm:gpu_prefix_cache_hit_rate", "Hits in queries, of all time.", rate);
+    page.counter("vllm:num_preemptions", "Preemptions.", scheduler.preemptions);
+    let prompt = counts.prompt_tokens.sum() as u64;
+    page.counter("vllm:prompt_tokens", "Tokens of prompts of ended answers.", prompt);
+    let what = "Tokens of prompts that the cache held.";
+    page.counter("vllm:prompt_tokens_cached", what, counts.n_cached);
+    let name = "vllm:prompt_tokens_by_source_total";
+    page.head(name, "counter", "Tokens of prompts, by where they came from.");
+    let computed = counts.computed_tokens.sum();
+    page.line(name, "source=\"local_compute\"", computed);
+    page.line(name, "source=\"local_cache_hit\"", counts.n_cached as f64);
+    page.counter("vllm:generation_tokens", "Tokens sampled.", scheduler.sampled_tokens);
+    let name = "vllm:request_success_total";
+    page.head(name, "counter", "Answers that have ended, by why.");
+    for (reason, &n) in REASONS.iter().zip(&counts.ended) {
+        page.line(name, &format!("finished_reason=\"{reason}\""), n as f64);
+    }
+}
+
+fn histograms(page: &mut Page, counts: &Counts) {
+    for (name, what, histogram) in [
+        ("time_to_first_token_seconds", "Time to the first token.", &counts.time_to_first_token),
+        ("inter_token_latency_seconds", "Time between two tokens.", &counts.inter_token),
+        ("time_per_output_token_seconds", "Time between two tokens.", &counts.inter_token),
+        (
+            "request_time_per_output_token_seconds",
+            "Mean time between an answer's tokens.",
+            &counts.per_token,
+        ),
+        ("e2e_request_latency_seconds", "Time of an answer as a whole.", &counts.latency),
+        ("request_queue_time_seconds", "Time that an answer waited.", &counts.queue),
+        ("request_prefill_time_seconds", "Time of an answer's prompt.", &counts.prefill),
+        ("request_decode_time_seconds", "Time of an answer's tokens.", &counts.decode),
+        ("request_inference_time_seconds", "Time of prompt and tokens.", &counts.inference),
+        ("request_prompt_tokens", "Tokens of a prompt.", &counts.prompt_tokens),
+        ("request_generation_tokens", "Tokens of an answer.", &counts.generation_tokens),
+        (
+            "request_prefill_kv_computed_tokens",
+            "Tokens of a prompt that were computed.",
+            &counts.computed_tokens,
+        ),
+    ] {
+        page.histogram(&format!("vllm:{name}"), what, histogram);
+    }
+}
+
+/// What no other engine tells of its cache.
+fn tiers(page: &mut Page, scheduler: &SchedulerStats) {
+    let cache = &scheduler.cache;
+    let name = "nuthatch:kv_pages";
+    page.head(name, "gauge", "KV pages, by tier and by what they hold.");
+    for (tier, state, n) in [
+        ("device", "free", cache.pages_free),
+        ("device", "used", cache.pages_used),
+        ("device", "idle", cache.pages_idle),
+        ("host", "free", cache.host_free),
+        ("host", "used", cache.host_used),
+        ("host", "idle", cache.host_idle),
+    ] {
+        page.line(name, &format!("tier=\"{tier}\",state=\"{state}\""), f64::from(n));
+    }
+    let what = "Places in used pages that hold no token.";
+    page.gauge("nuthatch:kv_tokens_wasted", what, cache.tokens_wasted);
+    labelled(
+        page,
+        "preemptions_by_cause",
+        "Preemptions, by why.",
+        "cause",
+        &[
+            ("pages_short", scheduler.counters.preemptions_short),
+            ("displaced", scheduler.counters.displacements),
+        ],
+    );
+    labelled(
+        page,
+        "preemptions_by_way",
+        "Preemptions, by what became of the pages.",
+        "way",
+        &[
+            ("swap", scheduler.counters.preemptions_swap),
+            ("recompute", scheduler.counters.preemptions_recompute),
+        ],
+    );
+    labelled(
+        page,
+        "recomputed_tokens",
+        "Tokens computed again, by why.",
+        "cause",
+        &[
+            ("pages_short", scheduler.counters.recomputed_short),
+            ("displaced", scheduler.counters.recomputed_displaced),
+            ("swap_dropped", scheduler.counters.recomputed_dropped),
+        ],
+    );
+    moves(page, cache);
+}
+
+/// What was found in the cache, and what moved.
+fn moves(page: &mut Page, cache: &CacheStats) {
+    let what = "Requests by why the cache held no more of them.";
+    labelled(
+        page,
+        "prefix_lookups",
+        what,
+        "reason",
+        &[
+            ("complete", cache.counters.found_complete),
+            ("never_seen", cache.counters.missed_never_seen),
+            ("evicted", cache.counters.missed_evicted),
+            ("salt", cache.counters.missed_salt),
+            ("diverged", cache.counters.missed_diverged),
+        ],
+    );
+    labelled(
+        page,
+        "pages_moved",
+        "KV pages that moved between tiers, by why.",
+        "why",
+        &[
+            ("demoted", cache.counters.pages_demoted),
+            ("promoted", cache.counters.pages_promoted),
+            ("swapped_out", cache.counters.pages_swapped_out),
+            ("swapped_in", cache.counters.pages_swapped_in),
+        ],
+    );
+    page.counter("nuthatch:pages_evicted", "KV pages given up.", cache.counters.pages_evicted);
+}
+
+/// What the server and the loop did.
+fn service(page: &mut Page, stats: &EngineStats, counts: &Counts) {
+    let scheduler = &stats.scheduler;
+    let what = "Requests whose client left before the end.";
+    page.counter("nuthatch:clients_left", what, counts.clients_left);
+    page.counter("nuthatch:panics", "Requests that a panic ended.", counts.panics);
+    page.counter("nuthatch:steps", "Steps computed.", scheduler.counters.steps);
+    page.counter("nuthatch:refused", "Requests refused.", scheduler.counters.refused);
+    let seconds = "Seconds spent in steps, and the executor's part of them.";
+    page.head("nuthatch:step_seconds_total", "counter", seconds);
+    for (part, time) in [("all", stats.step_time), ("execute", stats.execute_time)] {
+        let label = format!("part=\"{part}\"");
+        page.line("nuthatch:step_seconds_total", &label, time.as_secs_f64());
+    }
+    let name = "nuthatch:http_responses_total";
+    page.head(name, "counter", "Responses, by status.");
+    for (status, &n) in &counts.responses {
+        page.line(name, &format!("status=\"{status}\""), n as f64);
+    }
+}
+
+/// A counter of ours with one label.
+fn labelled(page: &mut Page, name: &str, what: &str, label: &str, values: &[(&str, u64)]) {
+    let name = format!("nuthatch:{name}_total");
+    page.head(&name, "counter", what);
+    for (value, n) in values {
+        page.line(&name, &format!("{label}=\"{value}\""), *n as f64);
+    }
+}
+
+/// The page as it grows.
+struct Page {
+    text: String,
+    /// Labels that every line has.
+    labels: String,
+}
+
+impl Page {
+    fn new(model: &str) -> Self {
+        let model = model.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        Page { text: String::new(), labels: format!("model_name=\"{model}\",engine=\"0\"") }
+    }
+
+    fn head(&mut self, name: &str, kind: &str, what: &str) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(self.text, "# HELP {name} {what}\n# TYPE {name} {kind}");
+    }
+
+    fn line(&mut self, name: &str, labels: &str, value: f64) {
+        let comma = if labels.is_empty() { "" } else { "," };
+        let _ = writeln!(self.text, "{name}{{{}{comma}{labels}}} {value}", self.labels);
+    }
+
+    fn gauge(&mut self, name: &str, what: &str, value: impl Into<f64>) {
+        self.head(name, "gauge", what);
+        self.line(name, "", value.into());
+    }
+
+    /// A counter; its name on the wire ends with `_total`, as Prometheus's clients have it.
+    fn counter(&mut self, name: &str, what: &str, value: u64) {
+        let name = format!("{name}_total");
+        self.head(&name, "counter", what);
+        self.line(&name, "", value as f64);
+    }
+
+    fn histogram(&mut self, name: &str, what: &str, histogram: &Histogram) {
+        self.head(name, "histogram", what);
+        for (bound, n) in histogram.cumulative() {
+            let bound = if bound.is_finite() { bound.to_string() } else { "+Inf".to_owned() };
+            self.line(&format!("{name}_bucket"), &format!("le=\"{bound}\""), n as f64);
+        }
+        self.line(&format!("{name}_sum"), "", histogram.sum());
+        self.line(&format!("{name}_count"), "", histogram.count() as f64);
+    }
+}

@@ -1,0 +1,176 @@
+//! Who answers what; and what happens to every request on its way in and out.
+
+use std::panic::AssertUnwindSafe;
+use std::pin::pin;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::to_bytes;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post};
+use bytes::Bytes;
+use nuthatch_engine::Tenant;
+use nuthatch_wire::{ApiError, ErrorKind, RequestError, caps};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
+
+use crate::answer::unique;
+use crate::app::{App, BODY_UNIT};
+use crate::error::{Failure, Handled, internal, stopping};
+use crate::{completions, dashboard, embeddings, metrics, service};
+
+/// By which a request is recognised in logs; clients may choose it.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Bytes of an id that a client chose.
+const REQUEST_ID_BYTES: usize = 128;
+
+/// Paths that need no key: whether the server lives, and the page that asks for the key.
+const OPEN: [&str; 4] = ["/", "/health", "/ping", "/v1/health"];
+
+/// Everything that the server answers.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(completions::chat))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/responses", post(completions::responses))
+        .route("/v1/embeddings", post(embeddings::embeddings))
+        .route("/v1/models", get(service::models))
+        .route("/v1/models/{*name}", get(service::model))
+        .route("/tokenize", post(service::tokenize))
+        .route("/detokenize", post(service::detokenize))
+        .route("/health", get(service::health))
+        .route("/v1/health", get(service::health))
+        .route("/ping", get(service::health).post(service::health))
+        .route("/version", get(service::version))
+        .route("/metrics", get(metrics::page))
+        .route("/reset_prefix_cache", post(service::reset_prefix_cache))
+        .route("/", get(dashboard::page))
+        .route("/dashboard.json", get(dashboard::data))
+        .fallback(|| async { Failure(not_found()) })
+        .method_not_allowed_fallback(|| async { Failure(wrong_method()) })
+        .layer(from_fn_with_state(Arc::clone(&app), around))
+        .with_state(app)
+}
+
+/// Who asks.
+#[derive(Clone, Debug)]
+pub(crate) struct Caller {
+    /// By which the request is recognised.
+    pub(crate) id: String,
+    /// Who pays.
+    pub(crate) tenant: Tenant,
+}
+
+impl Caller {
+    /// Who sent a request that came through [`around`].
+    pub(crate) fn of(request: &Request) -> Self {
+        let caller = request.extensions().get::<Caller>().cloned();
+        caller.unwrap_or_else(|| Caller { id: request_id(None), tenant: Tenant::default() })
+    }
+}
+
+/// What happens to every request: it gets an id, its key is looked at, and a panic fails it alone.
+async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers().get(&REQUEST_ID));
+    let is_open = OPEN.contains(&request.uri().path());
+    let admitted = if is_open {
+        Ok(Tenant::default())
+    } else if app.is_stopping() && request.uri().path() != "/metrics" {
+        Err(stopping())
+    } else {
+        app.keys.admit(request.headers())
+    };
+    let mut response = match admitted {
+        Err(error) => Failure(error).into_response(),
+        Ok(tenant) => {
+            request.extensions_mut().insert(Caller { id: id.clone(), tenant });
+            unpanicked(&app, &id, next.run(request)).await
+        }
+    };
+    app.metrics.responded(response.status().as_u16());
+    if let Ok(id) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    let headers = response.headers_mut();
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+/// The response of a handler, or an error if it panics.
+async fn unpanicked(app: &App, id: &str, handler: impl Future<Output = Response>) -> Response {
+    let mut handler = pin!(handler);
+    let polled = std::future::poll_fn(|cx| {
+        let poll = std::panic::catch_unwind(AssertUnwindSafe(|| handler.as_mut().poll(cx)));
+        match poll {
+            Ok(poll) => poll.map(Ok),
+            Err(_) => std::task::Poll::Ready(Err(())),
+        }
+    });
+    polled.await.unwrap_or_else(|()| {
+        tracing::error!(id, "a panic while a request was handled");
+        app.metrics.panicked();
+        Failure(internal()).into_response()
+    })
+}
+
+/// The id that the client chose, if it can be repeated, or one of ours.
+fn request_id(chosen: Option<&HeaderValue>) -> String {
+    let chosen = chosen.and_then(|value| value.to_str().ok());
+    let is_fine = |id: &&str| !id.is_empty() && id.len() <= REQUEST_ID_BYTES;
+    chosen.filter(is_fine).map_or_else(|| format!("{:016x}", unique()), str::to_owned)
+}
+
+/// A body that was read. Its bytes count as long as it is there.
+#[derive(Debug)]
+pub(crate) struct Received {
+    pub(crate) bytes: Bytes,
+    _permit: OwnedSemaphorePermit,
+}
+
+/// Reads a request's body, within bounds of length and time.
+pub(crate) async fn read_body(app: &Arc<App>, request: Request) -> Handled<Received> {
+    let max = caps::BODY_BYTES;
+    let claimed = content_length(request.headers());
+    if let Some(len) = claimed.filter(|&len| len > max) {
+        return Err(RequestError::BodyTooLong { len, max }.into());
+    }
+    let n_permits = claimed.unwrap_or(max).div_ceil(BODY_UNIT).max(1);
+    let reading = async {
+        let permits = Arc::clone(&app.bodies).acquire_many_owned(n_permits as u32).await;
+        let permit = permits.map_err(|_| internal())?;
+        let bytes = to_bytes(request.into_body(), max).await.map_err(|error| {
+            // The library has no type for it that can be named here.
+            if error.to_string().contains("length limit") {
+                let message = format!("the body has more than {max} bytes");
+                return ApiError::new(ErrorKind::TooLarge, message).with_code("request_too_large");
+            }
+            let message = "the body did not come whole";
+            ApiError::new(ErrorKind::InvalidRequest, message).with_code("body_broken")
+        })?;
+        Ok(Received { bytes, _permit: permit })
+    };
+    match timeout(app.config.limits.body_time, reading).await {
+        Ok(received) => received,
+        Err(_) => {
+            let message = "the body did not come in time";
+            let error = ApiError::new(ErrorKind::Timeout, message).with_code("request_timeout");
+            Err(Failure(error))
+        }
+    }
+}
+
+fn content_length(headers: &HeaderMap) -> Option<usize> {
+    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
+}
+
+fn not_found() -> ApiError {
+    ApiError::new(ErrorKind::NotFound, "there is nothing at this path").with_code("not_found")
+}
+
+fn wrong_method() -> ApiError {
+    let message = "the path takes another method";
+    ApiError::new(ErrorKind::Method, message).with_code("method_not_allowed")
+}
