@@ -1,6 +1,7 @@
-//! Compiles every kernel for the architectures that are named, and prints what each uses.
+//! Compiles kernels for the architectures that are named, and prints what each uses: every kernel
+//! for the first architecture, one of each kind for the others.
 //!
-//!     cargo run --example compile_kernels -- sm_80 sm_90a sm_100
+//!     cargo run --example compile_kernels -- sm_90a sm_80 sm_100
 //!
 //! Needs NVRTC on the library path, and no GPU. `cargo xtask kernels` fetches NVRTC and runs this.
 
@@ -18,8 +19,8 @@ struct Usage {
 }
 
 fn main() -> ExitCode {
-    for arch in std::env::args().skip(1) {
-        match nuthatch_backend_cuda::compile_all(&arch) {
+    for (i, arch) in std::env::args().skip(1).enumerate() {
+        match nuthatch_backend_cuda::compile_all(&arch, i == 0) {
             Ok(programs) => {
                 for (program, log) in programs {
                     for usage in usages(&log) {

@@ -8,7 +8,9 @@ use nuthatch_backend::WeightType;
 use nuthatch_types::KvDtype;
 
 use crate::kv::PageShape;
-use crate::launch::{attend, copy, embed, gather, matmul, norm, pack, rope, round, swiglu};
+use crate::launch::{
+    attend, copy, draw, embed, gather, matmul, norm, pack, roof, rope, round, shift, swiglu,
+};
 
 /// One compilation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +46,10 @@ impl Program {
             ("SUM_PARAMS_SIZE", size_of::<round::SumParams>().to_string()),
             ("GATHER_PARAMS_SIZE", size_of::<gather::GatherParams>().to_string()),
             ("COPY_PARAMS_SIZE", size_of::<copy::CopyParams>().to_string()),
+            ("DRAW_SIZE", size_of::<draw::DrawRow>().to_string()),
+            ("MOVED_SIZE", size_of::<draw::MovedToken>().to_string()),
+            ("DRAW_PARAMS_SIZE", size_of::<draw::DrawParams>().to_string()),
+            ("ROOF_PARAMS_SIZE", size_of::<roof::RoofParams>().to_string()),
             ("ANGLES_PARAMS_SIZE", size_of::<rope::AnglesParams>().to_string()),
             ("MATMUL_F32_PARAMS_SIZE", size_of::<matmul::MatmulF32Params>().to_string()),
             ("EMBED_F32_PARAMS_SIZE", size_of::<embed::EmbedF32Params>().to_string()),
@@ -54,6 +60,8 @@ impl Program {
             ("round.cu", include_str!("../kernels/round.cu")),
             ("gather.cu", include_str!("../kernels/gather.cu")),
             ("copy.cu", include_str!("../kernels/copy.cu")),
+            ("draw.cu", include_str!("../kernels/draw.cu")),
+            ("roof.cu", include_str!("../kernels/roof.cu")),
             ("angles.cu", include_str!("../kernels/angles.cu")),
             ("matmul_f32.cu", include_str!("../kernels/matmul_f32.cu")),
         ];
@@ -81,45 +89,78 @@ impl Program {
     }
 
     /// Appending and attending for one KV type and head width.
-    pub(crate) fn attention(page: PageShape) -> Self {
-        let (kv, files) = match page.dtype {
-            KvDtype::F32 => ("KV_F32", ("attend_f32.cu", include_str!("../kernels/attend_f32.cu"))),
-            KvDtype::F16 => ("KV_F16", ("attend.cu", include_str!("../kernels/attend.cu"))),
-            KvDtype::Bf16 => ("KV_BF16", ("attend.cu", include_str!("../kernels/attend.cu"))),
+    pub(crate) fn attention(page: PageShape, split: attend::SplitShape) -> Self {
+        let kv = match page.dtype {
+            KvDtype::F32 => "KV_F32",
+            KvDtype::F16 => "KV_F16",
+            KvDtype::Bf16 => "KV_BF16",
         };
         let constants = [
             ("KV", kv.to_owned()),
             ("HEAD_DIM", page.head_dim.to_string()),
             ("HEAD_PAGE_BYTES", page.bytes().to_string()),
-            ("SPLIT_STAGES", attend::SPLIT.stages.to_string()),
-            ("SPLIT_SHARED", attend::SPLIT.shared_bytes(page).to_string()),
-            ("TILE_STAGES", attend::TILE.stages.to_string()),
-            ("TILE_SHARED", attend::TILE.shared_bytes(page).to_string()),
+            ("SPLIT_WARPS", split.warps.to_string()),
+            ("SPLIT_STAGES", split.stages.to_string()),
+            ("SPLIT_SHARED", split.shared_bytes(page).to_string()),
+            ("TILE_STAGES", attend::TILE_STAGES.to_string()),
+            ("TILE_SHARED", attend::tile_shared_bytes(page).to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
+            ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
+            ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
-            ("MERGE_SIZE", size_of::<attend::Merge>().to_string()),
+            ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<attend::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ];
-        let files = [
+        let mut files = vec![
             ("kv.cuh", include_str!("../kernels/kv.cuh")),
             ("rope.cu", include_str!("../kernels/rope.cu")),
-            files,
+            ("shift.cu", include_str!("../kernels/shift.cu")),
         ];
+        match page.dtype {
+            KvDtype::F32 => {
+                files.push(("attend_f32.cu", include_str!("../kernels/attend_f32.cu")));
+            }
+            KvDtype::F16 | KvDtype::Bf16 => files.extend([
+                ("attend.cuh", include_str!("../kernels/attend.cuh")),
+                ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
+                ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
+            ]),
+        }
         Program::new(format!("attention-{}-{}", page.dtype, page.head_dim), &constants, &files)
     }
 
-    /// Every program, with the head widths that models have, to see that all of them compile.
-    pub(crate) fn all() -> Vec<Self> {
+    /// Every program, with the head widths that models have, to see that all of them compile for a
+    /// device with so much shared memory.
+    pub(crate) fn all(shared_bytes_max: usize) -> Vec<Self> {
         let mut programs = vec![Program::common()];
         let packed = WeightType::ALL.into_iter().filter(|&dtype| dtype != WeightType::F32);
         programs.extend(packed.map(Program::weights));
-        for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
-            for head_dim in [32, 64, 80, 96, 128, 256] {
-                programs.push(Program::attention(PageShape { dtype, head_dim }));
-            }
+        for (dtype, head_dim) in [
+            (KvDtype::F16, 64),
+            (KvDtype::F16, 80),
+            (KvDtype::F16, 96),
+            (KvDtype::F16, 128),
+            (KvDtype::F16, 256),
+            (KvDtype::Bf16, 64),
+            (KvDtype::Bf16, 128),
+            (KvDtype::F32, 128),
+        ] {
+            let page = PageShape { dtype, head_dim };
+            let split = attend::SplitShape::fitting(page, shared_bytes_max);
+            programs.push(Program::attention(page, split));
         }
+        programs
+    }
+
+    /// One program of each kind, for architectures that differ little from one that was compiled
+    /// for in full.
+    pub(crate) fn some(shared_bytes_max: usize) -> Vec<Self> {
+        let names = ["common", "weights-BF16", "weights-Q4_K", "attention-f16-128"];
+        let mut programs = Program::all(shared_bytes_max);
+        programs.retain(|program| names.contains(&&*program.name));
+        assert_eq!(programs.len(), names.len(), "each name is a program's");
         programs
     }
 }

@@ -1,4 +1,4 @@
-//! `attend.cu` and `attend_f32.cu`: attention over pages.
+//! `attend_split.cu`, `attend_tile.cu` and `attend_f32.cu`: attention over pages.
 
 use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
@@ -11,30 +11,28 @@ use crate::kv::{CudaKv, PAGE_LEN, PageShape};
 use crate::plan::CudaPlan;
 
 params! {
-    /// Mirrors `Task`: the lines (pairs of a token and a query head) of one block, and its chunks.
+    /// Mirrors `Task`: the lines (pairs of a token and a query head) of one block.
     Task {
         /// Of the batch.
         first_row: u32,
         first_line: u32,
         n_lines: u32,
         /// Of the sequence's first row.
-        position: u32,
+        place: u32,
         table_row: u32,
-        first_chunk: u32,
-        end_chunk: u32,
-        /// Where the result of a split's first chunk goes.
-        partial: u32,
+        padding: [u32; 3],
     }
 }
 
 params! {
-    /// Mirrors `Merge`: the partial results of one row.
-    Merge {
+    /// Mirrors `Split`: a row that is alone in its sequence.
+    Split {
         /// Of the batch.
         row: u32,
+        n_keys: u32,
+        table_row: u32,
+        /// Where the result of its first chunk goes.
         partial: u32,
-        n_partials: u32,
-        padding: u32,
     }
 }
 
@@ -50,12 +48,14 @@ params! {
         tasks: Address,
         tables: Address,
         head_bytes: u64,
+        q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
         group: u32,
         window: u32,
+        n_splits: u32,
+        prefetch: u32,
         scale: f32,
-        padding: u32,
     }
 }
 
@@ -64,11 +64,13 @@ params! {
     MergeParams {
         partials: Address,
         sums: Address,
-        merges: Address,
+        splits: Address,
         out: Address,
         rounded: Address,
         n_kv_heads: u32,
         group: u32,
+        window: u32,
+        padding: u32,
     }
 }
 
@@ -79,37 +81,40 @@ params! {
         layer: Address,
         out: Address,
         rounded: Address,
-        positions: Address,
+        places: Address,
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
+        q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
         group: u32,
         window: u32,
         scale: f32,
-        padding: u32,
     }
 }
 
-/// Keys that one partial softmax covers; `CHUNK` of `attend.cu`.
+/// Keys that one partial softmax covers; `CHUNK` of `attend.cuh`.
 pub(crate) const CHUNK: usize = 256;
 /// Lines of one warp.
-pub(crate) const WARP_LINES: usize = 16;
-/// Warps of a block; `TEAM` of `attend.cu`.
-const WARPS: usize = 4;
+const WARP_LINES: usize = 16;
+/// Warps of a block of `attend_tile`; `TEAM` there.
+const TEAM: usize = 4;
 /// Lines of a block of `attend_tile`.
-pub(crate) const TILE_LINES: usize = WARP_LINES * WARPS;
+pub(crate) const TILE_LINES: usize = WARP_LINES * TEAM;
+/// Steps in a block's shared memory of `attend_tile`.
+pub(crate) const TILE_STAGES: usize = 2;
 /// Threads of a block of `merge`.
 const MERGE_THREADS: u32 = 128;
-/// Keys of one step; `STEP` of `attend.cu`.
+/// Keys of one step; `STEP` of `attend.cuh`.
 const STEP: usize = 32;
-/// Chunks of one batch of `merge`; `BATCH` of `attend.cu`.
+/// Chunks of one batch of `merge`; `BATCH` of `attend_split.cu`.
 const BATCH: usize = 32;
 
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
     pub(crate) rope: Kernel,
+    pub(crate) shift: Kernel,
     pub(crate) attend: Attend,
 }
 
@@ -119,8 +124,9 @@ pub(crate) enum Attend {
     F32(Kernel),
     /// Tensor cores.
     Mma {
-        /// One token, some chunks.
+        /// Rows alone in their sequences, chunk by chunk.
         split: Kernel,
+        split_shape: SplitShape,
         /// Many lines, all chunks.
         tile: Kernel,
         /// Brings the splits together.
@@ -128,35 +134,58 @@ pub(crate) enum Attend {
     },
 }
 
-/// How the warps of a block share a task.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Team {
-    /// Sets of sixteen lines: one for each warp, or one for all.
-    line_sets: usize,
-    /// Steps in shared memory.
-    pub(crate) stages: usize,
-    /// Bytes in which the warps give each other scores.
-    scores: usize,
+/// Bytes of the pages of one step.
+fn stage_bytes(page: PageShape) -> usize {
+    STEP / PAGE_LEN * page.bytes()
 }
 
-/// The team of `attend_split`.
-pub(crate) const SPLIT: Team = Team { line_sets: 1, stages: 3, scores: 2 * WARPS * 512 };
-/// The team of `attend_tile`.
-pub(crate) const TILE: Team = Team { line_sets: WARPS, stages: 2, scores: 0 };
+/// Bytes of the queries of sixteen lines; `Q_BYTES` of `attend.cuh`.
+fn query_bytes(page: PageShape) -> usize {
+    let parts = if page.dtype == KvDtype::F16 { 2 } else { 3 };
+    page.width() / 16 * parts * 512
+}
 
-impl Team {
-    /// Dynamic shared memory of a block: pages, queries, scores, barriers.
-    pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
-        let parts = if page.dtype == KvDtype::F16 { 2 } else { 3 };
-        let queries = page.width() / 16 * parts * 512;
-        let pages = self.stages * (STEP / PAGE_LEN) * page.bytes();
-        pages + self.line_sets * queries + self.scores + 64
-    }
+/// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
+pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
+    TILE_STAGES * stage_bytes(page) + TEAM * query_bytes(page) + 64
 }
 
 /// Dynamic shared memory of a block of `merge`.
 pub(crate) fn merge_shared_bytes(page: PageShape) -> usize {
     2 * BATCH * page.width() * 4
+}
+
+/// A block of `attend_split`: warps that each have a ring of steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SplitShape {
+    pub(crate) warps: usize,
+    pub(crate) stages: usize,
+}
+
+impl SplitShape {
+    /// Fast ones first: warps hide each other's latencies, stages that of memory.
+    const ALL: [SplitShape; 9] = [
+        SplitShape { warps: 8, stages: 3 },
+        SplitShape { warps: 4, stages: 4 },
+        SplitShape { warps: 4, stages: 3 },
+        SplitShape { warps: 3, stages: 3 },
+        SplitShape { warps: 4, stages: 2 },
+        SplitShape { warps: 2, stages: 3 },
+        SplitShape { warps: 3, stages: 2 },
+        SplitShape { warps: 2, stages: 2 },
+        SplitShape { warps: 1, stages: 2 },
+    ];
+
+    /// The first that fits a device's shared memory; the last if none does.
+    pub(crate) fn fitting(page: PageShape, shared_bytes_max: usize) -> Self {
+        let fits = |shape: &Self| shape.shared_bytes(page) <= shared_bytes_max;
+        Self::ALL.into_iter().find(fits).unwrap_or(Self::ALL[Self::ALL.len() - 1])
+    }
+
+    /// Dynamic shared memory of a block: pages, queries, barriers of each warp.
+    pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
+        self.warps * (self.stages * stage_bytes(page) + query_bytes(page) + 64)
+    }
 }
 
 /// One layer's attention.
@@ -167,6 +196,8 @@ pub(crate) struct Attention<'a> {
     pub(crate) spec: &'a AttnSpec<'a, Cuda>,
     pub(crate) qkv: &'a CudaBuf,
     pub(crate) kv: &'a CudaKv,
+    /// Steps that splits bring to the second-level cache ahead of their use, or 0.
+    pub(crate) prefetch: u32,
 }
 
 impl Attention<'_> {
@@ -174,20 +205,35 @@ impl Attention<'_> {
     pub(crate) fn run(&self, out: &mut CudaBuf) -> Result<(), DeviceError> {
         let (plan, kv) = (self.plan, self.kv);
         let (d, n_heads) = (kv.page.head_dim as usize, self.spec.n_heads);
-        let all_heads = (n_heads + 2 * kv.shape.n_kv_heads) as usize;
-        assert!(plan.n_rows() * all_heads * d <= self.qkv.len, "the rows are in qkv");
+        assert!(plan.n_rows() * self.q_stride() <= self.qkv.len, "the rows are in qkv");
         assert!(plan.n_rows() * n_heads as usize * d <= out.len, "the rows fit out");
         assert!(plan.page == kv.page, "the plan is for this arena");
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels.attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
-            Attend::Mma { split, tile, merge } => {
-                self.attend(split, plan.splits(), out)?;
-                self.attend(tile, plan.tiles(), out)?;
-                self.merge(merge, out)
+            Attend::Mma { split, split_shape, tile, merge } => {
+                let (splits, n_splits) = plan.splits();
+                if n_splits > 0 {
+                    let grid = (self.device.n_multiprocessors(), 1);
+                    let threads = count(32 * split_shape.warps);
+                    self.attend(split, (splits, n_splits), (grid, threads), out)?;
+                    self.merge(merge, out)?;
+                }
+                let (tiles, n_tiles) = plan.tiles();
+                if n_tiles > 0 {
+                    let grid = (n_tiles, kv.shape.n_kv_heads);
+                    self.attend(tile, (tiles, 0), (grid, count(32 * TEAM)), out)?;
+                }
+                Ok(())
             }
         }
+    }
+
+    /// Floats of a row of q, and of k and v if the layer owns them.
+    fn q_stride(&self) -> usize {
+        let n_kv_heads = if self.spec.owns_kv { self.kv.shape.n_kv_heads } else { 0 };
+        (self.spec.n_heads + 2 * n_kv_heads) as usize * self.kv.page.head_dim as usize
     }
 
     fn group(&self) -> u32 {
@@ -207,12 +253,10 @@ impl Attention<'_> {
     fn attend(
         &self,
         kernel: &Kernel,
-        (tasks, n_tasks): (Address, u32),
+        (tasks, n_splits): (Address, u32),
+        (grid, threads): ((u32, u32), u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        if n_tasks == 0 {
-            return Ok(());
-        }
         let params = AttendParams {
             qkv: self.qkv.floats.address(),
             layer: self.kv.layer_address(self.layer.0),
@@ -223,14 +267,15 @@ impl Attention<'_> {
             tasks,
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
+            n_splits,
+            prefetch: self.prefetch,
             scale: self.scale(),
-            padding: 0,
         };
-        let (grid, threads) = ((n_tasks, params.n_kv_heads), count(32 * WARPS));
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: tasks are rows of the batch, asserted to be in qkv and out; partial results have
         // their places in the plan, counted when the tasks were made; slots come from the plan's
@@ -242,24 +287,23 @@ impl Attention<'_> {
 
     /// Brings the splits of each row together.
     fn merge(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
-        let (merges, n_merges) = self.plan.merges();
-        if n_merges == 0 {
-            return Ok(());
-        }
+        let (splits, n_splits) = self.plan.splits();
         let params = MergeParams {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
-            merges,
+            splits,
             out: out.floats.address(),
             rounded: out.rounded.address(),
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
+            window: self.window(),
+            padding: 0,
         };
         #[expect(unsafe_code, reason = "a kernel")]
-        // SAFETY: merges are rows of the batch, asserted to fit out, and partial results that the
+        // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
         // splits have written.
         unsafe {
-            self.device.launch(kernel, (n_merges, self.spec.n_heads), MERGE_THREADS, &params)
+            self.device.launch(kernel, (n_splits, self.spec.n_heads), MERGE_THREADS, &params)
         }
     }
 
@@ -269,16 +313,16 @@ impl Attention<'_> {
             layer: self.kv.layer_address(self.layer.0),
             out: out.floats.address(),
             rounded: out.rounded.address(),
-            positions: self.plan.positions(),
+            places: self.plan.places(),
             table_rows: self.plan.table_rows(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
             scale: self.scale(),
-            padding: 0,
         };
         let grid = (count(self.plan.n_rows()), self.spec.n_heads);
         #[expect(unsafe_code, reason = "a kernel")]
@@ -293,13 +337,33 @@ impl Attention<'_> {
 mod tests {
     use super::*;
 
+    const HOPPER: usize = 227 * 1024;
+    const SMALLEST: usize = 99 * 1024;
+
     #[test]
-    fn shared_memory_of_usual_heads_fits_a_hopper() {
+    fn shared_memory_of_usual_heads_fits() {
         for (dtype, head_dim) in
             [(KvDtype::F16, 64), (KvDtype::F16, 128), (KvDtype::Bf16, 128), (KvDtype::Bf16, 256)]
         {
-            let bytes = TILE.shared_bytes(PageShape { dtype, head_dim });
-            assert!(bytes <= 227 * 1024, "{dtype} {head_dim}: {bytes}");
+            let page = PageShape { dtype, head_dim };
+            assert!(tile_shared_bytes(page) <= HOPPER, "{dtype} {head_dim}");
+            for limit in [HOPPER, SMALLEST] {
+                let bytes = SplitShape::fitting(page, limit).shared_bytes(page);
+                assert!(bytes <= limit, "{dtype} {head_dim}: {bytes}");
+            }
         }
+    }
+
+    #[test]
+    fn splits_fill_a_hopper() {
+        let shape = |dtype, head_dim| {
+            let SplitShape { warps, stages } =
+                SplitShape::fitting(PageShape { dtype, head_dim }, HOPPER);
+            (warps, stages)
+        };
+        assert_eq!(shape(KvDtype::F16, 64), (8, 3));
+        assert_eq!(shape(KvDtype::F16, 128), (4, 3));
+        assert_eq!(shape(KvDtype::Bf16, 128), (3, 3));
+        assert_eq!(shape(KvDtype::F16, 256), (2, 3));
     }
 }

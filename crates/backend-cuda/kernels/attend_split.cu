@@ -1,0 +1,374 @@
+// Attention of rows that are alone in their sequences, each chunk of keys computed apart.
+//
+// A warp takes one chunk of one KV head of one row at a time, and needs nobody: it brings its pages
+// through a ring of its own, and no warp waits for another. There are as many warps as the device
+// holds at once, each with a run of neighbouring tasks, so that pages of the next task are on their
+// way while one ends. How many tasks there are is read from device memory, so that the grid does not
+// depend on lengths. Reads each page once, and writes a partial result for each chunk.
+
+struct Split {
+    u32 row;  // of the batch
+    u32 n_keys;
+    u32 table_row;
+    u32 partial;  // where the result of the row's first chunk goes
+};
+static_assert(sizeof(Split) == SPLIT_SIZE, "the host's Split differs");
+
+#define SPLIT_RING (SPLIT_STAGES * STAGE_BYTES)
+#define SPLIT_BARRIERS (SPLIT_RING + Q_BYTES)
+#define SPLIT_WARP_BYTES (SPLIT_BARRIERS + 64)
+#define CHUNK_PAGES (CHUNK / PAGE)
+static_assert(SPLIT_WARPS * SPLIT_WARP_BYTES == SPLIT_SHARED, "the host's memory differs");
+static_assert(SPLIT_STAGES <= 8 && CHUNK_PAGES <= 32, "a barrier a stage, a lane a page");
+
+// The chunks that a row sees.
+struct Chunks {
+    u32 first, end;
+};
+
+DEVICE Chunks chunks_of(u32 n_keys, u32 window) {
+    return Chunks{first_key_of(n_keys, window) / CHUNK, (n_keys + CHUNK - 1) / CHUNK};
+}
+
+// Sets of sixteen lines, of all KV heads of a row.
+DEVICE u32 n_sets(const AttendParams& p) { return p.n_kv_heads * ((p.group + 15) / 16); }
+
+DEVICE u32 n_tasks(const AttendParams& p, const Split& split) {
+    const Chunks chunks = chunks_of(split.n_keys, p.window);
+    return (chunks.end - chunks.first) * n_sets(p);
+}
+
+// A warp's way through its tasks, step after step. Tasks are ordered by row, set of lines and chunk.
+struct Walk {
+    Split split;
+    u32 index;  // of the split
+    u32 set;    // of lines
+    u32 chunk;
+    u32 n_left;  // tasks after this one
+    u32 step, end_step;
+};
+
+DEVICE void begin_task(const AttendParams& p, Walk& walk) {
+    const u32 start = first_key_of(walk.split.n_keys, p.window);
+    walk.step = max(walk.chunk * CHUNK, start) / STEP;
+    walk.end_step = (min((walk.chunk + 1) * CHUNK, walk.split.n_keys) + STEP - 1) / STEP;
+}
+
+// Goes one step on; false at the end.
+DEVICE bool advance(const AttendParams& p, Walk& walk) {
+    if (++walk.step < walk.end_step) return true;
+    if (walk.n_left == 0) return false;
+    walk.n_left--;
+    if (++walk.chunk == chunks_of(walk.split.n_keys, p.window).end) {
+        if (++walk.set == n_sets(p)) {
+            walk.set = 0;
+            walk.split = ((const Split*)p.tasks)[++walk.index];
+        }
+        walk.chunk = chunks_of(walk.split.n_keys, p.window).first;
+    }
+    begin_task(p, walk);
+    return true;
+}
+
+// Finds the warp's first task; false if it has none.
+DEVICE bool find_first(const AttendParams& p, Walk& walk) {
+    const Split* splits = (const Split*)p.tasks;
+    const u32 lane = threadIdx.x % 32;
+    // Neighbouring warps of a block are far from each other, so that few tasks meet many blocks.
+    const u32 n_warps = gridDim.x * SPLIT_WARPS, own = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    u32 total = 0;
+    for (u32 base = 0; base < p.n_splits; base += 32)
+        total += __reduce_add_sync(
+            ~0u, base + lane < p.n_splits ? n_tasks(p, splits[base + lane]) : 0u);
+    const u32 first = (u32)((u64)total * own / n_warps);
+    const u32 end = (u32)((u64)total * (own + 1) / n_warps);
+    if (first == end) return false;
+    u32 before = 0;
+    for (u32 base = 0;; base += 32) {
+        Split split = {0, 0, 0, 0};
+        if (base + lane < p.n_splits) split = splits[base + lane];
+        const u32 n = n_tasks(p, split);
+        u32 upto = n;
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += other;
+        }
+        const u32 found = __ballot_sync(~0u, before + upto > first);
+        if (found == 0) {
+            before += __shfl_sync(~0u, upto, 31);
+            continue;
+        }
+        const u32 holder = __ffs(found) - 1;
+        const u32 within = first - before - __shfl_sync(~0u, upto - n, holder);
+        walk.split.row = __shfl_sync(~0u, split.row, holder);
+        walk.split.n_keys = __shfl_sync(~0u, split.n_keys, holder);
+        walk.split.table_row = __shfl_sync(~0u, split.table_row, holder);
+        walk.split.partial = __shfl_sync(~0u, split.partial, holder);
+        walk.index = base + holder;
+        const Chunks chunks = chunks_of(walk.split.n_keys, p.window);
+        walk.set = within / (chunks.end - chunks.first);
+        walk.chunk = chunks.first + within % (chunks.end - chunks.first);
+        walk.n_left = end - first - 1;
+        begin_task(p, walk);
+        return true;
+    }
+}
+
+// What brings the pages: it walks ahead of the computation.
+struct Feed {
+    Walk walk;
+    bool is_done;
+    u32 turn;
+    u32 slot;  // of the chunk's page that is the lane's
+};
+
+DEVICE u32 kv_head_of(const AttendParams& p, const Walk& walk) {
+    return walk.set / ((p.group + 15) / 16);
+}
+
+DEVICE bool is_seen(const AttendParams& p, const Walk& walk, u32 page) {
+    const u32 n_keys = walk.split.n_keys;
+    return page >= first_key_of(n_keys, p.window) / PAGE && page < (n_keys + PAGE - 1) / PAGE;
+}
+
+DEVICE void find_slots(const AttendParams& p, Feed& feed) {
+    const u32 lane = threadIdx.x % 32, page = feed.walk.chunk * CHUNK_PAGES + lane;
+    const u32* table = p.tables + (u64)feed.walk.split.table_row * p.table_len;
+    feed.slot = lane < CHUNK_PAGES && is_seen(p, feed.walk, page) ? table[page] : 0;
+}
+
+// Whether the step's pages were complete before this pass: the row's own page is written by it.
+DEVICE bool is_old(const Feed& feed) {
+    return !feed.is_done && (feed.walk.step + 1) * STEP_PAGES <= (feed.walk.split.n_keys - 1) / PAGE;
+}
+
+// Brings the pages of the next step; those that are not seen become zeros.
+DEVICE void bring(const AttendParams& p, Feed& feed, u32 ring) {
+    if (feed.is_done) {
+        copy_commit();
+        return;
+    }
+    const u32 lane = threadIdx.x % 32, stage = feed.turn % SPLIT_STAGES;
+    const u32 page = feed.walk.step * STEP_PAGES, first = feed.walk.chunk * CHUNK_PAGES;
+    const u8* head = p.layer + kv_head_of(p, feed.walk) * p.head_bytes;
+#if HAS_BULK
+    const u32 ready = ring + SPLIT_BARRIERS + stage * 8;
+    u32 n_bytes = 0;
+    UNROLL
+    for (int i = 0; i < STEP_PAGES; i++)
+        if (is_seen(p, feed.walk, page + i)) n_bytes += HEAD_PAGE_BYTES;
+    if (lane == 0) barrier_expect(ready, n_bytes);
+    if (p.prefetch > 0) {
+        const u32 ahead = page + p.prefetch * STEP_PAGES - first;
+        if (lane >= ahead && lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
+            is_seen(p, feed.walk, first + lane))
+            bulk_prefetch(head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
+    }
+#endif
+    UNROLL
+    for (int i = 0; i < STEP_PAGES; i++) {
+        const bool inside = is_seen(p, feed.walk, page + i);
+        const u32 slot = __shfl_sync(~0u, feed.slot, page + i - first);
+        const u8* source = head + (u64)slot * HEAD_PAGE_BYTES;
+        const u32 place = ring + stage * STAGE_BYTES + i * HEAD_PAGE_BYTES;
+#if HAS_BULK
+        if (inside) {
+            if (lane == 0) bulk_copy(place, source, HEAD_PAGE_BYTES, ready);
+            continue;
+        }
+        for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512) store_zeros(place + at);
+        bulk_fence();
+#else
+        for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512)
+            copy_async(place + at, source + at, inside ? 16 : 0);
+#endif
+    }
+#if !HAS_BULK
+    copy_commit();
+#endif
+    feed.turn++;
+    const u32 n_left = feed.walk.n_left;
+    feed.is_done = !advance(p, feed.walk);
+    if (feed.walk.n_left != n_left) find_slots(p, feed);
+}
+
+// Makes the lines those of the task.
+DEVICE void take_lines(const AttendParams& p, const Walk& walk, Lines& lines, u32* operands) {
+    const u32 sets = (p.group + 15) / 16, g = threadIdx.x % 32 / 4;
+    lines.first_row = walk.split.row, lines.kv_head = walk.set / sets;
+    lines.first = walk.set % sets * 16;
+    lines.n = min(p.group - lines.first, 16u);
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        lines.start[r] = first_key_of(walk.split.n_keys, p.window);
+        lines.end[r] = g + 8 * r < lines.n ? walk.split.n_keys : 0;
+    }
+    // Nobody reads the queries before, and then these are there.
+    __syncwarp();
+    load_queries(p, lines, operands);
+    __syncwarp();
+}
+
+DEVICE void store_partial(const AttendParams& p, const Walk& walk, const Lines& lines) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u64 partial = walk.split.partial + walk.chunk;
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        if (g + 8 * r >= lines.n) continue;
+        const u64 at =
+            (partial * p.n_kv_heads + lines.kv_head) * p.group + lines.first + g + 8 * r;
+        if (t == 0)
+            *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
+        UNROLL
+        for (int n = 0; n < TILES; n++)
+            *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
+                make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS, 1) attend_split(AttendParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    allow_next();
+    u8* own = shared + threadIdx.x / 32 * SPLIT_WARP_BYTES;
+    u32* operands = (u32*)(own + SPLIT_RING);
+    const u32 ring = shared_address(own);
+    Walk walk;
+    // Rows and tables were there before the step began.
+    if (!find_first(p, walk)) {
+        wait_for_previous();
+        return;
+    }
+#if HAS_BULK
+    if (threadIdx.x % 32 == 0)
+        for (u32 i = 0; i < SPLIT_STAGES; i++) barrier_init(ring + SPLIT_BARRIERS + i * 8);
+    __syncwarp();
+#endif
+    Feed feed = {walk, false, 0, 0};
+    find_slots(p, feed);
+    // The kernels before this one in the same pass write only the pages that the rows end in.
+    while (feed.turn < SPLIT_STAGES - 1 && is_old(feed)) bring(p, feed, ring);
+    wait_for_previous();
+    for (u32 i = feed.turn; i < SPLIT_STAGES - 1; i++) bring(p, feed, ring);
+    Lines lines;
+    take_lines(p, walk, lines, operands);
+    begin_chunk(lines);
+    for (u32 turn = 0;; turn++) {
+#if HAS_BULK
+        barrier_wait(ring + SPLIT_BARRIERS + turn % SPLIT_STAGES * 8, turn / SPLIT_STAGES % 2);
+#else
+        copy_wait<SPLIT_STAGES - 2>();
+#endif
+        // Every lane's copies are there, and no lane reads the step before.
+        __syncwarp();
+        bring(p, feed, ring);
+        attend_step(own + turn % SPLIT_STAGES * STAGE_BYTES, operands, walk.step * STEP, lines);
+        if (walk.step + 1 == walk.end_step) {
+            store_partial(p, walk, lines);
+            begin_chunk(lines);
+        }
+        const u32 index = walk.index, set = walk.set;
+        if (!advance(p, walk)) break;
+        if (walk.index != index || walk.set != set) take_lines(p, walk, lines, operands);
+    }
+}
+
+// Merges the chunks of the rows that were split, from left to right.
+//
+// Grid: (row that was split, query head); thread i takes columns i, i + 128. Chunks come in batches
+// of 32: the next one is on its way while one is added, and one lane works out the weights of each
+// chunk, which makes the long chain of sums quick.
+
+struct MergeParams {
+    const float* partials;
+    const float* sums;
+    const Split* splits;
+    float* out;
+    u16* rounded;
+    u32 n_kv_heads;
+    u32 group;
+    u32 window;
+    u32 padding;
+};
+static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
+
+#define MERGE_THREADS 128
+#define BATCH 32
+#define PIECES ((HEAD_DIM + MERGE_THREADS - 1) / MERGE_THREADS)
+
+// Brings the results of up to BATCH chunks.
+DEVICE void load_batch(const MergeParams& p, u64 first, u64 stride, u32 n, float* target) {
+    const u32 shared = shared_address(target);
+    UNROLL
+    for (int start = 0; start < BATCH * WIDTH / 4; start += MERGE_THREADS) {
+        const u32 i = start + threadIdx.x, chunk = i / (WIDTH / 4), piece = i % (WIDTH / 4);
+        if (chunk < n)
+            copy_async(shared + i * 16, p.partials + (first + chunk * stride) * WIDTH + piece * 4,
+                       16);
+    }
+    copy_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p) {
+    extern __shared__ __align__(128) float batches[];  // [2][BATCH][WIDTH]
+    allow_next();
+    __shared__ float before[BATCH], after[BATCH], lengths[BATCH], largest;
+    const Split split = p.splits[blockIdx.x];
+    const Chunks chunks = chunks_of(split.n_keys, p.window);
+    const u32 n_partials = chunks.end - chunks.first, head = blockIdx.y, thread = threadIdx.x;
+    const u64 stride = (u64)p.n_kv_heads * p.group;
+    const u64 first = (u64)(split.partial + chunks.first) * stride + head;
+    float m = -INFINITE, l = 0.0f, o[PIECES];
+    UNROLL
+    for (int i = 0; i < PIECES; i++) o[i] = 0.0f;
+    wait_for_previous();
+    load_batch(p, first, stride, min(n_partials, (u32)BATCH), batches);
+    for (u32 start = 0; start < n_partials; start += BATCH) {
+        const u32 n = min(n_partials - start, (u32)BATCH), next = start + BATCH;
+        const u32 turn = start / BATCH % 2;
+        if (next < n_partials)
+            load_batch(p, first + next * stride, stride, min(n_partials - next, (u32)BATCH),
+                       batches + (1 - turn) * BATCH * WIDTH);
+        else
+            copy_commit();
+        if (thread < 32) {
+            const u64 at = first + (start + thread) * stride;
+            const float own = thread < n ? p.sums[at * 2] : -INFINITE;
+            // The maximum of everything up to this chunk, and of everything before it.
+            float upto = fmaxf(m, own);
+            for (u32 step = 1; step < 32; step *= 2) {
+                const float other = __shfl_up_sync(~0u, upto, step);
+                if (thread >= step) upto = fmaxf(upto, other);
+            }
+            const float left = __shfl_up_sync(~0u, upto, 1);
+            const Weights w = weigh(thread == 0 ? m : left, own);
+            before[thread] = w.before;
+            after[thread] = w.after;
+            lengths[thread] = thread < n ? p.sums[at * 2 + 1] : 0.0f;
+            if (thread == 31) largest = upto;
+        }
+        copy_wait<1>();
+        __syncthreads();
+        m = largest;
+        UNROLL
+        for (int piece = 0; piece < PIECES; piece++) {
+            const u32 i = piece * MERGE_THREADS + thread;
+            if (i >= HEAD_DIM) continue;
+            const float* source = batches + turn * BATCH * WIDTH + i;
+#pragma unroll 8
+            for (u32 c = 0; c < n; c++)
+                o[piece] = __fmaf_rn(source[c * WIDTH], after[c], __fmul_rn(o[piece], before[c]));
+        }
+        for (u32 c = 0; c < n; c++) l = __fmaf_rn(lengths[c], after[c], __fmul_rn(l, before[c]));
+        __syncthreads();
+    }
+    const float inverse = 1.0f / l * (1.0f / P_SCALE);
+    const u64 target = ((u64)split.row * stride + head) * HEAD_DIM;
+    UNROLL
+    for (int piece = 0; piece < PIECES; piece++) {
+        const u32 i = piece * MERGE_THREADS + thread;
+        if (i >= HEAD_DIM) continue;
+        const float x = o[piece] * inverse;
+        p.out[target + i] = x;
+        p.rounded[target + i] = (u16)bf16_of(x);
+    }
+}

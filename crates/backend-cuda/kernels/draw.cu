@@ -1,0 +1,302 @@
+// Chooses a token from each row of logits, as `Draw` of the crate `backend` says.
+//
+// logits [rows, vocab]; one block per row. Filters are searches for the worst token that is kept: keys
+// that are ordered like logits are looked at four bits at a time, from the top, and a pass over the
+// row sums what lies in each of the sixteen ranges. All sums have one order, so a draw repeats.
+
+struct Draw {
+    double uniform;
+    float temperature;
+    float top_p;
+    float min_p;
+    u32 top_k;
+    u32 first_moved, n_moved;
+};
+
+struct Moved {
+    u32 token;
+    float factor, minus, plus;
+};
+
+struct DrawParams {
+    float* logits;
+    const Draw* draws;
+    const Moved* moved;
+    u32* tokens;
+    u32 vocab;
+    u32 padding;
+};
+static_assert(sizeof(Draw) == DRAW_SIZE, "the host's Draw differs");
+static_assert(sizeof(Moved) == MOVED_SIZE, "the host's Moved differs");
+static_assert(sizeof(DrawParams) == DRAW_PARAMS_SIZE, "the host's DrawParams differs");
+
+#define DRAW_THREADS 1024
+#define DRAW_WARPS 32
+#define NO_TOKEN ~0u
+
+// e^x for x <= 0, bit for bit that of the engine's own sampler.
+DEVICE float exp_neg(float x) {
+    const float y = __fmul_rn(x, 1.44269504088896340736f);
+    const float clamped = y > -126.0f ? y : -126.0f;
+    const float rounded = __fadd_rn(clamped, 12582912.0f);
+    const float r = __fsub_rn(clamped, __fsub_rn(rounded, 12582912.0f));
+    const float series[6] = {1.3333558e-3f, 9.618129e-3f, 5.550411e-2f, 0.2402265f, 0.69314718056f,
+                             1.0f};
+    float p = 1.540353e-4f;
+    UNROLL
+    for (int i = 0; i < 6; i++) p = __fadd_rn(__fmul_rn(p, r), series[i]);
+    const float power = __uint_as_float((__float_as_uint(rounded) << 23) + (127u << 23));
+    return y > -126.0f ? __fmul_rn(p, power) : 0.0f;
+}
+
+// A number that is ordered like the logit; both zeros have one.
+DEVICE u32 key_of(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The worst token that is kept.
+struct Cut {
+    u32 key, id;
+};
+
+struct Row {
+    const float* logits;
+    u32 vocab;
+    float max, sharpness;
+    Cut cut;
+};
+
+DEVICE bool is_kept(const Row& row, u32 key, u32 id) {
+    return key > row.cut.key || (key == row.cut.key && id <= row.cut.id);
+}
+
+DEVICE float weight_of(const Row& row, float x) {
+    return exp_neg(__fmul_rn(__fsub_rn(x, row.max), row.sharpness));
+}
+
+DEVICE double warp_sum(double x) {
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// Sums over the block in one order; every thread gets the result.
+DEVICE double block_sum(double x) {
+    __shared__ double sums[DRAW_WARPS];
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    double total = 0.0;
+    for (int i = 0; i < DRAW_WARPS; i++) total += sums[i];
+    return total;
+}
+
+// The largest logit; NaN if there is one, or if the largest is infinite.
+DEVICE float finite_max(const float* logits, u32 vocab) {
+    __shared__ float maxima[DRAW_WARPS];
+    float max = -INFINITE;
+    bool is_number = true;
+    for (u32 i = threadIdx.x; i < vocab; i += DRAW_THREADS) {
+        is_number &= logits[i] == logits[i];
+        max = fmaxf(max, logits[i]);
+    }
+    max = warp_max(max);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = max;
+    is_number = __syncthreads_and(is_number);
+    for (int i = 0; i < DRAW_WARPS; i++) max = fmaxf(max, maxima[i]);
+    return is_number && fabsf(max) < INFINITE ? max : __int_as_float(0x7fffffff);
+}
+
+// The lowest id with the logit `max`.
+DEVICE u32 first_of(const float* logits, u32 vocab, float max) {
+    __shared__ u32 best;
+    if (threadIdx.x == 0) best = NO_TOKEN;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < vocab; i += DRAW_THREADS)
+        if (logits[i] == max) {
+            atomicMin(&best, i);
+            break;
+        }
+    __syncthreads();
+    return best;
+}
+
+// The id of the `n`-th token, from 1, that is kept and has this key. Rare: by one warp.
+DEVICE u32 nth_equal(const Row& row, u32 key, u32 n) {
+    __shared__ u32 found;
+    if (threadIdx.x < 32) {
+        u32 seen = 0;
+        for (u32 base = 0; base < row.vocab && seen < n; base += 32) {
+            const u32 id = base + threadIdx.x;
+            const bool is_equal =
+                id < row.vocab && key_of(row.logits[id]) == key && is_kept(row, key, id);
+            u32 mask = __ballot_sync(~0u, is_equal);
+            if (seen + __popc(mask) >= n && threadIdx.x == 0) {
+                for (u32 i = seen + 1; i < n; i++) mask &= mask - 1;
+                found = base + __ffs(mask) - 1;
+            }
+            seen += __popc(mask);
+        }
+    }
+    __syncthreads();
+    return found;
+}
+
+// Keeps, best first, the tokens before which there is less than `limit`: of tokens, or of weight.
+template <bool BY_WEIGHT>
+DEVICE void keep(Row& row, double limit) {
+    __shared__ double sums[16][DRAW_WARPS], ranges[16];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 prefix = 0;
+    double before = 0.0;
+    for (int shift = 28; shift >= 0; shift -= 4) {
+        float own[16];
+        UNROLL
+        for (int d = 0; d < 16; d++) own[d] = 0.0f;
+        for (u32 id = threadIdx.x; id < row.vocab; id += DRAW_THREADS) {
+            const float x = row.logits[id];
+            const u32 key = key_of(x);
+            if (shift < 28 && key >> (shift + 4) != prefix) continue;
+            if (!is_kept(row, key, id)) continue;
+            const float measure = BY_WEIGHT ? weight_of(row, x) : 1.0f;
+            UNROLL
+            for (int d = 0; d < 16; d++) own[d] += (key >> shift & 15) == d ? measure : 0.0f;
+        }
+        __syncthreads();
+        UNROLL
+        for (int d = 0; d < 16; d++) {
+            const double sum = warp_sum((double)own[d]);
+            if (lane == 0) sums[d][warp] = sum;
+        }
+        __syncthreads();
+        if (threadIdx.x < 16) {
+            double sum = 0.0;
+            for (int i = 0; i < DRAW_WARPS; i++) sum += sums[threadIdx.x][i];
+            ranges[threadIdx.x] = sum;
+        }
+        __syncthreads();
+        // The range in which the limit is reached, or the last one in which there is anything.
+        u32 digit = 15;
+        double passed = before;
+        for (int d = 15; d >= 0; d--) {
+            if (ranges[d] == 0.0) continue;
+            digit = d;
+            before = passed;
+            passed += ranges[d];
+            if (passed >= limit) break;
+        }
+        prefix = prefix << 4 | digit;
+        if (shift == 0) {
+            // All that is left in the range has one key.
+            const float x = prefix >> 31 ? __uint_as_float(prefix & 0x7fffffffu)
+                                         : __uint_as_float(~prefix);
+            const double each = BY_WEIGHT ? (double)weight_of(row, x) : 1.0;
+            const u32 n_equal = (u32)(ranges[digit] / each + 0.5);
+            const double wanted = ceil((limit - before) / each);
+            const u32 n_wanted = wanted < 1.0 ? 1 : wanted < n_equal ? (u32)wanted : n_equal;
+            const u32 id = n_wanted < n_equal ? nth_equal(row, prefix, n_wanted) : NO_TOKEN;
+            // Equals that an earlier filter cut stay cut.
+            const u32 last = row.cut.key == prefix ? min(row.cut.id, id) : id;
+            row.cut = Cut{prefix, last};
+        }
+        __syncthreads();
+    }
+}
+
+// The weight of a token that may be drawn, or 0.
+DEVICE double share_of(const Row& row, float min_p, u32 id) {
+    if (id >= row.vocab || !is_kept(row, key_of(row.logits[id]), id)) return 0.0;
+    const float weight = weight_of(row, row.logits[id]);
+    return weight >= min_p ? (double)weight : 0.0;
+}
+
+// Goes through the tokens that are kept, by id: a warp for each run of ids.
+DEVICE void draw_kept(const Row& row, const Draw& draw, u32* token) {
+    __shared__ double sums[DRAW_WARPS], rest;
+    __shared__ u32 chosen;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 run = (row.vocab + DRAW_THREADS - 1) / DRAW_THREADS * 32;
+    const u32 start = warp * run, end = min(start + run, row.vocab);
+    double sum = 0.0;
+    for (u32 id = start + lane; id < end; id += 32) sum += share_of(row, draw.min_p, id);
+    sum = warp_sum(sum);
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double total = 0.0;
+        for (int i = 0; i < DRAW_WARPS; i++) total += sums[i];
+        double left = total * draw.uniform;
+        u32 last = 0;
+        bool is_found = false;
+        for (u32 i = 0; i < DRAW_WARPS && !is_found; i++) {
+            if (sums[i] > 0.0) last = i;
+            is_found = left < sums[i];
+            if (!is_found) left -= sums[i];
+        }
+        chosen = last;
+        // Rounding can leave a crumb after the last token, which then takes it.
+        rest = is_found ? left : 2.0 * total;
+    }
+    __syncthreads();
+    if (warp != chosen) return;
+    double left = rest;
+    u32 last = NO_TOKEN;
+    for (u32 base = start; base < end; base += 32) {
+        const double own = base + lane < end ? share_of(row, draw.min_p, base + lane) : 0.0;
+        double upto = own;
+        for (u32 step = 1; step < 32; step *= 2) {
+            const double other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto += other;
+        }
+        const u32 possible = __ballot_sync(~0u, own > 0.0);
+        const u32 reached = __ballot_sync(~0u, own > 0.0 && left < upto);
+        if (possible) last = base + 31 - __clz(possible);
+        if (reached) {
+            last = base + __ffs(reached) - 1;
+            break;
+        }
+        left -= __shfl_sync(~0u, upto, 31);
+    }
+    if (lane == 0) *token = last;
+}
+
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS) draw_tokens(DrawParams p) {
+    begin();
+    const Draw draw = p.draws[blockIdx.x];
+    float* logits = p.logits + (u64)blockIdx.x * p.vocab;
+    u32* token = p.tokens + blockIdx.x;
+    float max = finite_max(logits, p.vocab);
+    if (max == max && draw.n_moved > 0) {
+        for (u32 i = threadIdx.x; i < draw.n_moved; i += DRAW_THREADS) {
+            const Moved moved = p.moved[draw.first_moved + i];
+            if (moved.token >= p.vocab) continue;
+            const float x = logits[moved.token];
+            const float scaled =
+                x > 0.0f ? __fdiv_rn(x, moved.factor) : __fmul_rn(x, moved.factor);
+            logits[moved.token] = __fadd_rn(__fsub_rn(scaled, moved.minus), moved.plus);
+        }
+        __syncthreads();
+        max = finite_max(logits, p.vocab);
+    }
+    if (max != max) {
+        if (threadIdx.x == 0) *token = NO_TOKEN;
+        return;
+    }
+    if (draw.temperature == 0.0f) {
+        const u32 best = first_of(logits, p.vocab, max);
+        if (threadIdx.x == 0) *token = best;
+        return;
+    }
+    // Kept finite, so that nothing times it is nothing.
+    const float sharpness = fminf(__fdiv_rn(1.0f, draw.temperature), __int_as_float(0x7f7fffff));
+    Row row = {logits, p.vocab, max, sharpness, Cut{0, NO_TOKEN}};
+    if (draw.top_k > 0 && draw.top_k < p.vocab) keep<false>(row, (double)draw.top_k);
+    if (draw.top_p < 1.0f) {
+        double sum = 0.0;
+        for (u32 id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) sum += share_of(row, 0.0f, id);
+        keep<true>(row, block_sum(sum) * (double)draw.top_p);
+    }
+    draw_kept(row, draw, token);
+}
