@@ -274,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS, 1) attend_split(A
 
 // Merges the chunks of the rows that were split, from left to right.
 //
-// Grid: (row that was split, query head); thread i takes columns i, i + 128. Chunks come in batches
-// of 32: the next one is on its way while one is added, and one lane works out the weights of each
-// chunk, which makes the long chain of sums quick.
+// Grid: (row that was split, query head and piece of `columns` columns). Chunks come in batches: the
+// next one is on its way while one is added. The weights of a batch are worked out by all threads
+// together, which leaves two operations to each link of the long chain of sums.
 
 struct MergeParams {
     const float* partials;
@@ -287,88 +287,97 @@ struct MergeParams {
     u32 n_kv_heads;
     u32 group;
     u32 window;
-    u32 padding;
+    u32 columns;  // of a block: a power of two from 32 to 128
 };
 static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
 
 #define MERGE_THREADS 128
-#define BATCH 32
-#define PIECES ((HEAD_DIM + MERGE_THREADS - 1) / MERGE_THREADS)
+#define BATCH_FLOATS 4096
+#define BATCH_MAX (BATCH_FLOATS / 32)
+static_assert(BATCH_MAX == MERGE_THREADS, "a thread works out the weights of a chunk");
 
-// Brings the results of up to BATCH chunks.
-DEVICE void load_batch(const MergeParams& p, u64 first, u64 stride, u32 n, float* target) {
-    const u32 shared = shared_address(target);
-    UNROLL
-    for (int start = 0; start < BATCH * WIDTH / 4; start += MERGE_THREADS) {
-        const u32 i = start + threadIdx.x, chunk = i / (WIDTH / 4), piece = i % (WIDTH / 4);
-        if (chunk < n)
-            copy_async(shared + i * 16, p.partials + (first + chunk * stride) * WIDTH + piece * 4,
-                       16);
+// A piece of the chunks of one head of one row.
+struct Piece {
+    u64 first, stride;  // chunks, counted in lines
+    u32 n;              // chunks
+    u32 column, n_columns;
+};
+
+// Brings the results of a batch.
+DEVICE void load_batch(const MergeParams& p, const Piece& piece, u32 start, u32 n, float* target) {
+    const u32 shared = shared_address(target), quads = p.columns / 4;
+    for (u32 i = threadIdx.x; i < n * quads; i += MERGE_THREADS) {
+        const u32 chunk = i / quads, at = i % quads * 4;
+        if (at >= piece.n_columns) continue;
+        const u64 line = piece.first + (start + chunk) * piece.stride;
+        copy_async(shared + (chunk * p.columns + at) * 4,
+                   p.partials + line * WIDTH + piece.column + at, 16);
     }
     copy_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p) {
-    extern __shared__ __align__(128) float batches[];  // [2][BATCH][WIDTH]
+    extern __shared__ __align__(128) float batches[];  // [2][BATCH_FLOATS]
     allow_next();
-    __shared__ float before[BATCH], after[BATCH], lengths[BATCH], largest;
+    __shared__ float before[BATCH_MAX], after[BATCH_MAX], lengths[BATCH_MAX];
+    __shared__ float maxima[MERGE_THREADS / 32];
     const Split split = p.splits[blockIdx.x];
     const Chunks chunks = chunks_of(split.n_keys, p.window);
-    const u32 n_partials = chunks.end - chunks.first, head = blockIdx.y, thread = threadIdx.x;
-    const u64 stride = (u64)p.n_kv_heads * p.group;
-    const u64 first = (u64)(split.partial + chunks.first) * stride + head;
-    float m = -INFINITE, l = 0.0f, o[PIECES];
-    UNROLL
-    for (int i = 0; i < PIECES; i++) o[i] = 0.0f;
+    const u32 n_heads = p.n_kv_heads * p.group, thread = threadIdx.x, lane = thread % 32;
+    const u32 head = blockIdx.y % n_heads, batch = BATCH_FLOATS / p.columns;
+    Piece piece;
+    piece.stride = n_heads;
+    piece.first = (u64)(split.partial + chunks.first) * n_heads + head;
+    piece.n = chunks.end - chunks.first;
+    piece.column = blockIdx.y / n_heads * p.columns;
+    piece.n_columns = min(p.columns, WIDTH - piece.column);
+    float m = -INFINITE, l = 0.0f, o = 0.0f;
     wait_for_previous();
-    load_batch(p, first, stride, min(n_partials, (u32)BATCH), batches);
-    for (u32 start = 0; start < n_partials; start += BATCH) {
-        const u32 n = min(n_partials - start, (u32)BATCH), next = start + BATCH;
-        const u32 turn = start / BATCH % 2;
-        if (next < n_partials)
-            load_batch(p, first + next * stride, stride, min(n_partials - next, (u32)BATCH),
-                       batches + (1 - turn) * BATCH * WIDTH);
+    load_batch(p, piece, 0, min(piece.n, batch), batches);
+    for (u32 start = 0; start < piece.n; start += batch) {
+        const u32 n = min(piece.n - start, batch), next = start + batch;
+        const u32 turn = start / batch % 2;
+        if (next < piece.n)
+            load_batch(p, piece, next, min(piece.n - next, batch), batches + (1 - turn) * BATCH_FLOATS);
         else
             copy_commit();
-        if (thread < 32) {
-            const u64 at = first + (start + thread) * stride;
-            const float own = thread < n ? p.sums[at * 2] : -INFINITE;
-            // The maximum of everything up to this chunk, and of everything before it.
-            float upto = fmaxf(m, own);
-            for (u32 step = 1; step < 32; step *= 2) {
-                const float other = __shfl_up_sync(~0u, upto, step);
-                if (thread >= step) upto = fmaxf(upto, other);
-            }
-            const float left = __shfl_up_sync(~0u, upto, 1);
-            const Weights w = weigh(thread == 0 ? m : left, own);
-            before[thread] = w.before;
-            after[thread] = w.after;
-            lengths[thread] = thread < n ? p.sums[at * 2 + 1] : 0.0f;
-            if (thread == 31) largest = upto;
+        float2 own = make_float2(-INFINITE, 0.0f);
+        if (thread < n)
+            own = *(const float2*)(p.sums + (piece.first + (start + thread) * piece.stride) * 2);
+        // The maximum of everything up to this chunk, and of everything before it.
+        float upto = own.x;
+        for (u32 step = 1; step < 32; step *= 2) {
+            const float other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto = fmaxf(upto, other);
         }
+        if (lane == 31) maxima[thread / 32] = upto;
+        __syncthreads();
+        float left = m;
+        for (u32 i = 0; i < MERGE_THREADS / 32; i++) {
+            if (i < thread / 32) left = fmaxf(left, maxima[i]);
+            m = fmaxf(m, maxima[i]);
+        }
+        const float inside = __shfl_up_sync(~0u, upto, 1);
+        const Weights w = weigh(lane == 0 ? left : fmaxf(left, inside), own.x);
+        before[thread] = w.before;
+        after[thread] = w.after;
+        lengths[thread] = own.y;
         copy_wait<1>();
         __syncthreads();
-        m = largest;
-        UNROLL
-        for (int piece = 0; piece < PIECES; piece++) {
-            const u32 i = piece * MERGE_THREADS + thread;
-            if (i >= HEAD_DIM) continue;
-            const float* source = batches + turn * BATCH * WIDTH + i;
+        if (thread < piece.n_columns) {
+            const float* source = batches + turn * BATCH_FLOATS + thread;
 #pragma unroll 8
-            for (u32 c = 0; c < n; c++)
-                o[piece] = __fmaf_rn(source[c * WIDTH], after[c], __fmul_rn(o[piece], before[c]));
+            for (u32 c = 0; c < n; c++) {
+                o = __fmaf_rn(source[c * p.columns], after[c], __fmul_rn(o, before[c]));
+                l = __fmaf_rn(lengths[c], after[c], __fmul_rn(l, before[c]));
+            }
         }
-        for (u32 c = 0; c < n; c++) l = __fmaf_rn(lengths[c], after[c], __fmul_rn(l, before[c]));
         __syncthreads();
     }
-    const float inverse = 1.0f / l * (1.0f / P_SCALE);
-    const u64 target = ((u64)split.row * stride + head) * HEAD_DIM;
-    UNROLL
-    for (int piece = 0; piece < PIECES; piece++) {
-        const u32 i = piece * MERGE_THREADS + thread;
-        if (i >= HEAD_DIM) continue;
-        const float x = o[piece] * inverse;
-        p.out[target + i] = x;
-        p.rounded[target + i] = (u16)bf16_of(x);
-    }
+    const u32 i = piece.column + thread;
+    if (thread >= piece.n_columns || i >= HEAD_DIM) return;
+    const u64 target = ((u64)split.row * n_heads + head) * HEAD_DIM + i;
+    const float x = o * (1.0f / l * (1.0f / P_SCALE));
+    p.out[target] = x;
+    p.rounded[target] = (u16)bf16_of(x);
 }

@@ -1,19 +1,33 @@
 //! Compiling kernels that nobody runs, to see that all of them can be.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
 use crate::error::OpenError;
 use crate::nvrtc::Compiler;
 use crate::program::Program;
 
+/// How many of the kernels are compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// One program of each kind, for architectures that differ little from another.
+    Few,
+    /// Every weight type, and the head widths that models have.
+    Usual,
+    /// Also the head widths that tests have.
+    Every,
+}
+
 /// Compiles kernels for an architecture such as `sm_90a`, on as many threads as there are cores, and
-/// gives for each program its name and the compiler's report. All kernels with all head widths that
-/// are known, or one of each kind. Needs NVRTC, but no device.
-pub fn compile_all(arch: &str, is_all: bool) -> Result<Vec<(String, String)>, OpenError> {
-    let compiler = Compiler::new(arch.to_owned(), None)?;
-    let shared = shared_bytes_max(arch);
-    let programs = if is_all { Program::all(shared) } else { Program::some(shared) };
+/// gives for each program its name and the compiler's report. Keeps them in `cache_dir`, if there is
+/// one. Needs NVRTC, but no device.
+pub fn compile_all(
+    arch: &str,
+    extent: Extent,
+    cache_dir: Option<PathBuf>,
+) -> Result<Vec<(String, String)>, OpenError> {
+    let compiler = Compiler::new(arch.to_owned(), cache_dir)?;
+    let programs = Program::all(extent, shared_bytes_max(arch));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     // Those that come last are the longest, and begin first.
     let queue = Mutex::new(programs);
@@ -22,7 +36,8 @@ pub fn compile_all(arch: &str, is_all: bool) -> Result<Vec<(String, String)>, Op
         loop {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some(program) = next else { return Ok(reports) };
-            let (_, log) = compiler.compile(&program)?;
+            let (cubin, log) = compiler.compile(&program)?;
+            compiler.keep(&program, &cubin);
             reports.push((program.name, log));
         }
     };

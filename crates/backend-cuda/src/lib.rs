@@ -33,7 +33,7 @@ use nuthatch_backend::{
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use buf::CudaBuf;
-pub use compile::compile_all;
+pub use compile::{Extent, compile_all};
 use device::{Device, Kernel};
 pub use error::{CompileError, OpenError};
 use graph::PassKey;
@@ -190,7 +190,7 @@ impl AttendKernels {
                 split: kernel("attend_split", split_shape.shared_bytes(page))?,
                 split_shape,
                 tile: kernel("attend_tile", attend::tile_shared_bytes(page))?,
-                merge: kernel("merge", attend::merge_shared_bytes(page))?,
+                merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
             },
         };
         Ok(AttendKernels {

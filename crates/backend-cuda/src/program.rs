@@ -7,6 +7,7 @@
 use nuthatch_backend::WeightType;
 use nuthatch_types::KvDtype;
 
+use crate::compile::Extent;
 use crate::kv::PageShape;
 use crate::launch::{
     attend, copy, draw, embed, gather, matmul, norm, pack, roof, rope, round, shift, swiglu,
@@ -131,36 +132,36 @@ impl Program {
         Program::new(format!("attention-{}-{}", page.dtype, page.head_dim), &constants, &files)
     }
 
-    /// Every program, with the head widths that models have, to see that all of them compile for a
-    /// device with so much shared memory.
-    pub(crate) fn all(shared_bytes_max: usize) -> Vec<Self> {
-        let mut programs = vec![Program::common()];
+    /// The programs, for a device with so much shared memory.
+    pub(crate) fn all(extent: Extent, shared_bytes_max: usize) -> Vec<Self> {
+        use KvDtype::{Bf16, F16, F32};
+        const FEW: &[(KvDtype, u32)] = &[(F16, 128)];
+        const USUAL: &[(KvDtype, u32)] = &[(F16, 64), (F16, 256), (Bf16, 128), (F32, 128)];
+        const EVERY: &[(KvDtype, u32)] = &[
+            (F16, 32),
+            (F16, 80),
+            (F16, 96),
+            (Bf16, 32),
+            (Bf16, 64),
+            (Bf16, 80),
+            (Bf16, 256),
+            (F32, 32),
+            (F32, 64),
+            (F32, 96),
+        ];
         let packed = WeightType::ALL.into_iter().filter(|&dtype| dtype != WeightType::F32);
-        programs.extend(packed.map(Program::weights));
-        for (dtype, head_dim) in [
-            (KvDtype::F16, 64),
-            (KvDtype::F16, 80),
-            (KvDtype::F16, 96),
-            (KvDtype::F16, 128),
-            (KvDtype::F16, 256),
-            (KvDtype::Bf16, 64),
-            (KvDtype::Bf16, 128),
-            (KvDtype::F32, 128),
-        ] {
+        let (weights, pages): (Vec<WeightType>, Vec<_>) = match extent {
+            Extent::Few => (vec![WeightType::BF16, WeightType::Q4_K], FEW.to_vec()),
+            Extent::Usual => (packed.collect(), [FEW, USUAL].concat()),
+            Extent::Every => (packed.collect(), [FEW, USUAL, EVERY].concat()),
+        };
+        let attention = |(dtype, head_dim)| {
             let page = PageShape { dtype, head_dim };
-            let split = attend::SplitShape::fitting(page, shared_bytes_max);
-            programs.push(Program::attention(page, split));
-        }
-        programs
-    }
-
-    /// One program of each kind, for architectures that differ little from one that was compiled
-    /// for in full.
-    pub(crate) fn some(shared_bytes_max: usize) -> Vec<Self> {
-        let names = ["common", "weights-BF16", "weights-Q4_K", "attention-f16-128"];
-        let mut programs = Program::all(shared_bytes_max);
-        programs.retain(|program| names.contains(&&*program.name));
-        assert_eq!(programs.len(), names.len(), "each name is a program's");
+            Program::attention(page, attend::SplitShape::fitting(page, shared_bytes_max))
+        };
+        let mut programs = vec![Program::common()];
+        programs.extend(weights.into_iter().map(Program::weights));
+        programs.extend(pages.into_iter().map(attention));
         programs
     }
 }

@@ -2,7 +2,8 @@
 //!
 //!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! The words say what: `matmul`, `decode`, `prefill`, and `step` for whole decode steps, which take up
+//! The words say what: `matmul`, `decode` (with `short`, little of it), `prefill`, and `step` for whole
+//! decode steps (of the models that are named, or all), which take up
 //! to 120 GB of the device; `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings pages to the second-level cache early.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
@@ -66,7 +67,7 @@ fn main() -> Outcome {
         matmuls(&cuda, &mut report)?;
     }
     if has("decode") {
-        decodes(&cuda, &mut report)?;
+        decodes(&cuda, &mut report, has("short"))?;
     }
     if has("prefill") {
         for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
@@ -74,7 +75,7 @@ fn main() -> Outcome {
         }
     }
     if has("step") {
-        step::steps(&cuda, &mut report)?;
+        step::steps(&cuda, &mut report, &words)?;
     }
     if let Some(path) = std::env::args().nth(1) {
         let (device, kernels) = (cuda.name(), report.text);
@@ -110,8 +111,11 @@ fn matmuls(cuda: &Cuda, report: &mut Report) -> Outcome {
 }
 
 /// Attention of one row of each sequence.
-fn decodes(cuda: &Cuda, report: &mut Report) -> Outcome {
+fn decodes(cuda: &Cuda, report: &mut Report, is_short: bool) -> Outcome {
     use KvDtype::{Bf16, F16};
+    if is_short {
+        return decode(cuda, report, (32, 8, 128, F16), &[(1, 32768), (1, 131_072), (32, 8192)]);
+    }
     let all = [(1, 1024), (1, 8192), (1, 32768), (1, 131_072), (8, 8192), (32, 8192), (32, 32768)];
     let long = [(1, 8192), (1, 32768), (1, 131_072), (32, 8192)];
     decode(cuda, report, (32, 8, 128, F16), &all)?;

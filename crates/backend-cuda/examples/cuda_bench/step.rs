@@ -70,16 +70,20 @@ struct Model {
     table: Weight,
 }
 
-/// Times decode steps of two models at several depths and batches.
-pub(crate) fn steps(cuda: &Cuda, report: &mut Report) -> Outcome {
-    let model = Model::new(cuda, SMOLLM2_135M)?;
-    model.time(cuda, report, &[(1, 1024), (1, 8192)])?;
-    let model = Model::new(cuda, LLAMA3_8B)?;
-    model.time(cuda, report, &[(1, 8192), (1, 32768), (1, 131_072), (8, 8192), (16, 8192)])?;
-    model.time(cuda, report, &[(32, 8192)])?;
-    drop(model);
-    let model = Model::new(cuda, QWEN25_14B)?;
-    model.time(cuda, report, &[(1, 8192), (1, 131_072)])
+/// Times decode steps of models at several depths and batches.
+pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
+    let llama = [(1, 8192), (1, 32768), (1, 131_072), (8, 8192), (16, 8192), (32, 8192)];
+    let runs: [(Shape, &[(usize, usize)]); 3] = [
+        (SMOLLM2_135M, &[(1, 1024), (1, 8192)]),
+        (LLAMA3_8B, &llama),
+        (QWEN25_14B, &[(1, 8192), (1, 131_072)]),
+    ];
+    let is_named = |(shape, _): &&(Shape, _)| words.iter().any(|word| word == shape.name);
+    let has_names = runs.iter().any(|run| is_named(&run));
+    for (shape, batches) in runs.iter().filter(|run| !has_names || is_named(run)) {
+        Model::new(cuda, *shape)?.time(cuda, report, batches)?;
+    }
+    Ok(())
 }
 
 impl Model {

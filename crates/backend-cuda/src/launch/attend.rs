@@ -70,7 +70,7 @@ params! {
         n_kv_heads: u32,
         group: u32,
         window: u32,
-        padding: u32,
+        columns: u32,
     }
 }
 
@@ -108,8 +108,8 @@ pub(crate) const TILE_STAGES: usize = 2;
 const MERGE_THREADS: u32 = 128;
 /// Keys of one step; `STEP` of `attend.cuh`.
 const STEP: usize = 32;
-/// Chunks of one batch of `merge`; `BATCH` of `attend_split.cu`.
-const BATCH: usize = 32;
+/// Floats of one batch of `merge`; `BATCH_FLOATS` of `attend_split.cu`.
+const BATCH_FLOATS: usize = 4096;
 
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
@@ -151,9 +151,7 @@ pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
 }
 
 /// Dynamic shared memory of a block of `merge`.
-pub(crate) fn merge_shared_bytes(page: PageShape) -> usize {
-    2 * BATCH * page.width() * 4
-}
+pub(crate) const MERGE_SHARED_BYTES: usize = 2 * BATCH_FLOATS * 4;
 
 /// A block of `attend_split`: warps that each have a ring of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -288,6 +286,10 @@ impl Attention<'_> {
     /// Brings the splits of each row together.
     fn merge(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
         let (splits, n_splits) = self.plan.splits();
+        // Heads are cut only where there are too few of them to fill the device.
+        let blocks = n_splits * self.spec.n_heads;
+        let columns = if blocks < 2 * self.device.n_multiprocessors() { 32 } else { 128 };
+        let pieces = count(self.kv.page.width()).div_ceil(columns);
         let params = MergeParams {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
@@ -297,13 +299,13 @@ impl Attention<'_> {
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            padding: 0,
+            columns,
         };
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
         // splits have written.
         unsafe {
-            self.device.launch(kernel, (n_splits, self.spec.n_heads), MERGE_THREADS, &params)
+            self.device.launch(kernel, (n_splits, self.spec.n_heads * pieces), MERGE_THREADS, &params)
         }
     }
 
