@@ -2,8 +2,8 @@
 // out[t, h] = softmax(scale q[t, h] K) V, causal, and not further back than the window. 16-bit KV, on
 // tensor cores, with f32 accuracy.
 //
-// A warp takes sixteen *lines*: pairs of a token and a query head of one KV head. For each chunk of
-// 256 keys, cut at multiples from the sequence's start, it goes in steps of 32 keys:
+// A warp takes up to sixteen *lines*: pairs of a token and a query head of one KV head. Keys are cut
+// into chunks at fixed places from the sequence's start. For each chunk it goes in steps of 32 keys:
 //
 //   s = q K             q is split into PARTS 16-bit floats whose sum it is; a chain along D each
 //   m, p = exp2(s - m)  the running maximum of the chunk; what came before is scaled down
@@ -34,7 +34,6 @@ struct AttendParams {
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 
-#define CHUNK 256
 #define STEP 32
 #define STEP_PAGES (STEP / PAGE)
 #define STAGE_BYTES (STEP_PAGES * HEAD_PAGE_BYTES)
@@ -42,8 +41,26 @@ static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendPara
 #define KT (WIDTH / 32)     // pieces of 32 columns
 #define PAIRS (WIDTH / 16)  // pairs of tiles of eight columns
 #define TILES (2 * PAIRS)
-// Queries of sixteen lines as operands, [KT * 2 steps][PARTS][lane] of sixteen bytes.
-#define Q_BYTES (KT * 2 * PARTS * 512)
+
+// The first chunks are short, so that short sequences have many: SMALL_CHUNKS of SMALL_CHUNK keys, then
+// MIDDLE_CHUNKS of MIDDLE_CHUNK, then chunks of LARGE_CHUNK.
+#define SMALL_END (SMALL_CHUNKS * SMALL_CHUNK)
+#define MIDDLE_END (SMALL_END + MIDDLE_CHUNKS * MIDDLE_CHUNK)
+static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
+              "chunks are whole steps");
+
+DEVICE u32 chunk_of(u32 key) {
+    if (key < SMALL_END) return key / SMALL_CHUNK;
+    if (key < MIDDLE_END) return SMALL_CHUNKS + (key - SMALL_END) / MIDDLE_CHUNK;
+    return SMALL_CHUNKS + MIDDLE_CHUNKS + (key - MIDDLE_END) / LARGE_CHUNK;
+}
+
+DEVICE u32 chunk_start(u32 chunk) {
+    if (chunk < SMALL_CHUNKS) return chunk * SMALL_CHUNK;
+    if (chunk < SMALL_CHUNKS + MIDDLE_CHUNKS)
+        return SMALL_END + (chunk - SMALL_CHUNKS) * MIDDLE_CHUNK;
+    return MIDDLE_END + (chunk - SMALL_CHUNKS - MIDDLE_CHUNKS) * LARGE_CHUNK;
+}
 
 // Parts of a float, and what it is multiplied with before so that small parts keep their bits.
 #if KV == KV_F16
@@ -104,21 +121,31 @@ DEVICE float mix(float before, float after, const Weights& w) {
 // The first key that a row with `n_keys` keys up to itself sees.
 DEVICE u32 first_key_of(u32 n_keys, u32 window) { return n_keys > window ? n_keys - window : 0; }
 
-// Sixteen lines of one warp. A lane = 4 g + t has a share of lines g and g + 8.
+// The lines of one warp: 8 R of them. A lane = 4 g + t has a share of line g, and if R is 2 of g + 8.
+//
+// With R = 1, the lower half of the matrix instruction's rows is free: there go the queries' second
+// parts, so that one instruction does for both. The sums are those of R = 2.
+template <int R>
 struct Lines {
+    static const int SETS = R == 1 ? (PARTS + 1) / 2 : PARTS;
+    // Queries as operands, [KT * 2 steps][SETS][lane] of sixteen bytes.
+    static const int Q_BYTES = KT * 2 * SETS * 512;
+
     u32 first_row;  // of the batch: that of line 0
     u32 kv_head;
     u32 first, n;   // lines; line i is query head i % group of row first_row + i / group
-    u32 start[2], end[2];  // keys that the lane's two lines see
-    float factor[2];       // of their scores
+    u32 start[R], end[R];           // keys that the lane's lines see
+    u32 inside_start, inside_end;   // keys that all lines see
+    float factor[R];                // of their scores
     // Of the chunk so far.
-    Total total[2];
+    Total total[R];
     float o[TILES][4];
 };
 
-DEVICE void begin_chunk(Lines& lines) {
+template <int R>
+DEVICE void begin_chunk(Lines<R>& lines) {
     UNROLL
-    for (int r = 0; r < 2; r++) lines.total[r].m = -INFINITE, lines.total[r].l = 0.0f;
+    for (int r = 0; r < R; r++) lines.total[r].m = -INFINITE, lines.total[r].l = 0.0f;
     UNROLL
     for (int n = 0; n < TILES; n++)
         UNROLL
@@ -126,10 +153,11 @@ DEVICE void begin_chunk(Lines& lines) {
 }
 
 // Splits the lines' queries into operands in shared memory.
-DEVICE void load_queries(const AttendParams& p, Lines& lines, u32* operands) {
+template <int R>
+DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     UNROLL
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < R; r++) {
         const u32 line = lines.first + g + 8 * r;
         const u64 row = lines.first_row + line / p.group;
         const u32 head = lines.kv_head * p.group + line % p.group;
@@ -160,24 +188,30 @@ DEVICE void load_queries(const AttendParams& p, Lines& lines, u32* operands) {
             UNROLL
             for (int pair = 0; pair < 4; pair++) {
                 float a = x[k][2 * pair] * up, b = x[k][2 * pair + 1] * up;
-                const u32 step = k * 2 + pair / 2, reg = pair % 2 * 2 + r;
+                const u32 step = k * 2 + pair / 2;
                 UNROLL
-                for (int part = 0; part < PARTS; part++)
-                    operands[((step * PARTS + part) * 32 + lane) * 4 + reg] = take_part(a, b);
+                for (int part = 0; part < (R == 1 ? 2 * Lines<R>::SETS : PARTS); part++) {
+                    const u32 bits = part < PARTS ? take_part(a, b) : 0;
+                    const u32 set = R == 1 ? part / 2 : part;
+                    const u32 reg = pair % 2 * 2 + (R == 1 ? part % 2 : r);
+                    operands[((step * Lines<R>::SETS + set) * 32 + lane) * 4 + reg] = bits;
+                }
             }
     }
 }
 
-// Scores of the keys of a step.
-DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][4]) {
+// Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines.
+template <int R>
+DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][2 * R]) {
+    const int SETS = Lines<R>::SETS;
     const u32 lane = threadIdx.x % 32;
-    float sums[KEY_TILES][PARTS][4];
+    float sums[KEY_TILES][SETS][4];
     UNROLL
     for (int j = 0; j < KEY_TILES; j++)
         UNROLL
-        for (int part = 0; part < PARTS; part++)
+        for (int set = 0; set < SETS; set++)
             UNROLL
-            for (int e = 0; e < 4; e++) sums[j][part][e] = 0.0f;
+            for (int e = 0; e < 4; e++) sums[j][set][e] = 0.0f;
     UNROLL
     for (int k = 0; k < KT; k++) {
         uint4 b[KEY_TILES];
@@ -189,41 +223,52 @@ DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][4]
         UNROLL
         for (int i = 0; i < 2; i++)
             UNROLL
-            for (int part = 0; part < PARTS; part++) {
-                const u32 at = (((k * 2 + i) * PARTS + part) * 32 + lane) * 4;
+            for (int set = 0; set < SETS; set++) {
+                const u32 at = (((k * 2 + i) * SETS + set) * 32 + lane) * 4;
                 const uint4 bits = *(const uint4*)(operands + at);
                 const u32 q[4] = {bits.x, bits.y, bits.z, bits.w};
                 UNROLL
                 for (int j = 0; j < KEY_TILES; j++)
-                    mma(sums[j][part], q, i ? b[j].z : b[j].x, i ? b[j].w : b[j].y);
+                    mma(sums[j][set], q, i ? b[j].z : b[j].x, i ? b[j].w : b[j].y);
             }
     }
     UNROLL
     for (int j = 0; j < KEY_TILES; j++)
         UNROLL
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < 2 * R; e++) {
             s[j][e] = sums[j][0][e];
             UNROLL
-            for (int part = 1; part < PARTS; part++) s[j][e] += sums[j][part][e];
+            for (int part = 1; part < PARTS; part++)
+                s[j][e] += R == 1 ? sums[j][part / 2][e + part % 2 * 2] : sums[j][part][e];
         }
 }
 
 // Turns the scores of a step into weights; the chunk's totals so far are scaled down by `down`.
-DEVICE void soften(u32 first_key, Lines& lines, float (&s)[KEY_TILES][4], float (&down)[2]) {
+template <int R>
+DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R], float (&down)[R]) {
     const u32 t = threadIdx.x % 4;
-    float largest[2] = {-INFINITE, -INFINITE};
+    const bool is_inside =
+        first_key >= lines.inside_start && first_key + STEP <= lines.inside_end;
+    float largest[R], base[R], sum[R];
     UNROLL
     for (int j = 0; j < KEY_TILES; j++)
         UNROLL
-        for (int e = 0; e < 4; e++) {
-            const u32 key = first_key + j * 8 + t * 2 + e % 2;
-            const bool seen = key >= lines.start[e / 2] && key < lines.end[e / 2];
-            s[j][e] = seen ? __fmul_rn(s[j][e], lines.factor[e / 2]) : -INFINITE;
-            largest[e / 2] = fmaxf(largest[e / 2], s[j][e]);
-        }
-    float base[2], sum[2];
+        for (int e = 0; e < 2 * R; e++) s[j][e] = __fmul_rn(s[j][e], lines.factor[e / 2]);
+    if (!is_inside)
+        UNROLL
+        for (int j = 0; j < KEY_TILES; j++)
+            UNROLL
+            for (int e = 0; e < 2 * R; e++) {
+                const u32 key = first_key + j * 8 + t * 2 + e % 2;
+                const bool seen = key >= lines.start[e / 2] && key < lines.end[e / 2];
+                s[j][e] = seen ? s[j][e] : -INFINITE;
+            }
     UNROLL
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < R; r++) {
+        largest[r] = -INFINITE;
+        UNROLL
+        for (int j = 0; j < KEY_TILES; j++)
+            largest[r] = fmaxf(largest[r], fmaxf(s[j][2 * r], s[j][2 * r + 1]));
         largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
         largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
         const float m = fmaxf(lines.total[r].m, largest[r]);
@@ -235,12 +280,12 @@ DEVICE void soften(u32 first_key, Lines& lines, float (&s)[KEY_TILES][4], float 
     UNROLL
     for (int j = 0; j < KEY_TILES; j++)
         UNROLL
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < 2 * R; e++) {
             s[j][e] = exp2_of(s[j][e] - base[e / 2]);
             sum[e / 2] += s[j][e];
         }
     UNROLL
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < R; r++) {
         sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
         sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
         lines.total[r].l = __fmaf_rn(lines.total[r].l, down[r], sum[r]);
@@ -248,23 +293,35 @@ DEVICE void soften(u32 first_key, Lines& lines, float (&s)[KEY_TILES][4], float 
 }
 
 // Adds the weighted values of a step.
-DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][4], const float (&down)[2],
+template <int R>
+DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
                        float (&o)[TILES][4]) {
     const u32 lane = threadIdx.x % 32;
+    // The maximum moves seldom, and what is not moved is not touched.
+    bool is_moved = down[0] != 1.0f;
     UNROLL
-    for (int n = 0; n < TILES; n++)
+    for (int r = 1; r < R; r++) is_moved |= down[r] != 1.0f;
+    if (__any_sync(~0u, is_moved))
         UNROLL
-        for (int e = 0; e < 4; e++) o[n][e] *= down[e / 2];
+        for (int n = 0; n < TILES; n++)
+            UNROLL
+            for (int e = 0; e < 2 * R; e++) o[n][e] *= down[e / 2];
     UNROLL
     for (int page = 0; page < STEP_PAGES; page++) {
         u32 a[PARTS][4];
         UNROLL
         for (int reg = 0; reg < 4; reg++) {
-            // Registers 0 and 1 are the first eight keys of the page, 2 and 3 the others.
-            const int j = page * 2 + reg / 2, e = reg % 2 * 2;
-            float x = s[j][e] * P_SCALE, y = s[j][e + 1] * P_SCALE;
-            UNROLL
-            for (int part = 0; part < PARTS; part++) a[part][reg] = take_part(x, y);
+            // Registers 0 and 1 are the first eight keys of the page, 2 and 3 the others; odd ones
+            // are the lower rows.
+            const int j = page * 2 + reg / 2, r = reg % 2;
+            if (r < R) {
+                float x = s[j][2 * (r % R)] * P_SCALE, y = s[j][2 * (r % R) + 1] * P_SCALE;
+                UNROLL
+                for (int part = 0; part < PARTS; part++) a[part][reg] = take_part(x, y);
+            } else {
+                UNROLL
+                for (int part = 0; part < PARTS; part++) a[part][reg] = 0;
+            }
         }
         const u8* values = stage + page * HEAD_PAGE_BYTES + HEAD_PAGE_BYTES / 2;
         UNROLL
@@ -279,10 +336,11 @@ DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][4], const fl
     }
 }
 
-// One step of sixteen lines.
-DEVICE void attend_step(const u8* stage, const u32* operands, u32 first_key, Lines& lines) {
-    float s[KEY_TILES][4], down[2];
-    score(stage, operands, s);
-    soften(first_key, lines, s, down);
-    mix_values(stage, s, down, lines.o);
+// One step of a warp's lines.
+template <int R>
+DEVICE void attend_step(const u8* stage, const u32* operands, u32 first_key, Lines<R>& lines) {
+    float s[KEY_TILES][2 * R], down[R];
+    score<R>(stage, operands, s);
+    soften<R>(first_key, lines, s, down);
+    mix_values<R>(stage, s, down, lines.o);
 }

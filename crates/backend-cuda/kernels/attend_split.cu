@@ -14,12 +14,8 @@ struct Split {
 };
 static_assert(sizeof(Split) == SPLIT_SIZE, "the host's Split differs");
 
-#define SPLIT_RING (SPLIT_STAGES * STAGE_BYTES)
-#define SPLIT_BARRIERS (SPLIT_RING + Q_BYTES)
-#define SPLIT_WARP_BYTES (SPLIT_BARRIERS + 64)
-#define CHUNK_PAGES (CHUNK / PAGE)
-static_assert(SPLIT_WARPS * SPLIT_WARP_BYTES == SPLIT_SHARED, "the host's memory differs");
-static_assert(SPLIT_STAGES <= 8 && CHUNK_PAGES <= 32, "a barrier a stage, a lane a page");
+#define CHUNK_PAGES (LARGE_CHUNK / PAGE)
+static_assert(CHUNK_PAGES <= 32, "a lane for each page of a chunk");
 
 // The chunks that a row sees.
 struct Chunks {
@@ -27,59 +23,71 @@ struct Chunks {
 };
 
 DEVICE Chunks chunks_of(u32 n_keys, u32 window) {
-    return Chunks{first_key_of(n_keys, window) / CHUNK, (n_keys + CHUNK - 1) / CHUNK};
+    return Chunks{chunk_of(first_key_of(n_keys, window)), n_keys > 0 ? chunk_of(n_keys - 1) + 1 : 0};
 }
 
-// Sets of sixteen lines, of all KV heads of a row.
-DEVICE u32 n_sets(const AttendParams& p) { return p.n_kv_heads * ((p.group + 15) / 16); }
+// Sets of lines of a KV head.
+template <int R>
+DEVICE u32 n_sets(const AttendParams& p) {
+    return (p.group + 8 * R - 1) / (8 * R);
+}
 
+template <int R>
 DEVICE u32 n_tasks(const AttendParams& p, const Split& split) {
     const Chunks chunks = chunks_of(split.n_keys, p.window);
-    return (chunks.end - chunks.first) * n_sets(p);
+    return (chunks.end - chunks.first) * p.n_kv_heads * n_sets<R>(p);
 }
 
-// A warp's way through its tasks, step after step. Tasks are ordered by row, set of lines and chunk.
+// A warp's way through its tasks, step after step. Tasks are ordered by row, KV head, set of lines and
+// chunk.
 struct Walk {
     Split split;
     u32 index;  // of the split
-    u32 set;    // of lines
-    u32 chunk;
+    u32 kv_head;
+    u32 set;  // of lines
+    u32 chunk, end_chunk;
     u32 n_left;  // tasks after this one
     u32 step, end_step;
 };
 
 DEVICE void begin_task(const AttendParams& p, Walk& walk) {
     const u32 start = first_key_of(walk.split.n_keys, p.window);
-    walk.step = max(walk.chunk * CHUNK, start) / STEP;
-    walk.end_step = (min((walk.chunk + 1) * CHUNK, walk.split.n_keys) + STEP - 1) / STEP;
+    walk.step = max(chunk_start(walk.chunk), start) / STEP;
+    walk.end_step = (min(chunk_start(walk.chunk + 1), walk.split.n_keys) + STEP - 1) / STEP;
 }
 
-// Goes one step on; false at the end.
-DEVICE bool advance(const AttendParams& p, Walk& walk) {
-    if (++walk.step < walk.end_step) return true;
+// Goes to the next task; false at the end.
+template <int R>
+DEVICE bool next_task(const AttendParams& p, Walk& walk) {
     if (walk.n_left == 0) return false;
     walk.n_left--;
-    if (++walk.chunk == chunks_of(walk.split.n_keys, p.window).end) {
-        if (++walk.set == n_sets(p)) {
+    if (++walk.chunk == walk.end_chunk) {
+        if (++walk.set == n_sets<R>(p)) {
             walk.set = 0;
-            walk.split = ((const Split*)p.tasks)[++walk.index];
+            if (++walk.kv_head == p.n_kv_heads) {
+                walk.kv_head = 0;
+                walk.split = ((const Split*)p.tasks)[++walk.index];
+            }
         }
-        walk.chunk = chunks_of(walk.split.n_keys, p.window).first;
+        const Chunks chunks = chunks_of(walk.split.n_keys, p.window);
+        walk.chunk = chunks.first, walk.end_chunk = chunks.end;
     }
     begin_task(p, walk);
     return true;
 }
 
 // Finds the warp's first task; false if it has none.
+template <int R>
 DEVICE bool find_first(const AttendParams& p, Walk& walk) {
     const Split* splits = (const Split*)p.tasks;
     const u32 lane = threadIdx.x % 32;
     // Neighbouring warps of a block are far from each other, so that few tasks meet many blocks.
-    const u32 n_warps = gridDim.x * SPLIT_WARPS, own = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    const u32 n_warps = gridDim.x * (blockDim.x / 32);
+    const u32 own = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     u32 total = 0;
     for (u32 base = 0; base < p.n_splits; base += 32)
         total += __reduce_add_sync(
-            ~0u, base + lane < p.n_splits ? n_tasks(p, splits[base + lane]) : 0u);
+            ~0u, base + lane < p.n_splits ? n_tasks<R>(p, splits[base + lane]) : 0u);
     const u32 first = (u32)((u64)total * own / n_warps);
     const u32 end = (u32)((u64)total * (own + 1) / n_warps);
     if (first == end) return false;
@@ -87,7 +95,7 @@ DEVICE bool find_first(const AttendParams& p, Walk& walk) {
     for (u32 base = 0;; base += 32) {
         Split split = {0, 0, 0, 0};
         if (base + lane < p.n_splits) split = splits[base + lane];
-        const u32 n = n_tasks(p, split);
+        const u32 n = n_tasks<R>(p, split);
         u32 upto = n;
         for (u32 step = 1; step < 32; step *= 2) {
             const u32 other = __shfl_up_sync(~0u, upto, step);
@@ -106,8 +114,10 @@ DEVICE bool find_first(const AttendParams& p, Walk& walk) {
         walk.split.partial = __shfl_sync(~0u, split.partial, holder);
         walk.index = base + holder;
         const Chunks chunks = chunks_of(walk.split.n_keys, p.window);
-        walk.set = within / (chunks.end - chunks.first);
+        const u32 lines = within / (chunks.end - chunks.first);
+        walk.kv_head = lines / n_sets<R>(p), walk.set = lines % n_sets<R>(p);
         walk.chunk = chunks.first + within % (chunks.end - chunks.first);
+        walk.end_chunk = chunks.end;
         walk.n_left = end - first - 1;
         begin_task(p, walk);
         return true;
@@ -119,22 +129,23 @@ struct Feed {
     Walk walk;
     bool is_done;
     u32 turn;
-    u32 slot;  // of the chunk's page that is the lane's
+    // Of the task: its head's pages, those that are seen, its first page and the lane's page's slot.
+    const u8* head;
+    u32 seen_first, seen_end;
+    u32 first_page;
+    u32 slot;
 };
 
-DEVICE u32 kv_head_of(const AttendParams& p, const Walk& walk) {
-    return walk.set / ((p.group + 15) / 16);
-}
-
-DEVICE bool is_seen(const AttendParams& p, const Walk& walk, u32 page) {
-    const u32 n_keys = walk.split.n_keys;
-    return page >= first_key_of(n_keys, p.window) / PAGE && page < (n_keys + PAGE - 1) / PAGE;
-}
-
 DEVICE void find_slots(const AttendParams& p, Feed& feed) {
-    const u32 lane = threadIdx.x % 32, page = feed.walk.chunk * CHUNK_PAGES + lane;
+    const u32 n_keys = feed.walk.split.n_keys;
+    feed.head = p.layer + feed.walk.kv_head * p.head_bytes;
+    feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
+    feed.seen_end = (n_keys + PAGE - 1) / PAGE;
+    feed.first_page = chunk_start(feed.walk.chunk) / PAGE;
+    const u32 page = feed.first_page + threadIdx.x % 32;
     const u32* table = p.tables + (u64)feed.walk.split.table_row * p.table_len;
-    feed.slot = lane < CHUNK_PAGES && is_seen(p, feed.walk, page) ? table[page] : 0;
+    const bool is_seen = page >= feed.seen_first && page < feed.seen_end;
+    feed.slot = is_seen && threadIdx.x % 32 < CHUNK_PAGES ? table[page] : 0;
 }
 
 // Whether the step's pages were complete before this pass: the row's own page is written by it.
@@ -142,135 +153,152 @@ DEVICE bool is_old(const Feed& feed) {
     return !feed.is_done && (feed.walk.step + 1) * STEP_PAGES <= (feed.walk.split.n_keys - 1) / PAGE;
 }
 
-// Brings the pages of the next step; those that are not seen become zeros.
-DEVICE void bring(const AttendParams& p, Feed& feed, u32 ring) {
-    if (feed.is_done) {
-        copy_commit();
-        return;
-    }
-    const u32 lane = threadIdx.x % 32, stage = feed.turn % SPLIT_STAGES;
-    const u32 page = feed.walk.step * STEP_PAGES, first = feed.walk.chunk * CHUNK_PAGES;
-    const u8* head = p.layer + kv_head_of(p, feed.walk) * p.head_bytes;
-#if HAS_BULK
-    const u32 ready = ring + SPLIT_BARRIERS + stage * 8;
-    u32 n_bytes = 0;
-    UNROLL
-    for (int i = 0; i < STEP_PAGES; i++)
-        if (is_seen(p, feed.walk, page + i)) n_bytes += HEAD_PAGE_BYTES;
-    if (lane == 0) barrier_expect(ready, n_bytes);
-    if (p.prefetch > 0) {
-        const u32 ahead = page + p.prefetch * STEP_PAGES - first;
-        if (lane >= ahead && lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
-            is_seen(p, feed.walk, first + lane))
-            bulk_prefetch(head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
-    }
-#endif
-    UNROLL
-    for (int i = 0; i < STEP_PAGES; i++) {
-        const bool inside = is_seen(p, feed.walk, page + i);
-        const u32 slot = __shfl_sync(~0u, feed.slot, page + i - first);
-        const u8* source = head + (u64)slot * HEAD_PAGE_BYTES;
-        const u32 place = ring + stage * STAGE_BYTES + i * HEAD_PAGE_BYTES;
-#if HAS_BULK
-        if (inside) {
-            if (lane == 0) bulk_copy(place, source, HEAD_PAGE_BYTES, ready);
-            continue;
+// One warp of `attend_split`: 8 R lines at a time, a ring of STAGES steps.
+template <int R, int STAGES>
+struct Splitter {
+    static const int RING = STAGES * STAGE_BYTES;
+    static const int BARRIERS = RING + Lines<R>::Q_BYTES;
+    static const int WARP_BYTES = BARRIERS + 64;
+    static_assert(STAGES <= 8, "a barrier for each stage");
+
+    // Brings the pages of the next step; those that are not seen become zeros.
+    DEVICE void bring(const AttendParams& p, Feed& feed, u32 ring) {
+        if (feed.is_done) {
+            copy_commit();
+            return;
         }
-        for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512) store_zeros(place + at);
-        bulk_fence();
-#else
-        for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512)
-            copy_async(place + at, source + at, inside ? 16 : 0);
-#endif
-    }
-#if !HAS_BULK
-    copy_commit();
-#endif
-    feed.turn++;
-    const u32 n_left = feed.walk.n_left;
-    feed.is_done = !advance(p, feed.walk);
-    if (feed.walk.n_left != n_left) find_slots(p, feed);
-}
-
-// Makes the lines those of the task.
-DEVICE void take_lines(const AttendParams& p, const Walk& walk, Lines& lines, u32* operands) {
-    const u32 sets = (p.group + 15) / 16, g = threadIdx.x % 32 / 4;
-    lines.first_row = walk.split.row, lines.kv_head = walk.set / sets;
-    lines.first = walk.set % sets * 16;
-    lines.n = min(p.group - lines.first, 16u);
-    UNROLL
-    for (int r = 0; r < 2; r++) {
-        lines.start[r] = first_key_of(walk.split.n_keys, p.window);
-        lines.end[r] = g + 8 * r < lines.n ? walk.split.n_keys : 0;
-    }
-    // Nobody reads the queries before, and then these are there.
-    __syncwarp();
-    load_queries(p, lines, operands);
-    __syncwarp();
-}
-
-DEVICE void store_partial(const AttendParams& p, const Walk& walk, const Lines& lines) {
-    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u64 partial = walk.split.partial + walk.chunk;
-    UNROLL
-    for (int r = 0; r < 2; r++) {
-        if (g + 8 * r >= lines.n) continue;
-        const u64 at =
-            (partial * p.n_kv_heads + lines.kv_head) * p.group + lines.first + g + 8 * r;
-        if (t == 0)
-            *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
+        const u32 lane = threadIdx.x % 32, stage = feed.turn % STAGES;
+        const u32 page = feed.walk.step * STEP_PAGES;
+#if HAS_BULK
+        const u32 ready = ring + BARRIERS + stage * 8;
+        u32 n_bytes = 0;
         UNROLL
-        for (int n = 0; n < TILES; n++)
-            *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
-                make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS, 1) attend_split(AttendParams p) {
-    extern __shared__ __align__(128) u8 shared[];
-    allow_next();
-    u8* own = shared + threadIdx.x / 32 * SPLIT_WARP_BYTES;
-    u32* operands = (u32*)(own + SPLIT_RING);
-    const u32 ring = shared_address(own);
-    Walk walk;
-    // Rows and tables were there before the step began.
-    if (!find_first(p, walk)) {
-        wait_for_previous();
-        return;
-    }
-#if HAS_BULK
-    if (threadIdx.x % 32 == 0)
-        for (u32 i = 0; i < SPLIT_STAGES; i++) barrier_init(ring + SPLIT_BARRIERS + i * 8);
-    __syncwarp();
+        for (int i = 0; i < STEP_PAGES; i++)
+            if (page + i >= feed.seen_first && page + i < feed.seen_end) n_bytes += HEAD_PAGE_BYTES;
+        if (lane == 0) barrier_expect(ready, n_bytes);
+        if (p.prefetch > 0) {
+            const u32 own = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
+            if (own >= ahead && own < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
+                own < feed.seen_end && own >= feed.seen_first)
+                bulk_prefetch(feed.head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
+        }
 #endif
-    Feed feed = {walk, false, 0, 0};
-    find_slots(p, feed);
-    // The kernels before this one in the same pass write only the pages that the rows end in.
-    while (feed.turn < SPLIT_STAGES - 1 && is_old(feed)) bring(p, feed, ring);
-    wait_for_previous();
-    for (u32 i = feed.turn; i < SPLIT_STAGES - 1; i++) bring(p, feed, ring);
-    Lines lines;
-    take_lines(p, walk, lines, operands);
-    begin_chunk(lines);
-    for (u32 turn = 0;; turn++) {
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++) {
+            const bool inside = page + i >= feed.seen_first && page + i < feed.seen_end;
+            const u32 slot = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
+            const u8* source = feed.head + (u64)slot * HEAD_PAGE_BYTES;
+            const u32 place = ring + stage * STAGE_BYTES + i * HEAD_PAGE_BYTES;
 #if HAS_BULK
-        barrier_wait(ring + SPLIT_BARRIERS + turn % SPLIT_STAGES * 8, turn / SPLIT_STAGES % 2);
+            if (inside) {
+                if (lane == 0) bulk_copy(place, source, HEAD_PAGE_BYTES, ready);
+                continue;
+            }
+            for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512) store_zeros(place + at);
+            bulk_fence();
 #else
-        copy_wait<SPLIT_STAGES - 2>();
+            for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512)
+                copy_async(place + at, source + at, inside ? 16 : 0);
 #endif
-        // Every lane's copies are there, and no lane reads the step before.
+        }
+#if !HAS_BULK
+        copy_commit();
+#endif
+        feed.turn++;
+        if (++feed.walk.step < feed.walk.end_step) return;
+        feed.is_done = !next_task<R>(p, feed.walk);
+        if (!feed.is_done) find_slots(p, feed);
+    }
+
+    // Makes the lines those of the task.
+    DEVICE void take_lines(const AttendParams& p, const Walk& walk, Lines<R>& lines, u32* operands) {
+        const u32 g = threadIdx.x % 32 / 4, n_keys = walk.split.n_keys;
+        lines.first_row = walk.split.row, lines.kv_head = walk.kv_head;
+        lines.first = walk.set * 8 * R;
+        lines.n = min(p.group - lines.first, 8u * R);
+        lines.inside_start = first_key_of(n_keys, p.window), lines.inside_end = n_keys;
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            lines.start[r] = lines.inside_start;
+            lines.end[r] = g + 8 * r < lines.n ? n_keys : 0;
+        }
+        // Nobody reads the queries before, and then these are there.
         __syncwarp();
-        bring(p, feed, ring);
-        attend_step(own + turn % SPLIT_STAGES * STAGE_BYTES, operands, walk.step * STEP, lines);
-        if (walk.step + 1 == walk.end_step) {
+        load_queries<R>(p, lines, operands);
+        __syncwarp();
+    }
+
+    DEVICE void store_partial(const AttendParams& p, const Walk& walk, const Lines<R>& lines) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u64 partial = walk.split.partial + walk.chunk;
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            if (g + 8 * r >= lines.n) continue;
+            const u64 at =
+                (partial * p.n_kv_heads + lines.kv_head) * p.group + lines.first + g + 8 * r;
+            if (t == 0)
+                *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
+            UNROLL
+            for (int n = 0; n < TILES; n++)
+                *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
+                    make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);
+        }
+    }
+
+    DEVICE void run(const AttendParams& p) {
+        extern __shared__ __align__(128) u8 shared[];
+        allow_next();
+        u8* own = shared + threadIdx.x / 32 * WARP_BYTES;
+        u32* operands = (u32*)(own + RING);
+        const u32 ring = shared_address(own);
+        Walk walk;
+        // Rows and tables were there before the step began.
+        if (!find_first<R>(p, walk)) {
+            wait_for_previous();
+            return;
+        }
+#if HAS_BULK
+        if (threadIdx.x % 32 == 0)
+            for (u32 i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + i * 8);
+        __syncwarp();
+#endif
+        Feed feed;
+        feed.walk = walk, feed.is_done = false, feed.turn = 0;
+        find_slots(p, feed);
+        // The kernels before this one in the same pass write only the pages that the rows end in.
+        while (feed.turn < STAGES - 1 && is_old(feed)) bring(p, feed, ring);
+        wait_for_previous();
+        for (u32 i = feed.turn; i < STAGES - 1; i++) bring(p, feed, ring);
+        Lines<R> lines;
+        take_lines(p, walk, lines, operands);
+        begin_chunk(lines);
+        for (u32 turn = 0;; turn++) {
+#if HAS_BULK
+            barrier_wait(ring + BARRIERS + turn % STAGES * 8, turn / STAGES % 2);
+#else
+            copy_wait<STAGES - 2>();
+#endif
+            // Every lane's copies are there, and no lane reads the step before.
+            __syncwarp();
+            bring(p, feed, ring);
+            attend_step<R>(own + turn % STAGES * STAGE_BYTES, operands, walk.step * STEP, lines);
+            if (++walk.step < walk.end_step) continue;
             store_partial(p, walk, lines);
             begin_chunk(lines);
+            const u32 index = walk.index, kv_head = walk.kv_head, set = walk.set;
+            if (!next_task<R>(p, walk)) break;
+            if (walk.index != index || walk.kv_head != kv_head || walk.set != set)
+                take_lines(p, walk, lines, operands);
         }
-        const u32 index = walk.index, set = walk.set;
-        if (!advance(p, walk)) break;
-        if (walk.index != index || walk.set != set) take_lines(p, walk, lines, operands);
     }
-}
+};
+
+#define SPLIT(name, R, WARPS, STAGES, SHARED)                                                  \
+    static_assert(WARPS * Splitter<R, STAGES>::WARP_BYTES == SHARED, "the host's memory");     \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) name(AttendParams p) {         \
+        Splitter<R, STAGES>::run(p);                                                           \
+    }
+SPLIT_ENTRIES
 
 // Merges the chunks of the rows that were split, from left to right.
 //

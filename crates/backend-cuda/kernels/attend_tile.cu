@@ -13,7 +13,8 @@ struct Task {
 static_assert(sizeof(Task) == TASK_SIZE, "the host's Task differs");
 
 #define TEAM 4  // warps of a block
-#define TILE_BARRIERS (TILE_STAGES * STAGE_BYTES + TEAM * Q_BYTES)
+typedef Lines<2> TileLines;
+#define TILE_BARRIERS (TILE_STAGES * STAGE_BYTES + TEAM * TileLines::Q_BYTES)
 static_assert(TILE_BARRIERS + 64 == TILE_SHARED && TILE_STAGES <= 8, "the host's memory differs");
 
 // The pages of a task, of which each lane knows one slot of 32 at a time.
@@ -87,7 +88,7 @@ DEVICE void wait_step(u32 ring, u32 turn) {
 }
 
 // Writes the outputs of a warp's lines.
-DEVICE void store_lines(const AttendParams& p, const Lines& lines, const Total (&total)[2],
+DEVICE void store_lines(const AttendParams& p, const TileLines& lines, const Total (&total)[2],
                         const float (&all)[TILES][4]) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     UNROLL
@@ -110,7 +111,7 @@ DEVICE void store_lines(const AttendParams& p, const Lines& lines, const Total (
 }
 
 // Adds a chunk to what came before it.
-DEVICE void merge_chunk(const Lines& lines, Total (&total)[2], float (&all)[TILES][4]) {
+DEVICE void merge_chunk(const TileLines& lines, Total (&total)[2], float (&all)[TILES][4]) {
     Weights w[2];
     UNROLL
     for (int r = 0; r < 2; r++) {
@@ -131,10 +132,10 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
     const Task task = ((const Task*)p.tasks)[blockIdx.x];
     const u32 warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
     const u32 ring = shared_address(shared);
-    u32* operands = (u32*)(shared + TILE_STAGES * STAGE_BYTES + warp * Q_BYTES);
+    u32* operands = (u32*)(shared + TILE_STAGES * STAGE_BYTES + warp * TileLines::Q_BYTES);
 
     // The warp's lines, and the keys that the whole task and each line of the lane see.
-    Lines lines;
+    TileLines lines;
     lines.first_row = task.first_row, lines.kv_head = blockIdx.y;
     lines.first = task.first_line + warp * 16;
     lines.n = warp * 16 < task.n_lines ? min(task.n_lines - warp * 16, 16u) : 0;
@@ -144,6 +145,10 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         lines.start[r] = first_key_of(seen, p.window);
         lines.end[r] = g + 8 * r < lines.n ? seen : 0;
     }
+    // The first line sees the fewest keys, and the last line's window begins last.
+    const u32 last_line = lines.first + max(lines.n, 1u) - 1;
+    lines.inside_end = lines.n > 0 ? task.place + lines.first / p.group + 1 : 0;
+    lines.inside_start = first_key_of(task.place + last_line / p.group + 1, p.window);
     const u32 last_seen = task.place + (task.first_line + task.n_lines - 1) / p.group + 1;
     const u32 start = first_key_of(task.place + task.first_line / p.group + 1, p.window);
     Pages pages;
@@ -170,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         UNROLL
         for (int e = 0; e < 4; e++) all[n][e] = 0.0f;
     begin_chunk(lines);
+    u32 chunk_end = chunk_start(chunk_of(first_step * STEP) + 1);
     for (u32 step = first_step; step < end_step; step++) {
         const u32 turn = step - first_step, next = (turn + TILE_STAGES - 1) % TILE_STAGES;
         wait_step(ring, turn);
@@ -177,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         __syncthreads();
         load_step(pages, ring, next, step + TILE_STAGES - 1, end_step);
         attend_step(shared + turn % TILE_STAGES * STAGE_BYTES, operands, step * STEP, lines);
-        if ((step + 1) % (CHUNK / STEP) != 0 && step + 1 != end_step) continue;
+        if ((step + 1) * STEP != chunk_end && step + 1 != end_step) continue;
+        chunk_end = chunk_start(chunk_of(chunk_end) + 1);
         merge_chunk(lines, total, all);
         begin_chunk(lines);
     }

@@ -132,10 +132,11 @@ DEVICE u32 nth_equal(const Row& row, u32 key, u32 n) {
             const u32 id = base + threadIdx.x;
             const bool is_equal =
                 id < row.vocab && key_of(row.logits[id]) == key && is_kept(row, key, id);
-            u32 mask = __ballot_sync(~0u, is_equal);
+            const u32 mask = __ballot_sync(~0u, is_equal);
             if (seen + __popc(mask) >= n && threadIdx.x == 0) {
-                for (u32 i = seen + 1; i < n; i++) mask &= mask - 1;
-                found = base + __ffs(mask) - 1;
+                u32 rest = mask;
+                for (u32 i = seen + 1; i < n; i++) rest &= rest - 1;
+                found = base + __ffs(rest) - 1;
             }
             seen += __popc(mask);
         }

@@ -144,9 +144,9 @@ impl Cuda {
         if let Some(kernels) = known.get(&page) {
             return Ok(Arc::clone(kernels));
         }
-        let split = SplitShape::fitting(page, self.device.shared_bytes_max());
-        let cubin = self.cubin(&Program::attention(page, split))?;
-        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (page, split))?);
+        let splits = SplitShape::fitting(page, self.device.shared_bytes_max());
+        let cubin = self.cubin(&Program::attention(page, splits))?;
+        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (page, splits))?);
         known.insert(page, Arc::clone(&kernels));
         Ok(kernels)
     }
@@ -180,15 +180,17 @@ impl AttendKernels {
     fn new(
         device: &Device,
         cubin: Vec<u8>,
-        (page, split_shape): (PageShape, SplitShape),
+        (page, [small, large]): (PageShape, [SplitShape; 2]),
     ) -> Result<Self, DeviceError> {
         let module = device.load(cubin)?;
         let kernel = |name, shared| device.kernel(&module, name, shared);
+        let split = |shape: SplitShape| {
+            Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(page))?))
+        };
         let attend = match page.dtype {
             nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
-                split: kernel("attend_split", split_shape.shared_bytes(page))?,
-                split_shape,
+                splits: [split(small)?, split(large)?],
                 tile: kernel("attend_tile", attend::tile_shared_bytes(page))?,
                 merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
             },

@@ -16,7 +16,7 @@ use nuthatch_types::Slot;
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{PAGE_LEN, PageShape};
-use crate::launch::attend::{AttendKernels, CHUNK, Split, TILE_LINES, Task};
+use crate::launch::attend::{AttendKernels, Split, TILE_LINES, Task, n_chunks};
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
@@ -102,7 +102,7 @@ impl CudaPlan {
         const WHAT: &str = "the plan of a step";
         let page = PageShape::of(&shape.kv);
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
-        let chunks = shape.max_context.div_ceil(CHUNK);
+        let chunks = n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
         let max_tiles = (shape.max_rows * group).div_ceil(TILE_LINES) + shape.max_seqs;
         let words =
@@ -281,7 +281,7 @@ impl Tasks {
     /// A split if the sequence has one row and there is room, or else tiles.
     fn push(&mut self, seq: &Seq) {
         let n_keys = seq.place + seq.n_rows;
-        let n_chunks = n_keys.div_ceil(CHUNK);
+        let n_chunks = n_chunks(n_keys);
         if seq.n_rows > 1 || self.n_partials + n_chunks > self.max_partials {
             return self.tile(seq);
         }
@@ -322,20 +322,20 @@ mod tests {
 
     #[test]
     fn a_row_alone_is_split_and_a_prompt_is_tiled() {
-        let mut tasks = Tasks { group: 20, max_partials: 5, ..Tasks::default() };
+        let mut tasks = Tasks { group: 20, max_partials: 18, ..Tasks::default() };
         let row = Seq { first_row: 3, n_rows: 1, place: 600, table_row: 9 };
         tasks.push(&row);
         assert_eq!(split_words(&tasks.splits[0]), [3, 601, 9, 0]);
-        assert_eq!(tasks.n_partials, 3);
+        assert_eq!(tasks.n_partials, 10);
 
         tasks.push(&Seq { first_row: 4, n_rows: 7, place: 0, table_row: 1 });
         let found: Vec<_> = tasks.tiles.iter().map(|t| (t.first_line, t.n_lines)).collect();
         assert_eq!(found, [(128, 12), (64, 64), (0, 64)]);
 
-        // Three more chunks have no place, two have.
+        // Ten more chunks have no place, eight have.
         tasks.push(&row);
         assert_eq!((tasks.splits.len(), tasks.tiles.len()), (1, 4));
         tasks.push(&Seq { place: 511, ..row });
-        assert_eq!(split_words(&tasks.splits[1]), [3, 512, 9, 3]);
+        assert_eq!(split_words(&tasks.splits[1]), [3, 512, 9, 10]);
     }
 }

@@ -90,7 +90,7 @@ impl Program {
     }
 
     /// Appending and attending for one KV type and head width.
-    pub(crate) fn attention(page: PageShape, split: attend::SplitShape) -> Self {
+    pub(crate) fn attention(page: PageShape, splits: [attend::SplitShape; 2]) -> Self {
         let kv = match page.dtype {
             KvDtype::F32 => "KV_F32",
             KvDtype::F16 => "KV_F16",
@@ -100,9 +100,12 @@ impl Program {
             ("KV", kv.to_owned()),
             ("HEAD_DIM", page.head_dim.to_string()),
             ("HEAD_PAGE_BYTES", page.bytes().to_string()),
-            ("SPLIT_WARPS", split.warps.to_string()),
-            ("SPLIT_STAGES", split.stages.to_string()),
-            ("SPLIT_SHARED", split.shared_bytes(page).to_string()),
+            ("SMALL_CHUNKS", attend::SMALL_CHUNKS.0.to_string()),
+            ("SMALL_CHUNK", attend::SMALL_CHUNKS.1.to_string()),
+            ("MIDDLE_CHUNKS", attend::MIDDLE_CHUNKS.0.to_string()),
+            ("MIDDLE_CHUNK", attend::MIDDLE_CHUNKS.1.to_string()),
+            ("LARGE_CHUNK", attend::LARGE_CHUNK.to_string()),
+            ("SPLIT_ENTRIES", splits.map(|split| split.entry(page)).join(" ")),
             ("TILE_STAGES", attend::TILE_STAGES.to_string()),
             ("TILE_SHARED", attend::tile_shared_bytes(page).to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),

@@ -2,7 +2,7 @@
 //!
 //!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! The words say what: `matmul`, `decode` (with `short`, little of it), `prefill`, and `step` for whole
+//! The words say what: `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`, and `step` for whole
 //! decode steps (of the models that are named, or all), which take up
 //! to 120 GB of the device; `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings pages to the second-level cache early.
 //!
@@ -17,7 +17,7 @@ mod step;
 use std::error::Error;
 use std::fmt::Write as _;
 
-use nuthatch_backend::{Backend, HostMatrix, WeightType, quant};
+use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig};
 use nuthatch_types::{Clock, KvDtype, KvShape, SystemClock};
 
@@ -74,6 +74,9 @@ fn main() -> Outcome {
             prefill(&cuda, &mut report, depth, rows)?;
         }
     }
+    if has("draw") {
+        draws(&cuda, &mut report)?;
+    }
     if has("step") {
         step::steps(&cuda, &mut report, &words)?;
     }
@@ -106,6 +109,37 @@ fn matmuls(cuda: &Cuda, report: &mut Report) -> Outcome {
         (WeightType::Q4_K, 28672, 4096),
     ] {
         matmul(cuda, report, dtype, (n, k))?;
+    }
+    Ok(())
+}
+
+/// Choosing tokens of a large vocabulary.
+fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
+    const VOCAB: usize = 128_256;
+    let greedy = Draw {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        uniform: 0.5,
+        moved: Vec::new(),
+    };
+    let plain = Draw { temperature: 0.8, ..greedy.clone() };
+    let top_p = Draw { top_p: 0.95, ..plain.clone() };
+    let top_k = Draw { top_k: 40, ..top_p.clone() };
+    for (name, draw) in
+        [("greedy", greedy), ("plain", plain), ("top-p", top_p), ("top-k, top-p", top_k)]
+    {
+        for rows in [1, 32] {
+            let mut logits = cuda.alloc(rows * VOCAB)?;
+            let values: Vec<f32> = random(rows * VOCAB).iter().map(|x| x * 12.0).collect();
+            cuda.write(&mut logits, &values)?;
+            let (draws, mut tokens) = (vec![draw.clone(); rows], vec![None; rows]);
+            let seconds =
+                time(cuda, |_| Ok(cuda.draw(&mut logits, VOCAB, &draws, &mut tokens)?))?;
+            let bytes = (4 * rows * VOCAB) as f64;
+            report.add(&format!("draw {name}, {rows} rows"), seconds, bytes, 0.0);
+        }
     }
     Ok(())
 }

@@ -94,8 +94,25 @@ params! {
     }
 }
 
-/// Keys that one partial softmax covers; `CHUNK` of `attend.cuh`.
-pub(crate) const CHUNK: usize = 256;
+/// Keys are cut into chunks at fixed places; each gives one partial softmax. The first chunks are
+/// short, so that short sequences have many: `(how many, keys of each)`, then [`LARGE_CHUNK`].
+pub(crate) const SMALL_CHUNKS: (usize, usize) = (32, 64);
+pub(crate) const MIDDLE_CHUNKS: (usize, usize) = (48, 128);
+/// Keys of every further chunk.
+pub(crate) const LARGE_CHUNK: usize = 256;
+
+/// Chunks of a sequence; as `chunk_of` of `attend.cuh` counts them.
+pub(crate) fn n_chunks(n_keys: usize) -> usize {
+    let (small, middle) = (SMALL_CHUNKS.0 * SMALL_CHUNKS.1, MIDDLE_CHUNKS.0 * MIDDLE_CHUNKS.1);
+    if n_keys <= small {
+        return n_keys.div_ceil(SMALL_CHUNKS.1);
+    }
+    if n_keys <= small + middle {
+        return SMALL_CHUNKS.0 + (n_keys - small).div_ceil(MIDDLE_CHUNKS.1);
+    }
+    SMALL_CHUNKS.0 + MIDDLE_CHUNKS.0 + (n_keys - small - middle).div_ceil(LARGE_CHUNK)
+}
+
 /// Lines of one warp.
 const WARP_LINES: usize = 16;
 /// Warps of a block of `attend_tile`; `TEAM` there.
@@ -124,9 +141,8 @@ pub(crate) enum Attend {
     F32(Kernel),
     /// Tensor cores.
     Mma {
-        /// Rows alone in their sequences, chunk by chunk.
-        split: Kernel,
-        split_shape: SplitShape,
+        /// Rows alone in their sequences, chunk by chunk; for groups that one of them takes.
+        splits: [(SplitShape, Kernel); 2],
         /// Many lines, all chunks.
         tile: Kernel,
         /// Brings the splits together.
@@ -139,15 +155,16 @@ fn stage_bytes(page: PageShape) -> usize {
     STEP / PAGE_LEN * page.bytes()
 }
 
-/// Bytes of the queries of sixteen lines; `Q_BYTES` of `attend.cuh`.
-fn query_bytes(page: PageShape) -> usize {
-    let parts = if page.dtype == KvDtype::F16 { 2 } else { 3 };
-    page.width() / 16 * parts * 512
+/// Bytes of the queries of a warp of eight or sixteen lines; `Q_BYTES` of `attend.cuh`.
+fn query_bytes(page: PageShape, lines: usize) -> usize {
+    let parts: usize = if page.dtype == KvDtype::F16 { 2 } else { 3 };
+    let sets = if lines == 8 { parts.div_ceil(2) } else { parts };
+    page.width() / 16 * sets * 512
 }
 
 /// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
 pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
-    TILE_STAGES * stage_bytes(page) + TEAM * query_bytes(page) + 64
+    TILE_STAGES * stage_bytes(page) + TEAM * query_bytes(page, WARP_LINES) + 64
 }
 
 /// Dynamic shared memory of a block of `merge`.
@@ -156,33 +173,44 @@ pub(crate) const MERGE_SHARED_BYTES: usize = 2 * BATCH_FLOATS * 4;
 /// A block of `attend_split`: warps that each have a ring of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SplitShape {
+    /// Lines of a warp: eight or sixteen.
+    pub(crate) lines: usize,
     pub(crate) warps: usize,
     pub(crate) stages: usize,
 }
 
 impl SplitShape {
-    /// Fast ones first: warps hide each other's latencies, stages that of memory.
-    const ALL: [SplitShape; 9] = [
-        SplitShape { warps: 8, stages: 3 },
-        SplitShape { warps: 4, stages: 4 },
-        SplitShape { warps: 4, stages: 3 },
-        SplitShape { warps: 3, stages: 3 },
-        SplitShape { warps: 4, stages: 2 },
-        SplitShape { warps: 2, stages: 3 },
-        SplitShape { warps: 3, stages: 2 },
-        SplitShape { warps: 2, stages: 2 },
-        SplitShape { warps: 1, stages: 2 },
-    ];
+    /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
+    const ALL: [(usize, usize); 9] =
+        [(8, 3), (4, 4), (4, 3), (3, 3), (4, 2), (2, 3), (3, 2), (2, 2), (1, 2)];
 
-    /// The first that fits a device's shared memory; the last if none does.
-    pub(crate) fn fitting(page: PageShape, shared_bytes_max: usize) -> Self {
-        let fits = |shape: &Self| shape.shared_bytes(page) <= shared_bytes_max;
-        Self::ALL.into_iter().find(fits).unwrap_or(Self::ALL[Self::ALL.len() - 1])
+    /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
+    /// smallest if none does.
+    pub(crate) fn fitting(page: PageShape, shared_bytes_max: usize) -> [Self; 2] {
+        [8, 16].map(|lines| {
+            let mut shapes =
+                Self::ALL.map(|(warps, stages)| SplitShape { lines, warps, stages }).into_iter();
+            let fits = |shape: &Self| shape.shared_bytes(page) <= shared_bytes_max;
+            shapes.find(fits).unwrap_or(SplitShape { lines, warps: 1, stages: 2 })
+        })
+    }
+
+    /// The kernel's name.
+    pub(crate) fn name(self) -> &'static str {
+        if self.lines == 8 { "attend_split_8" } else { "attend_split_16" }
+    }
+
+    /// The kernel, for the compiler.
+    pub(crate) fn entry(self, page: PageShape) -> String {
+        let SplitShape { lines, warps, stages } = self;
+        let (name, shared) = (self.name(), self.shared_bytes(page));
+        format!("SPLIT({name}, {}, {warps}, {stages}, {shared})", lines / 8)
     }
 
     /// Dynamic shared memory of a block: pages, queries, barriers of each warp.
     pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
-        self.warps * (self.stages * stage_bytes(page) + query_bytes(page) + 64)
+        let warp = self.stages * stage_bytes(page) + query_bytes(page, self.lines) + 64;
+        self.warps * warp
     }
 }
 
@@ -210,12 +238,13 @@ impl Attention<'_> {
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels.attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
-            Attend::Mma { split, split_shape, tile, merge } => {
+            Attend::Mma { splits: [small, large], tile, merge } => {
                 let (splits, n_splits) = plan.splits();
                 if n_splits > 0 {
+                    let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let grid = (self.device.n_multiprocessors(), 1);
-                    let threads = count(32 * split_shape.warps);
-                    self.attend(split, (splits, n_splits), (grid, threads), out)?;
+                    let threads = count(32 * shape.warps);
+                    self.attend(kernel, (splits, n_splits), (grid, threads), out)?;
                     self.merge(merge, out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
@@ -350,22 +379,21 @@ mod tests {
             let page = PageShape { dtype, head_dim };
             assert!(tile_shared_bytes(page) <= HOPPER, "{dtype} {head_dim}");
             for limit in [HOPPER, SMALLEST] {
-                let bytes = SplitShape::fitting(page, limit).shared_bytes(page);
-                assert!(bytes <= limit, "{dtype} {head_dim}: {bytes}");
+                for shape in SplitShape::fitting(page, limit) {
+                    assert!(shape.shared_bytes(page) <= limit, "{dtype} {head_dim}: {shape:?}");
+                }
             }
         }
     }
 
     #[test]
-    fn splits_fill_a_hopper() {
-        let shape = |dtype, head_dim| {
-            let SplitShape { warps, stages } =
-                SplitShape::fitting(PageShape { dtype, head_dim }, HOPPER);
-            (warps, stages)
-        };
-        assert_eq!(shape(KvDtype::F16, 64), (8, 3));
-        assert_eq!(shape(KvDtype::F16, 128), (4, 3));
-        assert_eq!(shape(KvDtype::Bf16, 128), (3, 3));
-        assert_eq!(shape(KvDtype::F16, 256), (2, 3));
+    fn chunks_are_counted_as_they_are_cut() {
+        let mut starts: Vec<usize> = (0..32).map(|i| 64 * i).collect();
+        starts.extend((0..48).map(|i| 2048 + 128 * i));
+        starts.extend((0..40).map(|i| 8192 + 256 * i));
+        for n_keys in 0..18_000 {
+            let expected = starts.iter().filter(|&&start| start < n_keys).count();
+            assert_eq!(n_chunks(n_keys), expected, "{n_keys} keys");
+        }
     }
 }
