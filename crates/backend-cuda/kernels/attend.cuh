@@ -21,15 +21,16 @@ struct AttendParams {
     float* partials;   // [partial][G][group][WIDTH]
     float* sums;       // [partial][G][group][2]: maximum, sum
     const u32* tasks;
-    const u32* tables;  // [row][table_len]
+    const u32* n_tasks;  // of splits, and beside it how many were taken
+    const u32* tables;   // [row][table_len]
     u64 head_bytes;     // of all slots of one head
     u32 q_stride;       // floats
     u32 table_len;
     u32 n_kv_heads;
     u32 group;
     u32 window;    // keys that a row sees at most
-    u32 n_splits;
     u32 prefetch;  // steps that splits bring to the second-level cache ahead of their use, or 0
+    u32 padding;
     float scale;   // times log2(e)
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
@@ -200,8 +201,9 @@ DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) 
     }
 }
 
-// Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines.
-template <int R>
+// Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
+// of its pages are STRIDE apart.
+template <int R, int STRIDE>
 DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][2 * R]) {
     const int SETS = Lines<R>::SETS;
     const u32 lane = threadIdx.x % 32;
@@ -217,7 +219,7 @@ DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][2 
         uint4 b[KEY_TILES];
         UNROLL
         for (int j = 0; j < KEY_TILES; j++) {
-            const u8* keys = stage + j / 2 * HEAD_PAGE_BYTES;
+            const u8* keys = stage + j / 2 * STRIDE;
             b[j] = *(const uint4*)(keys + ((k * 2 + j % 2) * 32 + lane) * 16);
         }
         UNROLL
@@ -292,8 +294,8 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
     }
 }
 
-// Adds the weighted values of a step.
-template <int R>
+// Adds the weighted values of a step. The values of its pages are STRIDE apart.
+template <int R, int STRIDE>
 DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
                        float (&o)[TILES][4]) {
     const u32 lane = threadIdx.x % 32;
@@ -323,7 +325,7 @@ DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], cons
                 for (int part = 0; part < PARTS; part++) a[part][reg] = 0;
             }
         }
-        const u8* values = stage + page * HEAD_PAGE_BYTES + HEAD_PAGE_BYTES / 2;
+        const u8* values = stage + page * STRIDE;
         UNROLL
         for (int pair = 0; pair < PAIRS; pair++) {
             const uint4 b = *(const uint4*)(values + (pair * 32 + lane) * 16);
@@ -334,13 +336,4 @@ DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], cons
             }
         }
     }
-}
-
-// One step of a warp's lines.
-template <int R>
-DEVICE void attend_step(const u8* stage, const u32* operands, u32 first_key, Lines<R>& lines) {
-    float s[KEY_TILES][2 * R], down[R];
-    score<R>(stage, operands, s);
-    soften<R>(first_key, lines, s, down);
-    mix_values<R>(stage, s, down, lines.o);
 }

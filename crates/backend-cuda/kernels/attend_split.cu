@@ -1,10 +1,11 @@
 // Attention of rows that are alone in their sequences, each chunk of keys computed apart.
 //
 // A warp takes one chunk of one KV head of one row at a time, and needs nobody: it brings its pages
-// through a ring of its own, and no warp waits for another. There are as many warps as the device
-// holds at once, each with a run of neighbouring tasks, so that pages of the next task are on their
-// way while one ends. How many tasks there are is read from device memory, so that the grid does not
-// depend on lengths. Reads each page once, and writes a partial result for each chunk.
+// through a ring of its own, keys and values in turn, and no warp waits for another. There are as many
+// warps as the device holds at once. Each has one task to begin with and then takes the next that
+// nobody has; large chunks come first, so that all end together. How many tasks there are is read from
+// device memory, so that the grid does not depend on lengths. Reads each page once, and writes a
+// partial result for each chunk.
 
 struct Split {
     u32 row;  // of the batch
@@ -14,172 +15,145 @@ struct Split {
 };
 static_assert(sizeof(Split) == SPLIT_SIZE, "the host's Split differs");
 
+// One chunk of a split: a task for each set of lines of each KV head.
+struct Part {
+    u32 row_chunk;  // row of the batch, chunk << 16
+    u32 n_keys;
+    u32 table_row;
+    u32 partial;  // where its result goes
+};
+static_assert(sizeof(Part) == PART_SIZE, "the host's Part differs");
+
 #define CHUNK_PAGES (LARGE_CHUNK / PAGE)
+#define QUEUE 4  // tasks whose pages may be on their way
+#define HALF_PAGE (HEAD_PAGE_BYTES / 2)
+#define HALF_BYTES (STEP_PAGES * HALF_PAGE)  // keys, or values, of a step
 static_assert(CHUNK_PAGES <= 32, "a lane for each page of a chunk");
 
-// The chunks that a row sees.
-struct Chunks {
-    u32 first, end;
+// A task: which part, and which lines of it. Lines are counted KV head by KV head.
+struct Work {
+    Part part;
+    u32 lines;  // none if it is not below their number
+
+    DEVICE u32 chunk(const Work& work) { return work.part.row_chunk >> 16; }
+
+    // Its steps. Chunks that lie before the window have none.
+    DEVICE u32 first_step(const Work& work, u32 window) {
+        return max(chunk_start(chunk(work)), first_key_of(work.part.n_keys, window)) / STEP;
+    }
+    DEVICE u32 end_step(const Work& work) {
+        return (min(chunk_start(chunk(work) + 1), work.part.n_keys) + STEP - 1) / STEP;
+    }
 };
 
-DEVICE Chunks chunks_of(u32 n_keys, u32 window) {
-    return Chunks{chunk_of(first_key_of(n_keys, window)), n_keys > 0 ? chunk_of(n_keys - 1) + 1 : 0};
-}
-
-// Sets of lines of a KV head.
+// Sets of lines, of all KV heads.
 template <int R>
 DEVICE u32 n_sets(const AttendParams& p) {
-    return (p.group + 8 * R - 1) / (8 * R);
+    return p.n_kv_heads * ((p.group + 8 * R - 1) / (8 * R));
 }
 
+// What brings the pages: it is ahead of the computation. The task after the one that is brought is
+// looked up little by little, because each look waits for the one before it.
 template <int R>
-DEVICE u32 n_tasks(const AttendParams& p, const Split& split) {
-    const Chunks chunks = chunks_of(split.n_keys, p.window);
-    return (chunks.end - chunks.first) * p.n_kv_heads * n_sets<R>(p);
-}
-
-// A warp's way through its tasks, step after step. Tasks are ordered by row, KV head, set of lines and
-// chunk.
-struct Walk {
-    Split split;
-    u32 index;  // of the split
-    u32 kv_head;
-    u32 set;  // of lines
-    u32 chunk, end_chunk;
-    u32 n_left;  // tasks after this one
-    u32 step, end_step;
-};
-
-DEVICE void begin_task(const AttendParams& p, Walk& walk) {
-    const u32 start = first_key_of(walk.split.n_keys, p.window);
-    walk.step = max(chunk_start(walk.chunk), start) / STEP;
-    walk.end_step = (min(chunk_start(walk.chunk + 1), walk.split.n_keys) + STEP - 1) / STEP;
-}
-
-// Goes to the next task; false at the end.
-template <int R>
-DEVICE bool next_task(const AttendParams& p, Walk& walk) {
-    if (walk.n_left == 0) return false;
-    walk.n_left--;
-    if (++walk.chunk == walk.end_chunk) {
-        if (++walk.set == n_sets<R>(p)) {
-            walk.set = 0;
-            if (++walk.kv_head == p.n_kv_heads) {
-                walk.kv_head = 0;
-                walk.split = ((const Split*)p.tasks)[++walk.index];
-            }
-        }
-        const Chunks chunks = chunks_of(walk.split.n_keys, p.window);
-        walk.chunk = chunks.first, walk.end_chunk = chunks.end;
-    }
-    begin_task(p, walk);
-    return true;
-}
-
-// Finds the warp's first task; false if it has none.
-template <int R>
-DEVICE bool find_first(const AttendParams& p, Walk& walk) {
-    const Split* splits = (const Split*)p.tasks;
-    const u32 lane = threadIdx.x % 32;
-    // Neighbouring warps of a block are far from each other, so that few tasks meet many blocks.
-    const u32 n_warps = gridDim.x * (blockDim.x / 32);
-    const u32 own = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-    u32 total = 0;
-    for (u32 base = 0; base < p.n_splits; base += 32)
-        total += __reduce_add_sync(
-            ~0u, base + lane < p.n_splits ? n_tasks<R>(p, splits[base + lane]) : 0u);
-    const u32 first = (u32)((u64)total * own / n_warps);
-    const u32 end = (u32)((u64)total * (own + 1) / n_warps);
-    if (first == end) return false;
-    u32 before = 0;
-    for (u32 base = 0;; base += 32) {
-        Split split = {0, 0, 0, 0};
-        if (base + lane < p.n_splits) split = splits[base + lane];
-        const u32 n = n_tasks<R>(p, split);
-        u32 upto = n;
-        for (u32 step = 1; step < 32; step *= 2) {
-            const u32 other = __shfl_up_sync(~0u, upto, step);
-            if (lane >= step) upto += other;
-        }
-        const u32 found = __ballot_sync(~0u, before + upto > first);
-        if (found == 0) {
-            before += __shfl_sync(~0u, upto, 31);
-            continue;
-        }
-        const u32 holder = __ffs(found) - 1;
-        const u32 within = first - before - __shfl_sync(~0u, upto - n, holder);
-        walk.split.row = __shfl_sync(~0u, split.row, holder);
-        walk.split.n_keys = __shfl_sync(~0u, split.n_keys, holder);
-        walk.split.table_row = __shfl_sync(~0u, split.table_row, holder);
-        walk.split.partial = __shfl_sync(~0u, split.partial, holder);
-        walk.index = base + holder;
-        const Chunks chunks = chunks_of(walk.split.n_keys, p.window);
-        const u32 lines = within / (chunks.end - chunks.first);
-        walk.kv_head = lines / n_sets<R>(p), walk.set = lines % n_sets<R>(p);
-        walk.chunk = chunks.first + within % (chunks.end - chunks.first);
-        walk.end_chunk = chunks.end;
-        walk.n_left = end - first - 1;
-        begin_task(p, walk);
-        return true;
-    }
-}
-
-// What brings the pages: it walks ahead of the computation.
 struct Feed {
-    Walk walk;
+    Work work;
     bool is_done;
-    u32 turn;
+    bool is_values;  // whether values come next, or keys
+    u32 step, end_step;
+    u32 turn;    // halves of steps that were brought
+    u32 n_begun; // tasks
     // Of the task: its head's pages, those that are seen, its first page and the lane's page's slot.
     const u8* head;
     u32 seen_first, seen_end;
     u32 first_page;
     u32 slot;
+    // The next task: how much of it is known, and that.
+    u32 known;
+    u32 index;
+    Work next;
+    u32 next_slot;
+
+    // Looks at a bit more of the next task.
+    DEVICE void look(const AttendParams& p, Feed& feed) {
+        const u32 lane = threadIdx.x % 32;
+        if (feed.known == 0) {
+            if (lane == 0) feed.index = atomicAdd((u32*)p.n_tasks + 1, 1u);
+        } else if (feed.known == 1) {
+            const u32 n_warps = gridDim.x * (blockDim.x / 32);
+            load_work(p, __shfl_sync(~0u, feed.index, 0) + n_warps, feed.next);
+        } else if (feed.known == 2) {
+            feed.next_slot = slot_of(p, feed.next);
+        }
+        feed.known++;
+    }
+
+    DEVICE void load_work(const AttendParams& p, u32 index, Work& work) {
+        const u32 part = index / n_sets<R>(p);
+        work.lines = part < *p.n_tasks ? index % n_sets<R>(p) : ~0u;
+        if (work.lines != ~0u) work.part = ((const Part*)p.tasks)[part];
+    }
+
+    // The slot of the lane's page of a task's chunk.
+    DEVICE u32 slot_of(const AttendParams& p, const Work& work) {
+        if (work.lines == ~0u) return 0;
+        const u32 lane = threadIdx.x % 32, n_keys = work.part.n_keys;
+        const u32 page = chunk_start(Work::chunk(work)) / PAGE + lane;
+        const bool is_seen = page >= first_key_of(n_keys, p.window) / PAGE &&
+                             page < (n_keys + PAGE - 1) / PAGE && lane < CHUNK_PAGES;
+        return is_seen ? p.tables[(u64)work.part.table_row * p.table_len + page] : 0;
+    }
+
+    // Begins the next task that has steps, and tells the computation.
+    DEVICE void begin_next(const AttendParams& p, Feed& feed, Work* queue) {
+        for (;;) {
+            while (feed.known < 3) look(p, feed);
+            feed.work = feed.next, feed.slot = feed.next_slot;
+            feed.known = 0;
+            feed.is_done = feed.work.lines == ~0u;
+            feed.step = feed.is_done ? 0 : Work::first_step(feed.work, p.window);
+            feed.end_step = feed.is_done ? 0 : Work::end_step(feed.work);
+            if (feed.is_done || feed.step < feed.end_step) break;
+        }
+        if (threadIdx.x % 32 == 0) queue[feed.n_begun % QUEUE] = feed.work;
+        feed.n_begun++;
+        if (feed.is_done) return;
+        const u32 n_keys = feed.work.part.n_keys, sets = (p.group + 8 * R - 1) / (8 * R);
+        feed.head = p.layer + feed.work.lines / sets * p.head_bytes;
+        feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
+        feed.seen_end = (n_keys + PAGE - 1) / PAGE;
+        feed.first_page = chunk_start(Work::chunk(feed.work)) / PAGE;
+    }
 };
 
-DEVICE void find_slots(const AttendParams& p, Feed& feed) {
-    const u32 n_keys = feed.walk.split.n_keys;
-    feed.head = p.layer + feed.walk.kv_head * p.head_bytes;
-    feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
-    feed.seen_end = (n_keys + PAGE - 1) / PAGE;
-    feed.first_page = chunk_start(feed.walk.chunk) / PAGE;
-    const u32 page = feed.first_page + threadIdx.x % 32;
-    const u32* table = p.tables + (u64)feed.walk.split.table_row * p.table_len;
-    const bool is_seen = page >= feed.seen_first && page < feed.seen_end;
-    feed.slot = is_seen && threadIdx.x % 32 < CHUNK_PAGES ? table[page] : 0;
-}
-
-// Whether the step's pages were complete before this pass: the row's own page is written by it.
-DEVICE bool is_old(const Feed& feed) {
-    return !feed.is_done && (feed.walk.step + 1) * STEP_PAGES <= (feed.walk.split.n_keys - 1) / PAGE;
-}
-
-// One warp of `attend_split`: 8 R lines at a time, a ring of STAGES steps.
+// One warp of a split: 8 R lines at a time, a ring of STAGES halves of steps.
 template <int R, int STAGES>
 struct Splitter {
-    static const int RING = STAGES * STAGE_BYTES;
-    static const int BARRIERS = RING + Lines<R>::Q_BYTES;
+    static const int RING = STAGES * HALF_BYTES;
+    static const int QUEUE_AT = RING + Lines<R>::Q_BYTES;
+    static const int BARRIERS = QUEUE_AT + QUEUE * 32;
     static const int WARP_BYTES = BARRIERS + 64;
-    static_assert(STAGES <= 8, "a barrier for each stage");
+    static_assert(STAGES <= 8 && sizeof(Work) <= 32, "room for barriers and tasks");
+    static_assert(STAGES / 2 + 2 <= QUEUE, "no more tasks on their way than the queue holds");
 
-    // Brings the pages of the next step; those that are not seen become zeros.
-    DEVICE void bring(const AttendParams& p, Feed& feed, u32 ring) {
+    // Brings keys or values of the next step; pages that are not seen become zeros.
+    DEVICE void bring(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring) {
         if (feed.is_done) {
             copy_commit();
             return;
         }
         const u32 lane = threadIdx.x % 32, stage = feed.turn % STAGES;
-        const u32 page = feed.walk.step * STEP_PAGES;
+        const u32 page = feed.step * STEP_PAGES, half = feed.is_values ? HALF_PAGE : 0;
 #if HAS_BULK
         const u32 ready = ring + BARRIERS + stage * 8;
         u32 n_bytes = 0;
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
-            if (page + i >= feed.seen_first && page + i < feed.seen_end) n_bytes += HEAD_PAGE_BYTES;
+            if (page + i >= feed.seen_first && page + i < feed.seen_end) n_bytes += HALF_PAGE;
         if (lane == 0) barrier_expect(ready, n_bytes);
-        if (p.prefetch > 0) {
-            const u32 own = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
-            if (own >= ahead && own < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
-                own < feed.seen_end && own >= feed.seen_first)
+        if (p.prefetch > 0 && !feed.is_values) {
+            const u32 page_of_lane = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
+            if (page_of_lane >= ahead && page_of_lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
+                page_of_lane < feed.seen_end && page_of_lane >= feed.seen_first)
                 bulk_prefetch(feed.head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
         }
 #endif
@@ -187,17 +161,17 @@ struct Splitter {
         for (int i = 0; i < STEP_PAGES; i++) {
             const bool inside = page + i >= feed.seen_first && page + i < feed.seen_end;
             const u32 slot = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
-            const u8* source = feed.head + (u64)slot * HEAD_PAGE_BYTES;
-            const u32 place = ring + stage * STAGE_BYTES + i * HEAD_PAGE_BYTES;
+            const u8* source = feed.head + (u64)slot * HEAD_PAGE_BYTES + half;
+            const u32 place = ring + stage * HALF_BYTES + i * HALF_PAGE;
 #if HAS_BULK
             if (inside) {
-                if (lane == 0) bulk_copy(place, source, HEAD_PAGE_BYTES, ready);
+                if (lane == 0) bulk_copy(place, source, HALF_PAGE, ready);
                 continue;
             }
-            for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512) store_zeros(place + at);
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512) store_zeros(place + at);
             bulk_fence();
 #else
-            for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512)
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
                 copy_async(place + at, source + at, inside ? 16 : 0);
 #endif
         }
@@ -205,16 +179,32 @@ struct Splitter {
         copy_commit();
 #endif
         feed.turn++;
-        if (++feed.walk.step < feed.walk.end_step) return;
-        feed.is_done = !next_task<R>(p, feed.walk);
-        if (!feed.is_done) find_slots(p, feed);
+        feed.is_values = !feed.is_values;
+        if (!feed.is_values && ++feed.step == feed.end_step)
+            Feed<R>::begin_next(p, feed, (Work*)(own + QUEUE_AT));
+        else if (feed.known < 3)
+            Feed<R>::look(p, feed);
     }
 
-    // Makes the lines those of the task.
-    DEVICE void take_lines(const AttendParams& p, const Walk& walk, Lines<R>& lines, u32* operands) {
-        const u32 g = threadIdx.x % 32 / 4, n_keys = walk.split.n_keys;
-        lines.first_row = walk.split.row, lines.kv_head = walk.kv_head;
-        lines.first = walk.set * 8 * R;
+    // Waits for half a step, lets the next one come, and gives the place of this one.
+    DEVICE const u8* take(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring, u32 turn) {
+#if HAS_BULK
+        barrier_wait(ring + BARRIERS + turn % STAGES * 8, turn / STAGES % 2);
+#else
+        copy_wait<STAGES - 2>();
+#endif
+        // Every lane's copies are there, and no lane reads the half before.
+        __syncwarp();
+        bring(p, feed, own, ring);
+        return own + turn % STAGES * HALF_BYTES;
+    }
+
+    // Makes the lines those of a task.
+    DEVICE void take_lines(const AttendParams& p, const Work& work, Lines<R>& lines, u32* operands) {
+        const u32 g = threadIdx.x % 32 / 4, n_keys = work.part.n_keys;
+        const u32 sets = (p.group + 8 * R - 1) / (8 * R);
+        lines.first_row = work.part.row_chunk & 0xFFFF, lines.kv_head = work.lines / sets;
+        lines.first = work.lines % sets * 8 * R;
         lines.n = min(p.group - lines.first, 8u * R);
         lines.inside_start = first_key_of(n_keys, p.window), lines.inside_end = n_keys;
         UNROLL
@@ -228,9 +218,8 @@ struct Splitter {
         __syncwarp();
     }
 
-    DEVICE void store_partial(const AttendParams& p, const Walk& walk, const Lines<R>& lines) {
+    DEVICE void store_partial(const AttendParams& p, u64 partial, const Lines<R>& lines) {
         const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const u64 partial = walk.split.partial + walk.chunk;
         UNROLL
         for (int r = 0; r < R; r++) {
             if (g + 8 * r >= lines.n) continue;
@@ -250,45 +239,56 @@ struct Splitter {
         allow_next();
         u8* own = shared + threadIdx.x / 32 * WARP_BYTES;
         u32* operands = (u32*)(own + RING);
+        const Work* queue = (const Work*)(own + QUEUE_AT);
         const u32 ring = shared_address(own);
-        Walk walk;
-        // Rows and tables were there before the step began.
-        if (!find_first<R>(p, walk)) {
-            wait_for_previous();
-            return;
-        }
 #if HAS_BULK
         if (threadIdx.x % 32 == 0)
             for (u32 i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + i * 8);
         __syncwarp();
 #endif
-        Feed feed;
-        feed.walk = walk, feed.is_done = false, feed.turn = 0;
-        find_slots(p, feed);
-        // The kernels before this one in the same pass write only the pages that the rows end in.
-        while (feed.turn < STAGES - 1 && is_old(feed)) bring(p, feed, ring);
-        wait_for_previous();
-        for (u32 i = feed.turn; i < STAGES - 1; i++) bring(p, feed, ring);
+        // Tasks and tables were there before the step began. Neighbouring warps of a block are far
+        // from each other, so that few tasks meet many blocks.
+        Feed<R> feed;
+        feed.is_done = feed.is_values = false, feed.turn = 0, feed.n_begun = 0;
+        Feed<R>::load_work(p, threadIdx.x / 32 * gridDim.x + blockIdx.x, feed.next);
+        feed.next_slot = Feed<R>::slot_of(p, feed.next);
+        const u32 n_keys = feed.next.lines == ~0u ? 0 : feed.next.part.n_keys;
+        // The kernels before this one in the same pass write only the pages that the rows end in, so
+        // that others are brought before it is known that those have ended; and who has which task
+        // is known only afterwards.
+        const u32 old_step = n_keys > 0 ? (n_keys - 1) / PAGE / STEP_PAGES : 0;
+        const bool is_early = n_keys > 0 && Work::first_step(feed.next, p.window) + STAGES < old_step &&
+                              Work::first_step(feed.next, p.window) + STAGES < Work::end_step(feed.next);
+        if (!is_early) wait_for_previous();
+        feed.known = 3;
+        Feed<R>::begin_next(p, feed, (Work*)queue);
+        // Nothing more is looked up until the kernels before have ended.
+        if (is_early) feed.known = 3;
+        for (u32 i = 0; i < STAGES - 1; i++) bring(p, feed, own, ring);
+        if (is_early) {
+            wait_for_previous();
+            feed.known = 0;
+        }
         Lines<R> lines;
-        take_lines(p, walk, lines, operands);
-        begin_chunk(lines);
-        for (u32 turn = 0;; turn++) {
-#if HAS_BULK
-            barrier_wait(ring + BARRIERS + turn % STAGES * 8, turn / STAGES % 2);
-#else
-            copy_wait<STAGES - 2>();
-#endif
-            // Every lane's copies are there, and no lane reads the step before.
+        u32 turn = 0, n_done = 0, last = ~0u;
+        for (;;) {
             __syncwarp();
-            bring(p, feed, ring);
-            attend_step<R>(own + turn % STAGES * STAGE_BYTES, operands, walk.step * STEP, lines);
-            if (++walk.step < walk.end_step) continue;
-            store_partial(p, walk, lines);
+            const Work work = queue[n_done % QUEUE];
+            n_done++;
+            if (work.lines == ~0u) break;
+            // Tasks that follow each other often have the same lines of the same row.
+            const u32 same = (work.part.row_chunk & 0xFFFF) << 16 | work.lines;
+            if (same != last) take_lines(p, work, lines, operands);
+            last = same;
             begin_chunk(lines);
-            const u32 index = walk.index, kv_head = walk.kv_head, set = walk.set;
-            if (!next_task<R>(p, walk)) break;
-            if (walk.index != index || walk.kv_head != kv_head || walk.set != set)
-                take_lines(p, walk, lines, operands);
+            const u32 end_step = Work::end_step(work);
+            for (u32 step = Work::first_step(work, p.window); step < end_step; step++) {
+                float s[KEY_TILES][2 * R], down[R];
+                score<R, HALF_PAGE>(take(p, feed, own, ring, turn++), operands, s);
+                soften<R>(step * STEP, lines, s, down);
+                mix_values<R, HALF_PAGE>(take(p, feed, own, ring, turn++), s, down, lines.o);
+            }
+            store_partial(p, work.part.partial, lines);
         }
     }
 };
@@ -299,6 +299,15 @@ struct Splitter {
         Splitter<R, STAGES>::run(p);                                                           \
     }
 SPLIT_ENTRIES
+
+// The chunks that a row sees.
+struct Chunks {
+    u32 first, end;
+};
+
+DEVICE Chunks chunks_of(u32 n_keys, u32 window) {
+    return Chunks{chunk_of(first_key_of(n_keys, window)), n_keys > 0 ? chunk_of(n_keys - 1) + 1 : 0};
+}
 
 // Merges the chunks of the rows that were split, from left to right.
 //
@@ -312,6 +321,7 @@ struct MergeParams {
     const Split* splits;
     float* out;
     u16* rounded;
+    u32* n_taken;  // by splits: set to 0 for the next ones
     u32 n_kv_heads;
     u32 group;
     u32 window;
@@ -361,6 +371,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p)
     piece.n_columns = min(p.columns, WIDTH - piece.column);
     float m = -INFINITE, l = 0.0f, o = 0.0f;
     wait_for_previous();
+    if (blockIdx.x + blockIdx.y + thread == 0) *p.n_taken = 0;
     load_batch(p, piece, 0, min(piece.n, batch), batches);
     for (u32 start = 0; start < piece.n; start += batch) {
         const u32 n = min(piece.n - start, batch), next = start + batch;

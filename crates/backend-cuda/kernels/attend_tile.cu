@@ -182,7 +182,11 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         // Nobody reads the step before.
         __syncthreads();
         load_step(pages, ring, next, step + TILE_STAGES - 1, end_step);
-        attend_step(shared + turn % TILE_STAGES * STAGE_BYTES, operands, step * STEP, lines);
+        const u8* stage = shared + turn % TILE_STAGES * STAGE_BYTES;
+        float s[KEY_TILES][4], down[2];
+        score<2, HEAD_PAGE_BYTES>(stage, operands, s);
+        soften<2>(step * STEP, lines, s, down);
+        mix_values<2, HEAD_PAGE_BYTES>(stage + HEAD_PAGE_BYTES / 2, s, down, lines.o);
         if ((step + 1) * STEP != chunk_end && step + 1 != end_step) continue;
         chunk_end = chunk_start(chunk_of(chunk_end) + 1);
         merge_chunk(lines, total, all);

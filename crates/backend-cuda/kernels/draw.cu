@@ -92,34 +92,56 @@ DEVICE double block_sum(double x) {
     return total;
 }
 
-// The largest logit; NaN if there is one, or if the largest is infinite.
-DEVICE float finite_max(const float* logits, u32 vocab) {
-    __shared__ float maxima[DRAW_WARPS];
-    float max = -INFINITE;
-    bool is_number = true;
-    for (u32 i = threadIdx.x; i < vocab; i += DRAW_THREADS) {
-        is_number &= logits[i] == logits[i];
-        max = fmaxf(max, logits[i]);
+// Shows a thread its logits, by id: groups of sixteen where that is possible, which lets many loads be
+// on their way.
+template <typename Look>
+DEVICE void for_each(const float* logits, u32 vocab, const Look& look) {
+    u32 base = 0;
+    if (vocab % 4 == 0) {
+        for (; base + 16 * DRAW_THREADS <= vocab; base += 16 * DRAW_THREADS) {
+            float4 x[4];
+            UNROLL
+            for (int k = 0; k < 4; k++)
+                x[k] = *(const float4*)(logits + base + (k * DRAW_THREADS + threadIdx.x) * 4);
+            UNROLL
+            for (int k = 0; k < 4; k++) {
+                const u32 id = base + (k * DRAW_THREADS + threadIdx.x) * 4;
+                look(x[k].x, id), look(x[k].y, id + 1), look(x[k].z, id + 2), look(x[k].w, id + 3);
+            }
+        }
     }
-    max = warp_max(max);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = max;
-    is_number = __syncthreads_and(is_number);
-    for (int i = 0; i < DRAW_WARPS; i++) max = fmaxf(max, maxima[i]);
-    return is_number && fabsf(max) < INFINITE ? max : __int_as_float(0x7fffffff);
+    for (u32 id = base + threadIdx.x; id < vocab; id += DRAW_THREADS) look(logits[id], id);
 }
 
-// The lowest id with the logit `max`.
-DEVICE u32 first_of(const float* logits, u32 vocab, float max) {
-    __shared__ u32 best;
-    if (threadIdx.x == 0) best = NO_TOKEN;
+// The largest logit and the lowest id that has it; NaN if there is a NaN, or if the largest is
+// infinite.
+struct Best {
+    float max;
+    u32 id;
+};
+
+DEVICE Best better(Best a, Best b) {
+    return b.max > a.max || (b.max == a.max && b.id < a.id) ? b : a;
+}
+
+DEVICE Best find_best(const float* logits, u32 vocab) {
+    __shared__ Best bests[DRAW_WARPS];
+    Best best = {-INFINITE, NO_TOKEN};
+    bool is_number = true;
+    for_each(logits, vocab, [&](float x, u32 id) {
+        is_number &= x == x;
+        if (x > best.max) best = Best{x, id};
+    });
+    for (int step = 16; step > 0; step /= 2) {
+        const Best other = {__shfl_xor_sync(~0u, best.max, step),
+                            __shfl_xor_sync(~0u, best.id, step)};
+        best = better(best, other);
+    }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < vocab; i += DRAW_THREADS)
-        if (logits[i] == max) {
-            atomicMin(&best, i);
-            break;
-        }
-    __syncthreads();
+    if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = best;
+    is_number = __syncthreads_and(is_number);
+    for (int i = 0; i < DRAW_WARPS; i++) best = better(best, bests[i]);
+    if (!is_number || !(fabsf(best.max) < INFINITE)) best.max = __int_as_float(0x7fffffff);
     return best;
 }
 
@@ -156,15 +178,14 @@ DEVICE void keep(Row& row, double limit) {
         float own[16];
         UNROLL
         for (int d = 0; d < 16; d++) own[d] = 0.0f;
-        for (u32 id = threadIdx.x; id < row.vocab; id += DRAW_THREADS) {
-            const float x = row.logits[id];
+        for_each(row.logits, row.vocab, [&](float x, u32 id) {
             const u32 key = key_of(x);
-            if (shift < 28 && key >> (shift + 4) != prefix) continue;
-            if (!is_kept(row, key, id)) continue;
+            if (shift < 28 && key >> (shift + 4) != prefix) return;
+            if (!is_kept(row, key, id)) return;
             const float measure = BY_WEIGHT ? weight_of(row, x) : 1.0f;
             UNROLL
             for (int d = 0; d < 16; d++) own[d] += (key >> shift & 15) == d ? measure : 0.0f;
-        }
+        });
         __syncthreads();
         UNROLL
         for (int d = 0; d < 16; d++) {
@@ -207,10 +228,10 @@ DEVICE void keep(Row& row, double limit) {
 }
 
 // The weight of a token that may be drawn, or 0.
-DEVICE double share_of(const Row& row, float min_p, u32 id) {
-    if (id >= row.vocab || !is_kept(row, key_of(row.logits[id]), id)) return 0.0;
-    const float weight = weight_of(row, row.logits[id]);
-    return weight >= min_p ? (double)weight : 0.0;
+DEVICE float share_of(const Row& row, float min_p, float x, u32 id) {
+    if (!is_kept(row, key_of(x), id)) return 0.0f;
+    const float weight = weight_of(row, x);
+    return weight >= min_p ? weight : 0.0f;
 }
 
 // Goes through the tokens that are kept, by id: a warp for each run of ids.
@@ -221,7 +242,9 @@ DEVICE void draw_kept(const Row& row, const Draw& draw, u32* token) {
     const u32 run = (row.vocab + DRAW_THREADS - 1) / DRAW_THREADS * 32;
     const u32 start = warp * run, end = min(start + run, row.vocab);
     double sum = 0.0;
-    for (u32 id = start + lane; id < end; id += 32) sum += share_of(row, draw.min_p, id);
+#pragma unroll 8
+    for (u32 id = start + lane; id < end; id += 32)
+        sum += (double)share_of(row, draw.min_p, row.logits[id], id);
     sum = warp_sum(sum);
     if (lane == 0) sums[warp] = sum;
     __syncthreads();
@@ -245,7 +268,9 @@ DEVICE void draw_kept(const Row& row, const Draw& draw, u32* token) {
     double left = rest;
     u32 last = NO_TOKEN;
     for (u32 base = start; base < end; base += 32) {
-        const double own = base + lane < end ? share_of(row, draw.min_p, base + lane) : 0.0;
+        const u32 id = base + lane;
+        const double own =
+            id < end ? (double)share_of(row, draw.min_p, row.logits[id], id) : 0.0;
         double upto = own;
         for (u32 step = 1; step < 32; step *= 2) {
             const double other = __shfl_up_sync(~0u, upto, step);
@@ -268,8 +293,8 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) draw_tokens(DrawParam
     const Draw draw = p.draws[blockIdx.x];
     float* logits = p.logits + (u64)blockIdx.x * p.vocab;
     u32* token = p.tokens + blockIdx.x;
-    float max = finite_max(logits, p.vocab);
-    if (max == max && draw.n_moved > 0) {
+    Best best = find_best(logits, p.vocab);
+    if (best.max == best.max && draw.n_moved > 0) {
         for (u32 i = threadIdx.x; i < draw.n_moved; i += DRAW_THREADS) {
             const Moved moved = p.moved[draw.first_moved + i];
             if (moved.token >= p.vocab) continue;
@@ -279,24 +304,20 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) draw_tokens(DrawParam
             logits[moved.token] = __fadd_rn(__fsub_rn(scaled, moved.minus), moved.plus);
         }
         __syncthreads();
-        max = finite_max(logits, p.vocab);
+        best = find_best(logits, p.vocab);
     }
-    if (max != max) {
-        if (threadIdx.x == 0) *token = NO_TOKEN;
-        return;
-    }
-    if (draw.temperature == 0.0f) {
-        const u32 best = first_of(logits, p.vocab, max);
-        if (threadIdx.x == 0) *token = best;
+    if (best.max != best.max || draw.temperature == 0.0f) {
+        if (threadIdx.x == 0) *token = best.max == best.max ? best.id : NO_TOKEN;
         return;
     }
     // Kept finite, so that nothing times it is nothing.
     const float sharpness = fminf(__fdiv_rn(1.0f, draw.temperature), __int_as_float(0x7f7fffff));
-    Row row = {logits, p.vocab, max, sharpness, Cut{0, NO_TOKEN}};
+    Row row = {logits, p.vocab, best.max, sharpness, Cut{0, NO_TOKEN}};
     if (draw.top_k > 0 && draw.top_k < p.vocab) keep<false>(row, (double)draw.top_k);
     if (draw.top_p < 1.0f) {
         double sum = 0.0;
-        for (u32 id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) sum += share_of(row, 0.0f, id);
+        for_each(logits, p.vocab,
+                 [&](float x, u32 id) { sum += (double)share_of(row, 0.0f, x, id); });
         keep<true>(row, block_sum(sum) * (double)draw.top_p);
     }
     draw_kept(row, draw, token);

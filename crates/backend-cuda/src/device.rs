@@ -124,6 +124,10 @@ impl Device {
             let fault = format!("{name} needs {shared_bytes} bytes of shared memory: {e}");
             return Err(DeviceError::Fault(fault));
         }
+        // Kernels that want the same share of the first-level cache need not wait for each other.
+        let attribute =
+            sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        self.check(function.set_attribute(attribute, 100))?;
         let shared_bytes = n_bytes.cast_unsigned();
         Ok(Kernel { function, shared_bytes })
     }

@@ -16,14 +16,20 @@ use nuthatch_types::Slot;
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{PAGE_LEN, PageShape};
-use crate::launch::attend::{AttendKernels, Split, TILE_LINES, Task, n_chunks};
+use crate::launch::attend::{
+    AttendKernels, MIDDLE_CHUNKS, Part, SMALL_CHUNKS, Split, TILE_LINES, Task, n_chunks,
+};
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
 const MAX_PARTIALS: usize = 8192;
 
-/// Words of a split and of a task.
+/// Rows of a batch; see [`Part`].
+const MAX_ROWS: usize = 1 << 16;
+
+/// Words of a split, of its parts, and of a task.
 const SPLIT_WORDS: usize = size_of::<Split>() / 4;
+const PART_WORDS: usize = size_of::<Part>() / 4;
 const TASK_WORDS: usize = size_of::<Task>() / 4;
 
 /// Tables of slots, one row for each running sequence.
@@ -63,6 +69,7 @@ struct Parts {
     n_splits: usize,
     tiles: usize,
     n_tiles: usize,
+    parts: usize,
     /// One more than the largest token.
     n_tokens_known: usize,
     is_decode: bool,
@@ -84,8 +91,11 @@ pub struct CudaPlan {
     /// The tables that the batch was planned with.
     pub(crate) tables: u64,
     pub(crate) table_len: u32,
-    /// `[T]` tokens, positions, places and table rows, then output rows, splits and tiles.
+    /// `[T]` tokens, positions, places and table rows, then output rows, splits, tiles, and parts of
+    /// splits.
     words: Memory,
+    /// How many parts of splits there are, and how many were taken.
+    counts: Memory,
     host: Vec<u32>,
     parts: Parts,
     /// Rows of the table that tokens were last looked up in.
@@ -105,8 +115,11 @@ impl CudaPlan {
         let chunks = n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
         let max_tiles = (shape.max_rows * group).div_ceil(TILE_LINES) + shape.max_seqs;
-        let words =
-            5 * shape.max_rows + 4 + SPLIT_WORDS * shape.max_seqs + TASK_WORDS * max_tiles;
+        let words = 5 * shape.max_rows
+            + 4
+            + SPLIT_WORDS * shape.max_seqs
+            + TASK_WORDS * max_tiles
+            + PART_WORDS * max_partials;
         let inv_freq = device.alloc(shape.rope.inv_freq.len() * 4, WHAT)?;
         device.upload(&inv_freq, 0, &shape.rope.inv_freq)?;
         let lines = max_partials * shape.n_heads;
@@ -115,6 +128,7 @@ impl CudaPlan {
             partials: device.alloc(lines * page.width() * 4, WHAT)?,
             sums: device.alloc(lines * 8, WHAT)?,
             words: device.alloc(words * 4, WHAT)?,
+            counts: device.alloc(8, WHAT)?,
             host: Vec::with_capacity(words),
             shape: shape.clone(),
             page,
@@ -195,6 +209,16 @@ impl CudaPlan {
         (self.word(self.parts.splits), self.parts.n_splits as u32)
     }
 
+    /// The chunks of those rows.
+    pub(crate) fn split_parts(&self) -> u64 {
+        self.word(self.parts.parts)
+    }
+
+    /// How many chunks there are, and behind it how many were taken.
+    pub(crate) fn n_split_parts(&self) -> u64 {
+        self.counts.address()
+    }
+
     /// Tasks of many lines and all chunks.
     pub(crate) fn tiles(&self) -> (u64, u32) {
         (self.word(self.parts.tiles), self.parts.n_tiles as u32)
@@ -209,6 +233,7 @@ impl CudaPlan {
     ) -> Result<(), DeviceError> {
         let (n_rows, n_seqs) = (layout.n_rows(), layout.n_seqs());
         assert!(n_rows <= self.shape.max_rows, "no more rows than the plan holds");
+        assert!(n_rows <= MAX_ROWS, "a row is told in sixteen bits");
         assert!(n_seqs <= self.shape.max_seqs, "no more sequences than the plan holds");
         assert_eq!(layout.query_start.len(), n_seqs + 1);
         assert_eq!(layout.positions.len(), n_rows, "a position for each row");
@@ -243,6 +268,8 @@ impl CudaPlan {
         self.host.extend(tasks.splits.iter().flat_map(split_words));
         let tiles = self.host.len();
         self.host.extend(tasks.tiles.iter().flat_map(task_words));
+        let parts = self.host.len();
+        let n_parts = tasks.parts(|part| self.host.extend(part_words(&part)));
         let is_all = layout.output_rows.iter().copied().eq(0..n_rows as u32);
         self.parts = Parts {
             n_rows,
@@ -251,9 +278,11 @@ impl CudaPlan {
             n_splits: tasks.splits.len(),
             tiles,
             n_tiles: tasks.tiles.len(),
+            parts,
             n_tokens_known: layout.tokens.iter().max().map_or(0, |&token| token as usize + 1),
             is_decode: n_rows > 0 && tasks.splits.len() == n_rows && is_all,
         };
+        device.upload(&self.counts, 0, &[n_parts, 0])?;
         device.upload(&self.words, 0, &self.host)
     }
 }
@@ -290,6 +319,26 @@ impl Tasks {
         self.n_partials += n_chunks;
     }
 
+    /// The chunks of all splits, large ones first, and how many there are.
+    fn parts(&self, mut push: impl FnMut(Part)) -> u32 {
+        let middle = SMALL_CHUNKS.0;
+        let large = middle + MIDDLE_CHUNKS.0;
+        let mut n_parts = 0;
+        for range in [large..usize::MAX, middle..large, 0..middle] {
+            for split in &self.splits {
+                let end = range.end.min(n_chunks(split.n_keys as usize));
+                for chunk in range.start..end.max(range.start) {
+                    let row_chunk = split.row | (chunk as u32) << 16;
+                    let (n_keys, table_row) = (split.n_keys, split.table_row);
+                    let partial = split.partial + chunk as u32;
+                    push(Part { row_chunk, n_keys, table_row, partial });
+                    n_parts += 1;
+                }
+            }
+        }
+        n_parts
+    }
+
     /// Tiles of lines over all chunks.
     fn tile(&mut self, seq: &Seq) {
         let n_lines = seq.n_rows * self.group;
@@ -309,6 +358,10 @@ impl Tasks {
 
 fn split_words(split: &Split) -> [u32; SPLIT_WORDS] {
     [split.row, split.n_keys, split.table_row, split.partial]
+}
+
+fn part_words(part: &Part) -> [u32; PART_WORDS] {
+    [part.row_chunk, part.n_keys, part.table_row, part.partial]
 }
 
 fn task_words(task: &Task) -> [u32; TASK_WORDS] {
@@ -337,5 +390,18 @@ mod tests {
         assert_eq!((tasks.splits.len(), tasks.tiles.len()), (1, 4));
         tasks.push(&Seq { place: 511, ..row });
         assert_eq!(split_words(&tasks.splits[1]), [3, 512, 9, 10]);
+    }
+
+    #[test]
+    fn large_chunks_come_first() {
+        let mut tasks = Tasks { group: 1, max_partials: 200, ..Tasks::default() };
+        tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8500, table_row: 5 });
+        tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
+        let mut parts = Vec::new();
+        let n = tasks.parts(|part| parts.push((part.row_chunk & 0xFFFF, part.row_chunk >> 16)));
+        assert_eq!((n as usize, parts.len()), (84, 84));
+        assert_eq!(parts[..3], [(0, 80), (0, 81), (0, 32)]);
+        assert_eq!(parts[50..52], [(0, 0), (0, 1)]);
+        assert_eq!(parts[82..], [(1, 0), (1, 1)]);
     }
 }

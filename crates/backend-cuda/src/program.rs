@@ -113,6 +113,7 @@ impl Program {
             ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
+            ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<attend::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),

@@ -82,8 +82,9 @@ fn main() -> Outcome {
     }
     if let Some(path) = std::env::args().nth(1) {
         let (device, kernels) = (cuda.name(), report.text);
-        let text =
-            format!("{{\"device\": \"{device}\", \"words\": {words:?}, \"kernels\": [\n{kernels}\n]}}\n");
+        let text = format!(
+            "{{\"device\": \"{device}\", \"words\": {words:?}, \"kernels\": [\n{kernels}\n]}}\n"
+        );
         std::fs::write(path, text)?;
     }
     Ok(())

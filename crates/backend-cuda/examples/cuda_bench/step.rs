@@ -105,10 +105,8 @@ impl Model {
             Ok::<_, Box<dyn Error>>(Layer {
                 qkv: matrix(qkv, shape.hidden)?,
                 out: matrix(shape.hidden, heads)?,
-                gate_up: cuda.load_gated(
-                    host(shape.ff, shape.hidden),
-                    host(shape.ff, shape.hidden),
-                )?,
+                gate_up: cuda
+                    .load_gated(host(shape.ff, shape.hidden), host(shape.ff, shape.hidden))?,
                 down: matrix(shape.hidden, shape.ff)?,
             })
         };

@@ -37,6 +37,18 @@ params! {
 }
 
 params! {
+    /// Mirrors `Part`: one chunk of a split.
+    Part {
+        /// Row of the batch, and the chunk from bit 16 on.
+        row_chunk: u32,
+        n_keys: u32,
+        table_row: u32,
+        /// Where its result goes.
+        partial: u32,
+    }
+}
+
+params! {
     /// Mirrors `AttendParams`.
     AttendParams {
         qkv: Address,
@@ -46,6 +58,7 @@ params! {
         partials: Address,
         sums: Address,
         tasks: Address,
+        n_tasks: Address,
         tables: Address,
         head_bytes: u64,
         q_stride: u32,
@@ -53,8 +66,8 @@ params! {
         n_kv_heads: u32,
         group: u32,
         window: u32,
-        n_splits: u32,
         prefetch: u32,
+        padding: u32,
         scale: f32,
     }
 }
@@ -67,6 +80,7 @@ params! {
         splits: Address,
         out: Address,
         rounded: Address,
+        n_taken: Address,
         n_kv_heads: u32,
         group: u32,
         window: u32,
@@ -151,7 +165,7 @@ pub(crate) enum Attend {
 }
 
 /// Bytes of the pages of one step.
-fn stage_bytes(page: PageShape) -> usize {
+fn step_bytes(page: PageShape) -> usize {
     STEP / PAGE_LEN * page.bytes()
 }
 
@@ -164,7 +178,7 @@ fn query_bytes(page: PageShape, lines: usize) -> usize {
 
 /// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
 pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
-    TILE_STAGES * stage_bytes(page) + TEAM * query_bytes(page, WARP_LINES) + 64
+    TILE_STAGES * step_bytes(page) + TEAM * query_bytes(page, WARP_LINES) + 64
 }
 
 /// Dynamic shared memory of a block of `merge`.
@@ -181,8 +195,8 @@ pub(crate) struct SplitShape {
 
 impl SplitShape {
     /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
-    const ALL: [(usize, usize); 9] =
-        [(8, 3), (4, 4), (4, 3), (3, 3), (4, 2), (2, 3), (3, 2), (2, 2), (1, 2)];
+    const ALL: [(usize, usize); 10] =
+        [(12, 3), (8, 4), (8, 3), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
 
     /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
     /// smallest if none does.
@@ -207,10 +221,11 @@ impl SplitShape {
         format!("SPLIT({name}, {}, {warps}, {stages}, {shared})", lines / 8)
     }
 
-    /// Dynamic shared memory of a block: pages, queries, barriers of each warp.
+    /// Dynamic shared memory of a block: keys or values of pages, queries, tasks and barriers of each
+    /// warp.
     pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
-        let warp = self.stages * stage_bytes(page) + query_bytes(page, self.lines) + 64;
-        self.warps * warp
+        let ring = self.stages * step_bytes(page) / 2;
+        self.warps * (ring + query_bytes(page, self.lines) + 4 * 32 + 64)
     }
 }
 
@@ -244,13 +259,13 @@ impl Attention<'_> {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let grid = (self.device.n_multiprocessors(), 1);
                     let threads = count(32 * shape.warps);
-                    self.attend(kernel, (splits, n_splits), (grid, threads), out)?;
-                    self.merge(merge, out)?;
+                    self.attend(kernel, plan.split_parts(), (grid, threads), out)?;
+                    self.merge(merge, (splits, n_splits), out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
                     let grid = (n_tiles, kv.shape.n_kv_heads);
-                    self.attend(tile, (tiles, 0), (grid, count(32 * TEAM)), out)?;
+                    self.attend(tile, tiles, (grid, count(32 * TEAM)), out)?;
                 }
                 Ok(())
             }
@@ -280,7 +295,7 @@ impl Attention<'_> {
     fn attend(
         &self,
         kernel: &Kernel,
-        (tasks, n_splits): (Address, u32),
+        tasks: Address,
         (grid, threads): ((u32, u32), u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
@@ -292,6 +307,7 @@ impl Attention<'_> {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
             tasks,
+            n_tasks: self.plan.n_split_parts(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
             q_stride: count(self.q_stride()),
@@ -299,8 +315,8 @@ impl Attention<'_> {
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            n_splits,
             prefetch: self.prefetch,
+            padding: 0,
             scale: self.scale(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
@@ -313,8 +329,12 @@ impl Attention<'_> {
     }
 
     /// Brings the splits of each row together.
-    fn merge(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
-        let (splits, n_splits) = self.plan.splits();
+    fn merge(
+        &self,
+        kernel: &Kernel,
+        (splits, n_splits): (Address, u32),
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
         // Heads are cut only where there are too few of them to fill the device.
         let blocks = n_splits * self.spec.n_heads;
         let columns = if blocks < 2 * self.device.n_multiprocessors() { 32 } else { 128 };
@@ -325,6 +345,7 @@ impl Attention<'_> {
             splits,
             out: out.floats.address(),
             rounded: out.rounded.address(),
+            n_taken: self.plan.n_split_parts() + 4,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
@@ -334,7 +355,12 @@ impl Attention<'_> {
         // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
         // splits have written.
         unsafe {
-            self.device.launch(kernel, (n_splits, self.spec.n_heads * pieces), MERGE_THREADS, &params)
+            self.device.launch(
+                kernel,
+                (n_splits, self.spec.n_heads * pieces),
+                MERGE_THREADS,
+                &params,
+            )
         }
     }
 

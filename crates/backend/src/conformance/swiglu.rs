@@ -67,7 +67,8 @@ pub fn gated_matmul_agrees<B: Backend>(b: &B) {
                 b.swiglu(&gate_up, f, rows, &mut expected).expect("swiglu runs");
                 let mut out = unwritten(b, rows * f);
                 b.gated_matmul(&together, &x, f, rows, &mut gate_up, &mut out).expect("it runs");
-                let (expected, out) = (download(b, &expected, rows * f), download(b, &out, rows * f));
+                let (expected, out) =
+                    (download(b, &expected, rows * f), download(b, &out, rows * f));
                 same_bits(&out, &expected, &|| format!("{rows} rows of {f} by {cols}, {dtype}"));
             }
         }
