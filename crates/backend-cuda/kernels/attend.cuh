@@ -13,6 +13,34 @@
 // A *tile* (many lines, all chunks) and a *split* (the lines of one token, one chunk; `merge` does
 // the rest) both do this, so a row has the same bits however it came to be computed.
 
+#define STEP 32
+#define STEP_PAGES (STEP / PAGE)
+#define STAGE_BYTES (STEP_PAGES * HEAD_PAGE_BYTES)
+#define KEY_TILES (STEP / 8)
+#define KT (WIDTH / 32)     // pieces of 32 columns
+#define PAIRS (WIDTH / 16)  // pairs of tiles of eight columns
+#define TILES (2 * PAIRS)
+
+// Chunks are short at the beginning, so that short sequences have many: SMALL_CHUNK keys each up to
+// `small_end`, MIDDLE_CHUNK up to `middle_end`, then LARGE_CHUNK. Both ends are multiples of LARGE_CHUNK.
+struct Cuts {
+    u32 small_end, middle_end;
+};
+static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
+              "chunks are whole steps");
+
+DEVICE u32 chunk_of(const Cuts& cuts, u32 key) {
+    const u32 small = min(key, cuts.small_end), middle = min(key, cuts.middle_end);
+    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (key - middle) / LARGE_CHUNK;
+}
+
+DEVICE u32 chunk_start(const Cuts& cuts, u32 chunk) {
+    const u32 n_small = cuts.small_end / SMALL_CHUNK;
+    const u32 n_middle = (cuts.middle_end - cuts.small_end) / MIDDLE_CHUNK;
+    const u32 small = min(chunk, n_small), middle = min(chunk - small, n_middle);
+    return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + (chunk - small - middle) * LARGE_CHUNK;
+}
+
 struct AttendParams {
     const float* qkv;  // [T, q_stride]
     const u8* layer;   // [G][slot][page]
@@ -30,38 +58,11 @@ struct AttendParams {
     u32 group;
     u32 window;    // keys that a row sees at most
     u32 prefetch;  // steps that splits bring to the second-level cache ahead of their use, or 0
+    Cuts cuts;
     u32 padding;
     float scale;   // times log2(e)
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
-
-#define STEP 32
-#define STEP_PAGES (STEP / PAGE)
-#define STAGE_BYTES (STEP_PAGES * HEAD_PAGE_BYTES)
-#define KEY_TILES (STEP / 8)
-#define KT (WIDTH / 32)     // pieces of 32 columns
-#define PAIRS (WIDTH / 16)  // pairs of tiles of eight columns
-#define TILES (2 * PAIRS)
-
-// The first chunks are short, so that short sequences have many: SMALL_CHUNKS of SMALL_CHUNK keys, then
-// MIDDLE_CHUNKS of MIDDLE_CHUNK, then chunks of LARGE_CHUNK.
-#define SMALL_END (SMALL_CHUNKS * SMALL_CHUNK)
-#define MIDDLE_END (SMALL_END + MIDDLE_CHUNKS * MIDDLE_CHUNK)
-static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
-              "chunks are whole steps");
-
-DEVICE u32 chunk_of(u32 key) {
-    if (key < SMALL_END) return key / SMALL_CHUNK;
-    if (key < MIDDLE_END) return SMALL_CHUNKS + (key - SMALL_END) / MIDDLE_CHUNK;
-    return SMALL_CHUNKS + MIDDLE_CHUNKS + (key - MIDDLE_END) / LARGE_CHUNK;
-}
-
-DEVICE u32 chunk_start(u32 chunk) {
-    if (chunk < SMALL_CHUNKS) return chunk * SMALL_CHUNK;
-    if (chunk < SMALL_CHUNKS + MIDDLE_CHUNKS)
-        return SMALL_END + (chunk - SMALL_CHUNKS) * MIDDLE_CHUNK;
-    return MIDDLE_END + (chunk - SMALL_CHUNKS - MIDDLE_CHUNKS) * LARGE_CHUNK;
-}
 
 // Parts of a float, and what it is multiplied with before so that small parts keep their bits.
 #if KV == KV_F16

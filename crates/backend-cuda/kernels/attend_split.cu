@@ -38,11 +38,12 @@ struct Work {
     DEVICE u32 chunk(const Work& work) { return work.part.row_chunk >> 16; }
 
     // Its steps. Chunks that lie before the window have none.
-    DEVICE u32 first_step(const Work& work, u32 window) {
-        return max(chunk_start(chunk(work)), first_key_of(work.part.n_keys, window)) / STEP;
+    DEVICE u32 first_step(const AttendParams& p, const Work& work) {
+        const u32 start = first_key_of(work.part.n_keys, p.window);
+        return max(chunk_start(p.cuts, chunk(work)), start) / STEP;
     }
-    DEVICE u32 end_step(const Work& work) {
-        return (min(chunk_start(chunk(work) + 1), work.part.n_keys) + STEP - 1) / STEP;
+    DEVICE u32 end_step(const AttendParams& p, const Work& work) {
+        return (min(chunk_start(p.cuts, chunk(work) + 1), work.part.n_keys) + STEP - 1) / STEP;
     }
 };
 
@@ -60,8 +61,8 @@ struct Feed {
     bool is_done;
     bool is_values;  // whether values come next, or keys
     u32 step, end_step;
-    u32 turn;    // halves of steps that were brought
-    u32 n_begun; // tasks
+    u32 stage;    // of the ring, where the next half of a step goes
+    u32 n_begun;  // tasks
     // Of the task: its head's pages, those that are seen, its first page and the lane's page's slot.
     const u8* head;
     u32 seen_first, seen_end;
@@ -97,7 +98,7 @@ struct Feed {
     DEVICE u32 slot_of(const AttendParams& p, const Work& work) {
         if (work.lines == ~0u) return 0;
         const u32 lane = threadIdx.x % 32, n_keys = work.part.n_keys;
-        const u32 page = chunk_start(Work::chunk(work)) / PAGE + lane;
+        const u32 page = chunk_start(p.cuts, Work::chunk(work)) / PAGE + lane;
         const bool is_seen = page >= first_key_of(n_keys, p.window) / PAGE &&
                              page < (n_keys + PAGE - 1) / PAGE && lane < CHUNK_PAGES;
         return is_seen ? p.tables[(u64)work.part.table_row * p.table_len + page] : 0;
@@ -110,8 +111,8 @@ struct Feed {
             feed.work = feed.next, feed.slot = feed.next_slot;
             feed.known = 0;
             feed.is_done = feed.work.lines == ~0u;
-            feed.step = feed.is_done ? 0 : Work::first_step(feed.work, p.window);
-            feed.end_step = feed.is_done ? 0 : Work::end_step(feed.work);
+            feed.step = feed.is_done ? 0 : Work::first_step(p, feed.work);
+            feed.end_step = feed.is_done ? 0 : Work::end_step(p, feed.work);
             if (feed.is_done || feed.step < feed.end_step) break;
         }
         if (threadIdx.x % 32 == 0) queue[feed.n_begun % QUEUE] = feed.work;
@@ -121,7 +122,7 @@ struct Feed {
         feed.head = p.layer + feed.work.lines / sets * p.head_bytes;
         feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
         feed.seen_end = (n_keys + PAGE - 1) / PAGE;
-        feed.first_page = chunk_start(Work::chunk(feed.work)) / PAGE;
+        feed.first_page = chunk_start(p.cuts, Work::chunk(feed.work)) / PAGE;
     }
 };
 
@@ -141,44 +142,28 @@ struct Splitter {
             copy_commit();
             return;
         }
-        const u32 lane = threadIdx.x % 32, stage = feed.turn % STAGES;
-        const u32 page = feed.step * STEP_PAGES, half = feed.is_values ? HALF_PAGE : 0;
-#if HAS_BULK
-        const u32 ready = ring + BARRIERS + stage * 8;
-        u32 n_bytes = 0;
+        const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
+        const u32 target = ring + feed.stage * HALF_BYTES, ready = ring + BARRIERS + feed.stage * 8;
+        const u8* source = feed.head + (feed.is_values ? HALF_PAGE : 0);
+        u32 slots[STEP_PAGES];
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
-            if (page + i >= feed.seen_first && page + i < feed.seen_end) n_bytes += HALF_PAGE;
-        if (lane == 0) barrier_expect(ready, n_bytes);
+            slots[i] = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
+        if (page >= feed.seen_first && page + STEP_PAGES <= feed.seen_end)
+            bring_all(source, slots, target, ready);
+        else
+            bring_some(feed, source, slots, target, ready);
+#if HAS_BULK
         if (p.prefetch > 0 && !feed.is_values) {
             const u32 page_of_lane = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
             if (page_of_lane >= ahead && page_of_lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
                 page_of_lane < feed.seen_end && page_of_lane >= feed.seen_first)
                 bulk_prefetch(feed.head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
         }
-#endif
-        UNROLL
-        for (int i = 0; i < STEP_PAGES; i++) {
-            const bool inside = page + i >= feed.seen_first && page + i < feed.seen_end;
-            const u32 slot = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
-            const u8* source = feed.head + (u64)slot * HEAD_PAGE_BYTES + half;
-            const u32 place = ring + stage * HALF_BYTES + i * HALF_PAGE;
-#if HAS_BULK
-            if (inside) {
-                if (lane == 0) bulk_copy(place, source, HALF_PAGE, ready);
-                continue;
-            }
-            for (u32 at = lane * 16; at < HALF_PAGE; at += 512) store_zeros(place + at);
-            bulk_fence();
 #else
-            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
-                copy_async(place + at, source + at, inside ? 16 : 0);
-#endif
-        }
-#if !HAS_BULK
         copy_commit();
 #endif
-        feed.turn++;
+        feed.stage = feed.stage == STAGES - 1 ? 0 : feed.stage + 1;
         feed.is_values = !feed.is_values;
         if (!feed.is_values && ++feed.step == feed.end_step)
             Feed<R>::begin_next(p, feed, (Work*)(own + QUEUE_AT));
@@ -186,17 +171,72 @@ struct Splitter {
             Feed<R>::look(p, feed);
     }
 
-    // Waits for half a step, lets the next one come, and gives the place of this one.
-    DEVICE const u8* take(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring, u32 turn) {
+    // All pages of a step are seen.
+    DEVICE void bring_all(const u8* source, const u32 (&slots)[STEP_PAGES], u32 target, u32 ready) {
+        const u32 lane = threadIdx.x % 32;
 #if HAS_BULK
-        barrier_wait(ring + BARRIERS + turn % STAGES * 8, turn / STAGES % 2);
+        if (lane != 0) return;
+        barrier_expect(ready, HALF_BYTES);
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            bulk_copy(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES, HALF_PAGE,
+                      ready);
+#else
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
+                copy_async(target + i * HALF_PAGE + at,
+                           source + (u64)slots[i] * HEAD_PAGE_BYTES + at, 16);
+#endif
+    }
+
+    // Some pages of a step are not seen.
+    DEVICE void bring_some(const Feed<R>& feed, const u8* source, const u32 (&slots)[STEP_PAGES],
+                           u32 target, u32 ready) {
+        const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
+        u32 n_bytes = 0;
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            if (page + i >= feed.seen_first && page + i < feed.seen_end) n_bytes += HALF_PAGE;
+#if HAS_BULK
+        if (lane == 0) barrier_expect(ready, n_bytes);
+#endif
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++) {
+            const bool is_seen = page + i >= feed.seen_first && page + i < feed.seen_end;
+            const u8* from = source + (u64)slots[i] * HEAD_PAGE_BYTES;
+            const u32 to = target + i * HALF_PAGE;
+#if HAS_BULK
+            if (is_seen && lane == 0) bulk_copy(to, from, HALF_PAGE, ready);
+            if (is_seen) continue;
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512) store_zeros(to + at);
+            bulk_fence();
+#else
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
+                copy_async(to + at, from + at, is_seen ? 16 : 0);
+#endif
+        }
+    }
+
+    // Where the computation is in the ring.
+    struct Place {
+        u32 stage, phase;
+    };
+
+    // Waits for half a step, and gives its place. Afterwards no lane reads the half before.
+    DEVICE const u8* await(const u8* own, u32 ring, const Place& place) {
+#if HAS_BULK
+        barrier_wait(ring + BARRIERS + place.stage * 8, place.phase);
 #else
         copy_wait<STAGES - 2>();
 #endif
-        // Every lane's copies are there, and no lane reads the half before.
         __syncwarp();
-        bring(p, feed, own, ring);
-        return own + turn % STAGES * HALF_BYTES;
+        return own + place.stage * HALF_BYTES;
+    }
+
+    DEVICE void go_on(Place& place) {
+        place.phase ^= place.stage == STAGES - 1;
+        place.stage = place.stage == STAGES - 1 ? 0 : place.stage + 1;
     }
 
     // Makes the lines those of a task.
@@ -249,20 +289,20 @@ struct Splitter {
         // Tasks and tables were there before the step began. Neighbouring warps of a block are far
         // from each other, so that few tasks meet many blocks.
         Feed<R> feed;
-        feed.is_done = feed.is_values = false, feed.turn = 0, feed.n_begun = 0;
+        feed.is_done = feed.is_values = false, feed.stage = 0, feed.n_begun = 0;
         Feed<R>::load_work(p, threadIdx.x / 32 * gridDim.x + blockIdx.x, feed.next);
         feed.next_slot = Feed<R>::slot_of(p, feed.next);
-        const u32 n_keys = feed.next.lines == ~0u ? 0 : feed.next.part.n_keys;
-        // The kernels before this one in the same pass write only the pages that the rows end in, so
-        // that others are brought before it is known that those have ended; and who has which task
-        // is known only afterwards.
-        const u32 old_step = n_keys > 0 ? (n_keys - 1) / PAGE / STEP_PAGES : 0;
-        const bool is_early = n_keys > 0 && Work::first_step(feed.next, p.window) + STAGES < old_step &&
-                              Work::first_step(feed.next, p.window) + STAGES < Work::end_step(feed.next);
+        // The kernels before this one in the same pass write only the pages that the rows end in:
+        // others are brought before those have ended. Which task comes next is known afterwards.
+        bool is_early = false;
+        if (feed.next.lines != ~0u) {
+            const u32 first = Work::first_step(p, feed.next), early = STAGES / 2;
+            is_early = first + early < Work::end_step(p, feed.next) &&
+                       (first + early) * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE;
+        }
         if (!is_early) wait_for_previous();
         feed.known = 3;
         Feed<R>::begin_next(p, feed, (Work*)queue);
-        // Nothing more is looked up until the kernels before have ended.
         if (is_early) feed.known = 3;
         for (u32 i = 0; i < STAGES - 1; i++) bring(p, feed, own, ring);
         if (is_early) {
@@ -270,7 +310,8 @@ struct Splitter {
             feed.known = 0;
         }
         Lines<R> lines;
-        u32 turn = 0, n_done = 0, last = ~0u;
+        Place place = {0, 0};
+        u32 n_done = 0, last = ~0u;
         for (;;) {
             __syncwarp();
             const Work work = queue[n_done % QUEUE];
@@ -281,12 +322,17 @@ struct Splitter {
             if (same != last) take_lines(p, work, lines, operands);
             last = same;
             begin_chunk(lines);
-            const u32 end_step = Work::end_step(work);
-            for (u32 step = Work::first_step(work, p.window); step < end_step; step++) {
+            const u32 end_step = Work::end_step(p, work);
+            for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
-                score<R, HALF_PAGE>(take(p, feed, own, ring, turn++), operands, s);
+                score<R, HALF_PAGE>(await(own, ring, place), operands, s);
+                go_on(place);
+                // The half before this one is free, and the products take a while.
+                bring(p, feed, own, ring);
                 soften<R>(step * STEP, lines, s, down);
-                mix_values<R, HALF_PAGE>(take(p, feed, own, ring, turn++), s, down, lines.o);
+                mix_values<R, HALF_PAGE>(await(own, ring, place), s, down, lines.o);
+                go_on(place);
+                bring(p, feed, own, ring);
             }
             store_partial(p, work.part.partial, lines);
         }
@@ -305,8 +351,9 @@ struct Chunks {
     u32 first, end;
 };
 
-DEVICE Chunks chunks_of(u32 n_keys, u32 window) {
-    return Chunks{chunk_of(first_key_of(n_keys, window)), n_keys > 0 ? chunk_of(n_keys - 1) + 1 : 0};
+DEVICE Chunks chunks_of(const Cuts& cuts, u32 n_keys, u32 window) {
+    const u32 end = n_keys > 0 ? chunk_of(cuts, n_keys - 1) + 1 : 0;
+    return Chunks{chunk_of(cuts, first_key_of(n_keys, window)), end};
 }
 
 // Merges the chunks of the rows that were split, from left to right.
@@ -326,6 +373,7 @@ struct MergeParams {
     u32 group;
     u32 window;
     u32 columns;  // of a block: a power of two from 32 to 128
+    Cuts cuts;
 };
 static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
 
@@ -360,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p)
     __shared__ float before[BATCH_MAX], after[BATCH_MAX], lengths[BATCH_MAX];
     __shared__ float maxima[MERGE_THREADS / 32];
     const Split split = p.splits[blockIdx.x];
-    const Chunks chunks = chunks_of(split.n_keys, p.window);
+    const Chunks chunks = chunks_of(p.cuts, split.n_keys, p.window);
     const u32 n_heads = p.n_kv_heads * p.group, thread = threadIdx.x, lane = thread % 32;
     const u32 head = blockIdx.y % n_heads, batch = BATCH_FLOATS / p.columns;
     Piece piece;

@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         UNROLL
         for (int e = 0; e < 4; e++) all[n][e] = 0.0f;
     begin_chunk(lines);
-    u32 chunk_end = chunk_start(chunk_of(first_step * STEP) + 1);
+    u32 chunk_end = chunk_start(p.cuts, chunk_of(p.cuts, first_step * STEP) + 1);
     for (u32 step = first_step; step < end_step; step++) {
         const u32 turn = step - first_step, next = (turn + TILE_STAGES - 1) % TILE_STAGES;
         wait_step(ring, turn);
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         soften<2>(step * STEP, lines, s, down);
         mix_values<2, HEAD_PAGE_BYTES>(stage + HEAD_PAGE_BYTES / 2, s, down, lines.o);
         if ((step + 1) * STEP != chunk_end && step + 1 != end_step) continue;
-        chunk_end = chunk_start(chunk_of(chunk_end) + 1);
+        chunk_end = chunk_start(p.cuts, chunk_of(p.cuts, chunk_end) + 1);
         merge_chunk(lines, total, all);
         begin_chunk(lines);
     }

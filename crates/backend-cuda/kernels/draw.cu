@@ -65,6 +65,8 @@ struct Row {
     u32 vocab;
     float max, sharpness;
     Cut cut;
+    // What lies below cannot be reached by top-p.
+    float lowest;
 };
 
 DEVICE bool is_kept(const Row& row, u32 key, u32 id) {
@@ -179,6 +181,7 @@ DEVICE void keep(Row& row, double limit) {
         UNROLL
         for (int d = 0; d < 16; d++) own[d] = 0.0f;
         for_each(row.logits, row.vocab, [&](float x, u32 id) {
+            if (BY_WEIGHT && x < row.lowest) return;
             const u32 key = key_of(x);
             if (shift < 28 && key >> (shift + 4) != prefix) return;
             if (!is_kept(row, key, id)) return;
@@ -234,24 +237,31 @@ DEVICE float share_of(const Row& row, float min_p, float x, u32 id) {
     return weight >= min_p ? weight : 0.0f;
 }
 
-// Goes through the tokens that are kept, by id: a warp for each run of ids.
-DEVICE void draw_kept(const Row& row, const Draw& draw, u32* token) {
+// A run of ids, and where in the weight of what is kept of it the draw falls.
+struct Run {
+    u32 start, end;
+    double left;
+};
+
+// Cuts a run into one for each warp, and leaves the one in which the draw falls.
+DEVICE void narrow(const Row& row, float min_p, Run& run, bool is_share) {
     __shared__ double sums[DRAW_WARPS], rest;
     __shared__ u32 chosen;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 run = (row.vocab + DRAW_THREADS - 1) / DRAW_THREADS * 32;
-    const u32 start = warp * run, end = min(start + run, row.vocab);
+    const u32 len = (run.end - run.start + DRAW_THREADS - 1) / DRAW_THREADS * 32;
+    const u32 start = min(run.start + warp * len, run.end), end = min(start + len, run.end);
     double sum = 0.0;
 #pragma unroll 8
     for (u32 id = start + lane; id < end; id += 32)
-        sum += (double)share_of(row, draw.min_p, row.logits[id], id);
+        sum += (double)share_of(row, min_p, row.logits[id], id);
     sum = warp_sum(sum);
+    __syncthreads();
     if (lane == 0) sums[warp] = sum;
     __syncthreads();
     if (threadIdx.x == 0) {
         double total = 0.0;
         for (int i = 0; i < DRAW_WARPS; i++) total += sums[i];
-        double left = total * draw.uniform;
+        double left = is_share ? total * run.left : run.left;
         u32 last = 0;
         bool is_found = false;
         for (u32 i = 0; i < DRAW_WARPS && !is_found; i++) {
@@ -264,26 +274,36 @@ DEVICE void draw_kept(const Row& row, const Draw& draw, u32* token) {
         rest = is_found ? left : 2.0 * total;
     }
     __syncthreads();
-    if (warp != chosen) return;
-    double left = rest;
+    run.start += chosen * len;
+    run.end = min(run.start + len, run.end);
+    run.left = rest;
+}
+
+// Goes through the tokens that are kept, by id.
+DEVICE void draw_kept(const Row& row, const Draw& draw, u32* token) {
+    Run run = {0, row.vocab, draw.uniform};
+    narrow(row, draw.min_p, run, true);
+    narrow(row, draw.min_p, run, false);
+    if (threadIdx.x >= 32) return;
+    const u32 lane = threadIdx.x;
     u32 last = NO_TOKEN;
-    for (u32 base = start; base < end; base += 32) {
+    for (u32 base = run.start; base < run.end; base += 32) {
         const u32 id = base + lane;
         const double own =
-            id < end ? (double)share_of(row, draw.min_p, row.logits[id], id) : 0.0;
+            id < run.end ? (double)share_of(row, draw.min_p, row.logits[id], id) : 0.0;
         double upto = own;
         for (u32 step = 1; step < 32; step *= 2) {
             const double other = __shfl_up_sync(~0u, upto, step);
             if (lane >= step) upto += other;
         }
         const u32 possible = __ballot_sync(~0u, own > 0.0);
-        const u32 reached = __ballot_sync(~0u, own > 0.0 && left < upto);
+        const u32 reached = __ballot_sync(~0u, own > 0.0 && run.left < upto);
         if (possible) last = base + 31 - __clz(possible);
         if (reached) {
             last = base + __ffs(reached) - 1;
             break;
         }
-        left -= __shfl_sync(~0u, upto, 31);
+        run.left -= __shfl_sync(~0u, upto, 31);
     }
     if (lane == 0) *token = last;
 }
@@ -312,13 +332,17 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) draw_tokens(DrawParam
     }
     // Kept finite, so that nothing times it is nothing.
     const float sharpness = fminf(__fdiv_rn(1.0f, draw.temperature), __int_as_float(0x7f7fffff));
-    Row row = {logits, p.vocab, best.max, sharpness, Cut{0, NO_TOKEN}};
+    Row row = {logits, p.vocab, best.max, sharpness, Cut{0, NO_TOKEN}, -INFINITE};
     if (draw.top_k > 0 && draw.top_k < p.vocab) keep<false>(row, (double)draw.top_k);
     if (draw.top_p < 1.0f) {
         double sum = 0.0;
         for_each(logits, p.vocab,
                  [&](float x, u32 id) { sum += (double)share_of(row, 0.0f, x, id); });
-        keep<true>(row, block_sum(sum) * (double)draw.top_p);
+        const double total = block_sum(sum);
+        // All tokens below this together weigh less than what top-p leaves out.
+        const float rest = (1.0f - draw.top_p) * (float)total / (float)p.vocab;
+        row.lowest = best.max + logf(rest) * draw.temperature * 1.001f - 1.0e-3f;
+        keep<true>(row, total * (double)draw.top_p);
     }
     draw_kept(row, draw, token);
 }

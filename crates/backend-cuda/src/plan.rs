@@ -16,9 +16,7 @@ use nuthatch_types::Slot;
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{PAGE_LEN, PageShape};
-use crate::launch::attend::{
-    AttendKernels, MIDDLE_CHUNKS, Part, SMALL_CHUNKS, Split, TILE_LINES, Task, n_chunks,
-};
+use crate::launch::attend::{AttendKernels, Cuts, Part, Split, TILE_LINES, Task};
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
@@ -112,7 +110,7 @@ impl CudaPlan {
         const WHAT: &str = "the plan of a step";
         let page = PageShape::of(&shape.kv);
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
-        let chunks = n_chunks(shape.max_context);
+        let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
         let max_tiles = (shape.max_rows * group).div_ceil(TILE_LINES) + shape.max_seqs;
         let words = 5 * shape.max_rows
@@ -168,6 +166,11 @@ impl CudaPlan {
     pub(crate) fn check_tokens_again(&self) {
         let n_rows = self.vocab.get();
         assert!(n_rows == 0 || self.parts.n_tokens_known <= n_rows, "tokens of the table");
+    }
+
+    /// Where chunks of keys get longer.
+    pub(crate) fn cuts(&self) -> Cuts {
+        Cuts::of(self.shape.kv.n_kv_heads)
     }
 
     /// Query heads that share a key/value head.
@@ -242,7 +245,7 @@ impl CudaPlan {
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         let max_partials = self.max_partials;
-        let mut tasks = Tasks { group: self.group(), max_partials, ..Tasks::default() };
+        let mut tasks = Tasks::new(self.group(), self.cuts(), max_partials);
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;
             let kv_len = layout.kv_len[i] as usize;
@@ -297,9 +300,9 @@ struct Seq {
 }
 
 /// The attention tasks of a batch.
-#[derive(Default)]
 struct Tasks {
     group: usize,
+    cuts: Cuts,
     max_partials: usize,
     splits: Vec<Split>,
     tiles: Vec<Task>,
@@ -307,10 +310,15 @@ struct Tasks {
 }
 
 impl Tasks {
+    fn new(group: usize, cuts: Cuts, max_partials: usize) -> Self {
+        let (splits, tiles) = (Vec::new(), Vec::new());
+        Tasks { group, cuts, max_partials, splits, tiles, n_partials: 0 }
+    }
+
     /// A split if the sequence has one row and there is room, or else tiles.
     fn push(&mut self, seq: &Seq) {
         let n_keys = seq.place + seq.n_rows;
-        let n_chunks = n_chunks(n_keys);
+        let [_, _, n_chunks] = self.cuts.n_chunks(n_keys);
         if seq.n_rows > 1 || self.n_partials + n_chunks > self.max_partials {
             return self.tile(seq);
         }
@@ -321,16 +329,14 @@ impl Tasks {
 
     /// The chunks of all splits, large ones first, and how many there are.
     fn parts(&self, mut push: impl FnMut(Part)) -> u32 {
-        let middle = SMALL_CHUNKS.0;
-        let large = middle + MIDDLE_CHUNKS.0;
         let mut n_parts = 0;
-        for range in [large..usize::MAX, middle..large, 0..middle] {
+        for size in [2, 1, 0] {
             for split in &self.splits {
-                let end = range.end.min(n_chunks(split.n_keys as usize));
-                for chunk in range.start..end.max(range.start) {
-                    let row_chunk = split.row | (chunk as u32) << 16;
+                let ends = self.cuts.n_chunks(split.n_keys as usize);
+                let start = if size == 0 { 0 } else { ends[size - 1] };
+                for chunk in start as u32..ends[size] as u32 {
+                    let (row_chunk, partial) = (split.row | chunk << 16, split.partial + chunk);
                     let (n_keys, table_row) = (split.n_keys, split.table_row);
-                    let partial = split.partial + chunk as u32;
                     push(Part { row_chunk, n_keys, table_row, partial });
                     n_parts += 1;
                 }
@@ -375,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_row_alone_is_split_and_a_prompt_is_tiled() {
-        let mut tasks = Tasks { group: 20, max_partials: 18, ..Tasks::default() };
+        let mut tasks = Tasks::new(20, Cuts::of(8), 18);
         let row = Seq { first_row: 3, n_rows: 1, place: 600, table_row: 9 };
         tasks.push(&row);
         assert_eq!(split_words(&tasks.splits[0]), [3, 601, 9, 0]);
@@ -394,7 +400,7 @@ mod tests {
 
     #[test]
     fn large_chunks_come_first() {
-        let mut tasks = Tasks { group: 1, max_partials: 200, ..Tasks::default() };
+        let mut tasks = Tasks::new(1, Cuts { small_end: 2048, middle_end: 8192 }, 200);
         tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8500, table_row: 5 });
         tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
         let mut parts = Vec::new();

@@ -67,6 +67,7 @@ params! {
         group: u32,
         window: u32,
         prefetch: u32,
+        cuts: Cuts,
         padding: u32,
         scale: f32,
     }
@@ -85,6 +86,7 @@ params! {
         group: u32,
         window: u32,
         columns: u32,
+        cuts: Cuts,
     }
 }
 
@@ -108,23 +110,36 @@ params! {
     }
 }
 
-/// Keys are cut into chunks at fixed places; each gives one partial softmax. The first chunks are
-/// short, so that short sequences have many: `(how many, keys of each)`, then [`LARGE_CHUNK`].
-pub(crate) const SMALL_CHUNKS: (usize, usize) = (32, 64);
-pub(crate) const MIDDLE_CHUNKS: (usize, usize) = (48, 128);
-/// Keys of every further chunk.
+/// Keys of a chunk at the beginning of a sequence, further on, and then.
+pub(crate) const SMALL_CHUNK: usize = 64;
+pub(crate) const MIDDLE_CHUNK: usize = 128;
 pub(crate) const LARGE_CHUNK: usize = 256;
 
-/// Chunks of a sequence; as `chunk_of` of `attend.cuh` counts them.
-pub(crate) fn n_chunks(n_keys: usize) -> usize {
-    let (small, middle) = (SMALL_CHUNKS.0 * SMALL_CHUNKS.1, MIDDLE_CHUNKS.0 * MIDDLE_CHUNKS.1);
-    if n_keys <= small {
-        return n_keys.div_ceil(SMALL_CHUNKS.1);
+params! {
+    /// Mirrors `Cuts`: where chunks get longer. Each chunk gives one partial softmax, so bits depend
+    /// on them: they are the same for all batches of a model.
+    Cuts {
+        small_end: u32,
+        middle_end: u32,
     }
-    if n_keys <= small + middle {
-        return SMALL_CHUNKS.0 + (n_keys - small).div_ceil(MIDDLE_CHUNKS.1);
+}
+
+impl Cuts {
+    /// Short sequences of models with few KV heads would leave the device empty with longer chunks;
+    /// every chunk costs a partial result. Chosen by a few runs on one H200.
+    pub(crate) fn of(n_kv_heads: u32) -> Self {
+        let (small_end, middle_end) = if n_kv_heads <= 4 { (8192, 32768) } else { (2048, 16384) };
+        Cuts { small_end, middle_end }
     }
-    SMALL_CHUNKS.0 + MIDDLE_CHUNKS.0 + (n_keys - small - middle).div_ceil(LARGE_CHUNK)
+
+    /// Chunks before each end, and of a sequence; as `chunk_of` of `attend.cuh` counts them.
+    pub(crate) fn n_chunks(self, n_keys: usize) -> [usize; 3] {
+        let small = n_keys.min(self.small_end as usize);
+        let middle = n_keys.min(self.middle_end as usize);
+        let n_small = small.div_ceil(SMALL_CHUNK);
+        let n_middle = n_small + (middle - small).div_ceil(MIDDLE_CHUNK);
+        [n_small, n_middle, n_middle + (n_keys - middle).div_ceil(LARGE_CHUNK)]
+    }
 }
 
 /// Lines of one warp.
@@ -195,8 +210,8 @@ pub(crate) struct SplitShape {
 
 impl SplitShape {
     /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
-    const ALL: [(usize, usize); 10] =
-        [(12, 3), (8, 4), (8, 3), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
+    const ALL: [(usize, usize); 9] =
+        [(12, 3), (8, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
 
     /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
     /// smallest if none does.
@@ -316,6 +331,7 @@ impl Attention<'_> {
             group: self.group(),
             window: self.window(),
             prefetch: self.prefetch,
+            cuts: self.plan.cuts(),
             padding: 0,
             scale: self.scale(),
         };
@@ -350,6 +366,7 @@ impl Attention<'_> {
             group: self.group(),
             window: self.window(),
             columns,
+            cuts: self.plan.cuts(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
@@ -414,12 +431,17 @@ mod tests {
 
     #[test]
     fn chunks_are_counted_as_they_are_cut() {
-        let mut starts: Vec<usize> = (0..32).map(|i| 64 * i).collect();
-        starts.extend((0..48).map(|i| 2048 + 128 * i));
-        starts.extend((0..40).map(|i| 8192 + 256 * i));
-        for n_keys in 0..18_000 {
-            let expected = starts.iter().filter(|&&start| start < n_keys).count();
-            assert_eq!(n_chunks(n_keys), expected, "{n_keys} keys");
+        for cuts in [Cuts::of(8), Cuts::of(3), Cuts { small_end: 256, middle_end: 256 }] {
+            let (small, middle) = (cuts.small_end as usize, cuts.middle_end as usize);
+            let mut starts: Vec<usize> = (0..small).step_by(SMALL_CHUNK).collect();
+            starts.extend((small..middle).step_by(MIDDLE_CHUNK));
+            starts.extend((middle..40_000).step_by(LARGE_CHUNK));
+            for n_keys in (0..40_000).step_by(7) {
+                let before =
+                    |end: usize| starts.iter().filter(|&&start| start < n_keys.min(end)).count();
+                let expected = [before(small), before(middle), before(usize::MAX)];
+                assert_eq!(cuts.n_chunks(n_keys), expected, "{n_keys} keys");
+            }
         }
     }
 }
