@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod beams;
+mod draw;
 mod echo;
 mod executor;
 mod golden;
