@@ -45,6 +45,8 @@ judged! {
     matmul_matches,
     matmul_stacks_match,
     matmul_rows_agree,
+    gated_matmul_agrees,
+    draw_matches,
     rope_matches,
     rope_rows_agree,
     copy_pages_matches,

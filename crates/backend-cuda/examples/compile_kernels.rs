@@ -1,12 +1,18 @@
-//! Compiles every kernel for the architectures that are named, and prints what each uses.
+//! Compiles kernels for the architectures that are named, and prints what each uses: every kernel
+//! for the first architecture, one of each kind for the others.
 //!
-//!     cargo run --example compile_kernels -- sm_80 sm_90a sm_100
+//!     cargo run --example compile_kernels -- sm_90a sm_80 sm_100
+//!
+//! With a folder as a further word, every kernel with every head width of the tests is kept there.
 //!
 //! Needs NVRTC on the library path, and no GPU. `cargo xtask kernels` fetches NVRTC and runs this.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a tool for people")]
 
+use std::path::PathBuf;
 use std::process::ExitCode;
+
+use nuthatch_backend_cuda::Extent;
 
 /// What the compiler says of one kernel.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -18,8 +24,16 @@ struct Usage {
 }
 
 fn main() -> ExitCode {
-    for arch in std::env::args().skip(1) {
-        match nuthatch_backend_cuda::compile_all(&arch) {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    // A folder is where every kernel is kept; architectures have no slashes.
+    let dir = words.iter().find(|word| word.contains('/'));
+    for (i, arch) in words.iter().filter(|word| !word.contains('/')).enumerate() {
+        let extent = match (dir, i) {
+            (Some(_), _) => Extent::Every,
+            (None, 0) => Extent::Usual,
+            (None, _) => Extent::Few,
+        };
+        match nuthatch_backend_cuda::compile_all(arch, extent, dir.map(PathBuf::from)) {
             Ok(programs) => {
                 for (program, log) in programs {
                     for usage in usages(&log) {

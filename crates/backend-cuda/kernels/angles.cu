@@ -1,7 +1,7 @@
 // angles[t, i] = (cos, sin) of positions[t] * inv_freq[i], times the attention factor.
 //
-// Once per step, for all layers. The product is rounded to f32 as the reference's, the functions
-// are taken in f64. One thread per angle.
+// Once per step, for all layers, in f64: an angle that is rounded to f32 is off by 0.06 at position
+// 1,000,000. One thread per angle.
 
 struct AnglesParams {
     const u32* positions;
@@ -18,9 +18,9 @@ extern "C" __global__ void rope_angles(AnglesParams p) {
     begin();
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)p.rows * p.half) return;
-    const float angle = __fmul_rn((float)p.positions[at / p.half], p.inv_freq[at % p.half]);
+    const double angle = (double)p.positions[at / p.half] * (double)p.inv_freq[at % p.half];
     double sine, cosine;
-    sincos((double)angle, &sine, &cosine);
+    sincos(angle, &sine, &cosine);
     p.angles[2 * at] = (float)cosine * p.factor;
     p.angles[2 * at + 1] = (float)sine * p.factor;
 }

@@ -8,16 +8,16 @@ struct AttendF32Params {
     const u8* layer;  // [G][slot][page]
     float* out;
     u16* rounded;
-    const u32* positions;   // [T]
+    const u32* places;      // [T]
     const u32* table_rows;  // [T]
     const u32* tables;      // [row][table_len]
     u64 head_bytes;
+    u32 q_stride;  // floats
     u32 table_len;
     u32 n_kv_heads;
     u32 group;
     u32 window;
     float scale;  // times log2(e)
-    u32 padding;
 };
 static_assert(sizeof(AttendF32Params) == ATTEND_F32_PARAMS_SIZE, "the host's params differ");
 
@@ -27,10 +27,9 @@ extern "C" __global__ void __launch_bounds__(32) attend_f32(AttendF32Params p) {
     begin();
     __shared__ float q[HEAD_DIM];
     const u32 row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
-    const u32 width = (p.group + 2) * p.n_kv_heads * HEAD_DIM;
-    for (u32 i = lane; i < HEAD_DIM; i += 32) q[i] = p.qkv[(u64)row * width + head * HEAD_DIM + i];
+    for (u32 i = lane; i < HEAD_DIM; i += 32) q[i] = p.qkv[(u64)row * p.q_stride + head * HEAD_DIM + i];
     __syncwarp();
-    const u32 end = p.positions[row] + 1;
+    const u32 end = p.places[row] + 1;
     const u32 start = end > p.window ? end - p.window : 0;
     const u32* table = p.tables + (u64)p.table_rows[row] * p.table_len;
     const u8* pages = p.layer + head / p.group * p.head_bytes;

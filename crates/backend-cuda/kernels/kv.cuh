@@ -45,6 +45,16 @@ DEVICE u32 value_at(u32 token, u32 i) {
 #endif
 }
 
+DEVICE float element_value(Element x) {
+#if KV == KV_F32
+    return x;
+#elif KV == KV_F16
+    return f16_to_float(x);
+#else
+    return bf16_to_float(x);
+#endif
+}
+
 // A key saturates; what is no number stays so, and spoils only rows that see it.
 DEVICE Element key_element(float x) {
 #if KV == KV_F32

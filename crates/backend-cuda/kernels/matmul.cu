@@ -11,6 +11,9 @@
 //   8, 4      acc = fma(offset, sum(x), fma(scale, mma(0, codes, x), acc))
 //   all       total = total + acc                      at the end of a segment
 //
+// A *gated* W has rows of two matrices, interleaved by eights, and the output is one of half as many:
+// silu(of the first) * (of the second), also rounded to bf16.
+//
 // For few rows of x (`Few`) a block takes 16 MT rows of W, and each of its warps one segment: a
 // decode step is short of rows, and the device needs many loads in flight. For more (`Many`) warps
 // share W and x, and walk the segments one after the other. Both do the same additions in the same
@@ -21,6 +24,7 @@ struct MatmulParams {
     const float* bias;  // or null
     const u16* x;
     float* out;
+    u16* rounded;    // of a gated product
     u32 rows;        // of this part of the weight
     u32 cells;       // of 64 columns
     u32 n_x;         // rows of x
@@ -28,7 +32,7 @@ struct MatmulParams {
     u32 out_stride;  // in elements
     u32 out_first;   // first output of this part
     u32 is_added;
-    u32 padding;
+    u32 is_gated;
 };
 static_assert(sizeof(MatmulParams) == MATMUL_PARAMS_SIZE, "the host's MatmulParams differs");
 
@@ -189,6 +193,16 @@ DEVICE void store(const MatmulParams& p, u32 row, u32 column, float sum) {
     *out = sum;
 }
 
+// Writes one output of a gated product; `row` is that of the first factor, eight before the other.
+DEVICE void store_gated(const MatmulParams& p, u32 row, u32 column, float gate, float up) {
+    if (row >= p.rows || column >= p.n_x) return;
+    if (p.bias) gate += p.bias[row], up += p.bias[row + 8];
+    const u64 at = (u64)column * p.out_stride + row / 16 * 8 + row % 8;
+    const float y = gated(gate, up);
+    p.out[at] = y;
+    p.rounded[at] = (u16)bf16_of(y);
+}
+
 // First cell of a segment.
 DEVICE u32 segment_start(u32 segment, u32 cells) {
     return (segment * cells + SEGMENTS - 1) / SEGMENTS;
@@ -282,15 +296,23 @@ struct Few {
                 for (int e = 0; e < 4; e++) sums[((i * NT + j) * 4 + e) * 32 + lane] = acc[i][j][e];
         __syncthreads();
         for (u32 at = threadIdx.x; at < SUMS; at += 32 * SEGMENTS) {
-            float total = 0.0f;
-            UNROLL
-            for (int segment = 0; segment < SEGMENTS; segment++)
-                total += ((const float*)(shared + segment * STAGES * STAGE_BYTES))[at];
             const u32 holder = at % 32, e = at / 32 % 4, j = at / 128 % NT, i = at / 128 / NT;
             const u32 row = (blockIdx.x * MT + i) * 16 + e / 2 * 8 + holder / 4;
             const u32 column = (blockIdx.y * NT + j) * 8 + holder % 4 * 2 + e % 2;
-            store(p, row, column, total);
+            if (!p.is_gated)
+                store(p, row, column, total_at(shared, at));
+            else if (e < 2)
+                store_gated(p, row, column, total_at(shared, at), total_at(shared, at + 64));
         }
+    }
+
+    // The sum over all segments.
+    DEVICE float total_at(const u8* shared, u32 at) {
+        float total = 0.0f;
+        UNROLL
+        for (int segment = 0; segment < SEGMENTS; segment++)
+            total += ((const float*)(shared + segment * STAGES * STAGE_BYTES))[at];
+        return total;
     }
 };
 
@@ -379,9 +401,14 @@ struct Many {
             UNROLL
             for (int j = 0; j < NT; j++)
                 UNROLL
-                for (int e = 0; e < 4; e++)
-                    store(p, first_row + i * 16 + e / 2 * 8, first_column + j * 8 + e % 2,
-                          total[i][j][e]);
+                for (int e = 0; e < 4; e++) {
+                    const u32 row = first_row + i * 16 + e / 2 * 8;
+                    const u32 column = first_column + j * 8 + e % 2;
+                    if (!p.is_gated)
+                        store(p, row, column, total[i][j][e]);
+                    else if (e < 2)
+                        store_gated(p, row, column, total[i][j][e], total[i][j][(e + 2) % 4]);
+                }
     }
 };
 

@@ -2,6 +2,9 @@
 //
 // file [rows][row_bytes], packed [rows / 16][cells][CELL_BYTES]. One thread per lane of a cell; rows
 // and columns beyond the matrix become zeros. Reads the file once, writes the packed matrix once.
+//
+// The rows of two stacked matrices of `half` rows each can be interleaved, so that a tile is eight rows
+// of one and the same eight of the other.
 
 struct PackParams {
     const u8* file;
@@ -11,18 +14,27 @@ struct PackParams {
     u32 cols;
     u32 cells;
     u32 tiles;
+    u32 half;  // 0 if rows stay in order
+    u32 padding;
 };
 static_assert(sizeof(PackParams) == PACK_PARAMS_SIZE, "the host's PackParams differs");
+
+// Which row of the file becomes a row of the packed matrix.
+DEVICE u64 file_row(const PackParams& p, u32 row) {
+    if (p.half == 0) return row;
+    return row / 16 * 8 + row % 8 + (row / 8 % 2 ? p.half : 0);
+}
 
 // The stored code of one weight.
 DEVICE u32 code_at(const PackParams& p, u32 row, u32 k) {
     const bool inside = row < p.rows && k < p.cols;
 #if BITS == 16
-    return inside ? ((const u16*)(p.file + row * p.row_bytes))[k] : 0;
+    return inside ? ((const u16*)(p.file + file_row(p, row) * p.row_bytes))[k] : 0;
 #else
     int code = ZERO;
     if (inside) {
-        const u8* block = p.file + row * p.row_bytes + (u64)(k / BLOCK_LEN) * BLOCK_BYTES;
+        const u8* block =
+            p.file + file_row(p, row) * p.row_bytes + (u64)(k / BLOCK_LEN) * BLOCK_BYTES;
         code = file_code(block, k % BLOCK_LEN);
     }
     return BITS == 8 ? (u32)(code + 128) : (u32)code;
@@ -65,7 +77,8 @@ extern "C" __global__ void pack(PackParams p) {
         const u32 k = first_k + run * RUN;
         float scale = 0.0f, offset = 0.0f;
         if (row < p.rows && k < p.cols) {
-            const u8* block = p.file + row * p.row_bytes + (u64)(k / BLOCK_LEN) * BLOCK_BYTES;
+            const u8* block =
+                p.file + file_row(p, row) * p.row_bytes + (u64)(k / BLOCK_LEN) * BLOCK_BYTES;
             scale = file_scale(block, k % BLOCK_LEN);
             offset = file_offset(block, k % BLOCK_LEN);
         }

@@ -56,6 +56,9 @@ DEVICE float exp2_of(float x) {
     return y;
 }
 
+// silu(gate) * up. Where expf overflows the quotient is zero, which is what the formula tends to.
+DEVICE float gated(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+
 // c += A B, where A is 16 x 16, B is 16 x 8 and c is 16 x 8 floats over the 32 lanes of a warp.
 // Lane = 4 g + t holds: a0 (row g), a1 (row g + 8), a2 (row g), a3 (row g + 8); b0, b1 (column g);
 // c0, c1 (row g, columns 2t, 2t + 1), c2, c3 (row g + 8). Which of the sixteen inner indices a
@@ -151,11 +154,21 @@ DEVICE void bulk_copy(u32 shared, const void* global, u32 n_bytes, u32 barrier) 
         : "memory");
 }
 
+// Brings a run into the second-level cache, and tells nobody.
+DEVICE void bulk_prefetch(const void* global, u32 n_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(n_bytes)
+                 : "memory");
+}
+
 // Ordinary writes before this come before copies of the engine after it.
 DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 #define HAS_BULK 0
 #endif
+
+DEVICE void store_zeros(u32 shared) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
+}
 
 DEVICE u32 shared_address(const void* pointer) {
     return (u32)__cvta_generic_to_shared(pointer);

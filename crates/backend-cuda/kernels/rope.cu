@@ -1,8 +1,9 @@
 // Normalises the heads of q and k if there are weights for it, rotates them by their positions, and
 // writes k and v to the pages of their sequences.
 //
-// qkv [T, (H + 2 G) D]; a warp takes one head of one row. A head's norm sums elements i, i + 32,
-// ... per lane, then lanes by halves. Reads qkv once, writes its q part and one token of each page.
+// qkv [T, (H + 2 G) D], with G = 0 in a layer that owns no keys and values; a warp takes one head of
+// one row. A head's norm sums elements i, i + 32, ... per lane, then lanes by halves. Reads qkv once,
+// writes its q part and one token of each page.
 
 struct RopeParams {
     float* qkv;
@@ -10,7 +11,7 @@ struct RopeParams {
     const float* q_norm;  // [D] or null
     const float* k_norm;
     const float* angles;  // [T][rotated / 2] cosine and sine
-    const u32* positions;
+    const u32* places;      // [T]: which token of its sequence a row is
     const u32* table_rows;  // [T]
     const u32* tables;      // [row][table_len]
     u64 head_bytes;         // of all slots of one head
@@ -65,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
         return;
     }
     const u32 kv_head = (head - p.n_heads) % p.n_kv_heads;
-    const u32 position = p.positions[row], token = position % PAGE;
-    const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + position / PAGE];
+    const u32 place = p.places[row], token = place % PAGE;
+    const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
     Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
     for (u32 i = lane; i < HEAD_DIM; i += 32) {
         if (is_value)

@@ -18,8 +18,7 @@ extern "C" __global__ void swiglu(SwigluParams p) {
     const u64 row = at / p.f, i = at % p.f;
     const float gate = p.gate_up[row * 2 * p.f + i];
     const float up = p.gate_up[row * 2 * p.f + p.f + i];
-    // Where expf overflows the quotient is zero, which is what the formula tends to.
-    const float y = gate / (1.0f + expf(-gate)) * up;
+    const float y = gated(gate, up);
     p.out[at] = y;
     p.rounded[at] = (u16)bf16_of(y);
 }

@@ -23,6 +23,7 @@ pub(crate) struct Device {
     capability: (i32, i32),
     /// Most dynamic shared memory of a block.
     shared_bytes_max: usize,
+    n_multiprocessors: u32,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
 }
@@ -49,12 +50,15 @@ impl Device {
         let shared =
             sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let shared = context.attribute(shared).map_err(driver)?;
+        let count = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let count = context.attribute(count).map_err(driver)?;
         Ok(Device {
             stream: context.new_stream().map_err(driver)?,
             context,
             name,
             capability: (major, minor),
             shared_bytes_max: usize::try_from(shared).unwrap_or(0),
+            n_multiprocessors: u32::try_from(count).unwrap_or(1),
             fault: Mutex::new(None),
         })
     }
@@ -67,6 +71,21 @@ impl Device {
     /// Most dynamic shared memory of a block.
     pub(crate) fn shared_bytes_max(&self) -> usize {
         self.shared_bytes_max
+    }
+
+    /// Multiprocessors of the device.
+    pub(crate) fn n_multiprocessors(&self) -> u32 {
+        self.n_multiprocessors
+    }
+
+    /// The stream that everything is ordered on.
+    pub(crate) fn stream(&self) -> sys::CUstream {
+        self.stream.cu_stream()
+    }
+
+    /// The context, for what is freed in it.
+    pub(crate) fn context(&self) -> Arc<CudaContext> {
+        Arc::clone(&self.context)
     }
 
     /// What to compile for: the architecture with all its own instructions.
@@ -105,6 +124,10 @@ impl Device {
             let fault = format!("{name} needs {shared_bytes} bytes of shared memory: {e}");
             return Err(DeviceError::Fault(fault));
         }
+        // Kernels that want the same share of the first-level cache need not wait for each other.
+        let attribute =
+            sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        self.check(function.set_attribute(attribute, 100))?;
         let shared_bytes = n_bytes.cast_unsigned();
         Ok(Kernel { function, shared_bytes })
     }
@@ -173,10 +196,15 @@ impl Device {
         self.check(copied)
     }
 
-    /// Copies the start of device memory to the host, and waits.
-    pub(crate) fn download(&self, source: &Memory, target: &mut [f32]) -> Result<(), DeviceError> {
+    /// Copies device memory to the host, from byte `start` on, and waits.
+    pub(crate) fn download_from<T: DeviceRepr>(
+        &self,
+        source: &Memory,
+        start: usize,
+        target: &mut [T],
+    ) -> Result<(), DeviceError> {
         self.enter()?;
-        assert!(size_of_val(target) <= source.bytes, "the source is too small");
+        assert!(start + size_of_val(target) <= source.bytes, "the source is too small");
         if target.is_empty() {
             return self.wait();
         }
@@ -184,7 +212,8 @@ impl Device {
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: the range is inside the allocation, as asserted, and `wait` comes before the
         // borrow of the target ends.
-        let copied = unsafe { result::memcpy_dtoh_async(target, source.address, stream) };
+        let copied =
+            unsafe { result::memcpy_dtoh_async(target, source.address + start as u64, stream) };
         self.check(copied)?;
         self.wait()
     }
@@ -239,7 +268,7 @@ impl Device {
     }
 
     /// Refuses work after a fault, and makes the device current on this thread.
-    fn enter(&self) -> Result<(), DeviceError> {
+    pub(crate) fn enter(&self) -> Result<(), DeviceError> {
         if let Some(fault) = &*self.fault.lock().unwrap_or_else(PoisonError::into_inner) {
             return Err(DeviceError::Fault(fault.clone()));
         }
@@ -247,7 +276,7 @@ impl Device {
     }
 
     /// Remembers a fault.
-    fn check<T>(&self, outcome: Result<T, DriverError>) -> Result<T, DeviceError> {
+    pub(crate) fn check<T>(&self, outcome: Result<T, DriverError>) -> Result<T, DeviceError> {
         outcome.map_err(|e| {
             let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
             DeviceError::Fault(fault.get_or_insert(e.to_string()).clone())

@@ -1,19 +1,25 @@
 //! NVIDIA GPUs as a device: CUDA loaded at run time, kernels compiled by NVRTC at first use.
 //!
 //! - `device`: the driver, one stream, memory, and the fault that ends it
-//! - `nvrtc`, `program`: compiling kernels, keeping them on disk, and what is compiled together
+//! - `nvrtc`, `program`, `compile`: compiling kernels, keeping them on disk, what is compiled
+//!   together, and compiling all of it to see that it can be
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
-//! - `launch`: one file per operation, beside one `.cu` file each
+//! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
+//!   products
+//! - `graph`: passes that are queued again by one call
 //!
 //! Nothing at build time needs CUDA, and a machine without a driver gets an error, not a crash.
 
 mod buf;
+mod compile;
 mod device;
 mod error;
+mod graph;
 mod kv;
 mod launch;
 mod nvrtc;
 mod plan;
+mod product;
 mod program;
 mod weight;
 
@@ -22,21 +28,24 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::{
-    AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, WeightType,
+    AttnSpec, Backend, BatchLayout, DeviceError, Draw, HostMatrix, Pass, PlanShape, WeightType,
 };
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use buf::CudaBuf;
-use device::{Device, Kernel, Memory};
+pub use compile::{Extent, compile_all};
+use device::{Device, Kernel};
 pub use error::{CompileError, OpenError};
+use graph::PassKey;
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{Attend, AttendKernels, Attention};
-use launch::matmul::{Rows, Target};
-use launch::round::Rounding;
-use launch::{attend, copy, embed, gather, matmul, norm, rope, round, swiglu};
+use launch::attend::{Attend, AttendKernels, Attention, SplitShape};
+use launch::draw::Draws;
+use launch::matmul::Target;
+use launch::{attend, copy, embed, gather, norm, roof, rope, shift, swiglu};
 use nvrtc::Compiler;
 pub use plan::{CudaPlan, CudaTables};
+use product::Scratch;
 use program::Program;
 pub use weight::CudaWeight;
 use weight::{Kernels, Part, WeightKernels, check_size};
@@ -49,6 +58,10 @@ pub struct CudaConfig {
     /// Whether products take all bits of the activations, at three times the arithmetic; if not,
     /// activations are rounded to bf16 before they are multiplied, as is usual on GPUs.
     pub is_exact: bool,
+    /// Steps of 32 keys that decoding brings to the second-level cache ahead of their use; none if 0.
+    pub l2_prefetch: u32,
+    /// Whether every kernel is queued by itself, and no pass is recorded.
+    pub is_eager: bool,
 }
 
 /// A GPU as a device.
@@ -60,16 +73,9 @@ pub struct Cuda {
     weights: Mutex<BTreeMap<WeightType, Arc<WeightKernels>>>,
     attention: Mutex<BTreeMap<PageShape, Arc<AttendKernels>>>,
     is_exact: bool,
+    l2_prefetch: u32,
+    is_eager: bool,
     scratch: Mutex<Scratch>,
-}
-
-/// Memory of one product at a time; usual products need none of it.
-#[derive(Default)]
-struct Scratch {
-    /// Activations that are padded, or in parts.
-    rounded: Option<Memory>,
-    /// Products with parts.
-    products: Option<Memory>,
 }
 
 /// The kernels that every model needs.
@@ -81,6 +87,8 @@ struct Common {
     gather: Kernel,
     copy: Kernel,
     angles: Kernel,
+    draw: Kernel,
+    read_all: Kernel,
     matmul_f32: Kernel,
     embed_f32: Kernel,
 }
@@ -100,6 +108,8 @@ impl Cuda {
             weights: Mutex::new(BTreeMap::new()),
             attention: Mutex::new(BTreeMap::new()),
             is_exact: config.is_exact,
+            l2_prefetch: config.l2_prefetch,
+            is_eager: config.is_eager,
             scratch: Mutex::new(Scratch::default()),
         })
     }
@@ -107,6 +117,12 @@ impl Cuda {
     /// Free and total bytes of the device.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         self.device.memory()
+    }
+
+    /// Reads all floats of `source` and does nothing with them: what this takes is the least that
+    /// anything takes that has to read as much. `out` may be changed.
+    pub fn read_all(&self, source: &CudaBuf, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        roof::read_all(&self.device, &self.common.read_all, source, out)
     }
 
     fn weight_kernels(&self, dtype: WeightType) -> Result<Kernels, DeviceError> {
@@ -128,103 +144,15 @@ impl Cuda {
         if let Some(kernels) = known.get(&page) {
             return Ok(Arc::clone(kernels));
         }
-        let cubin = self.cubin(&Program::attention(page))?;
-        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, page)?);
+        let splits = SplitShape::fitting(page, self.device.shared_bytes_max());
+        let cubin = self.cubin(&Program::attention(page, splits))?;
+        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (page, splits))?);
         known.insert(page, Arc::clone(&kernels));
         Ok(kernels)
     }
 
     fn cubin(&self, program: &Program) -> Result<Vec<u8>, DeviceError> {
         self.compiler.cubin(program).map_err(|e| DeviceError::Fault(e.to_string()))
-    }
-
-    fn product(
-        &self,
-        w: &CudaWeight,
-        x: &CudaBuf,
-        rows: usize,
-        target: &mut Target<'_>,
-    ) -> Result<(), DeviceError> {
-        target.out.set_stale();
-        if rows == 0 {
-            return Ok(());
-        }
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let Scratch { rounded, products } = &mut *scratch;
-        for part in &w.parts {
-            match &part.kernels {
-                Kernels::F32(common) => {
-                    let part = (part, &common.matmul_f32);
-                    matmul::matmul_f32(&self.device, part, (x, rows), target)?;
-                }
-                Kernels::Packed(kernels) if self.is_exact => {
-                    let x = self.exact_rows(x, rows, w.cols, rounded)?;
-                    let bytes = x.n * part.rows * 4;
-                    let products = self.room(products, bytes)?;
-                    matmul::matmul_apart(&self.device, (part, kernels), x, products)?;
-                    let products = (products, part);
-                    round::sum(&self.device, &self.common.sum, products, rows, target)?;
-                }
-                Kernels::Packed(kernels) => {
-                    let x = self.rounded_rows(x, rows, w.cols, rounded)?;
-                    matmul::matmul(&self.device, (part, kernels), x, target)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Activations rounded to bf16: those that came with the floats, if they are fresh and need no
-    /// padding.
-    fn rounded_rows(
-        &self,
-        x: &CudaBuf,
-        rows: usize,
-        cols: usize,
-        scratch: &mut Option<Memory>,
-    ) -> Result<Rows, DeviceError> {
-        let rounding = Rounding { rows, cols, stride: cols.next_multiple_of(64), parts: 1 };
-        let stride = rounding.stride;
-        if stride != cols {
-            let target = self.room(scratch, rows * stride * 2)?;
-            round::round(&self.device, &self.common.round, x, rounding, target)?;
-            return Ok(Rows { address: target.address(), stride, n: rows });
-        }
-        if !x.is_fresh(rows * cols) {
-            round::round(&self.device, &self.common.round, x, rounding, &x.rounded)?;
-            x.set_fresh(rows * cols);
-        }
-        Ok(Rows { address: x.rounded.address(), stride, n: rows })
-    }
-
-    /// Activations as rows of bf16 whose sums they are.
-    fn exact_rows(
-        &self,
-        x: &CudaBuf,
-        rows: usize,
-        cols: usize,
-        scratch: &mut Option<Memory>,
-    ) -> Result<Rows, DeviceError> {
-        let (stride, parts) = (cols.next_multiple_of(64), round::EXACT_PARTS);
-        let target = self.room(scratch, rows * parts * stride * 2)?;
-        let rounding = Rounding { rows, cols, stride, parts };
-        round::round(&self.device, &self.common.round, x, rounding, target)?;
-        Ok(Rows { address: target.address(), stride, n: rows * parts })
-    }
-
-    /// Scratch of at least `bytes`; grows, never shrinks.
-    fn room<'a>(
-        &self,
-        scratch: &'a mut Option<Memory>,
-        bytes: usize,
-    ) -> Result<&'a Memory, DeviceError> {
-        match scratch.take().filter(|memory| memory.bytes() >= bytes) {
-            Some(memory) => Ok(scratch.insert(memory)),
-            None => {
-                let memory = self.device.alloc(bytes.next_power_of_two(), "scratch of products")?;
-                Ok(scratch.insert(memory))
-            }
-        }
     }
 }
 
@@ -240,6 +168,8 @@ impl Common {
             gather: kernel("gather_rows")?,
             copy: kernel("copy_pages")?,
             angles: kernel("rope_angles")?,
+            draw: kernel("draw_tokens")?,
+            read_all: kernel("read_all")?,
             matmul_f32: kernel("matmul_f32")?,
             embed_f32: kernel("embed_f32")?,
         })
@@ -247,30 +177,30 @@ impl Common {
 }
 
 impl AttendKernels {
-    fn new(device: &Device, cubin: Vec<u8>, page: PageShape) -> Result<Self, DeviceError> {
+    fn new(
+        device: &Device,
+        cubin: Vec<u8>,
+        (page, [small, large]): (PageShape, [SplitShape; 2]),
+    ) -> Result<Self, DeviceError> {
         let module = device.load(cubin)?;
         let kernel = |name, shared| device.kernel(&module, name, shared);
+        let split = |shape: SplitShape| {
+            Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(page))?))
+        };
         let attend = match page.dtype {
             nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
-                split: kernel("attend_split", attend::SPLIT.shared_bytes(page))?,
-                tile: kernel("attend_tile", attend::TILE.shared_bytes(page))?,
-                merge: kernel("merge", attend::merge_shared_bytes(page))?,
+                splits: [split(small)?, split(large)?],
+                tile: kernel("attend_tile", attend::tile_shared_bytes(page))?,
+                merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
             },
         };
-        Ok(AttendKernels { rope: kernel("rope_append", 0)?, attend })
+        Ok(AttendKernels {
+            rope: kernel("rope_append", 0)?,
+            shift: kernel("shift_pages", 0)?,
+            attend,
+        })
     }
-}
-
-/// Compiles every kernel for an architecture such as `sm_90a`, and gives for each program its name
-/// and the compiler's report. Needs NVRTC, but no device.
-pub fn compile_all(arch: &str) -> Result<Vec<(String, String)>, OpenError> {
-    let compiler = Compiler::new(arch.to_owned(), None)?;
-    let compile = |program: Program| {
-        let (_, log) = compiler.compile(&program)?;
-        Ok((program.name, log))
-    };
-    Program::all().into_iter().map(compile).collect()
 }
 
 impl Backend for Cuda {
@@ -303,7 +233,7 @@ impl Backend for Cuda {
 
     fn read(&self, source: &CudaBuf, target: &mut [f32]) -> Result<(), DeviceError> {
         assert!(target.len() <= source.len, "the values are in the buffer");
-        self.device.download(&source.floats, target)
+        self.device.download_from(&source.floats, 0, target)
     }
 
     fn wait(&self) -> Result<(), DeviceError> {
@@ -315,14 +245,33 @@ impl Backend for Cuda {
         for part in parts {
             check_size(part)?;
         }
-        let mut weight = CudaWeight { rows: 0, cols: parts[0].cols, parts: Vec::new() };
+        let (cols, is_gated) = (parts[0].cols, false);
+        let mut weight = CudaWeight { rows: 0, cols, parts: Vec::new(), is_gated };
         for same in parts.chunk_by(|a, b| a.dtype == b.dtype) {
             let kernels = self.weight_kernels(same[0].dtype)?;
-            let part = Part::load(&self.device, kernels, same, weight.rows)?;
+            let part = Part::load(&self.device, kernels, same, (weight.rows, false))?;
             weight.rows += part.rows;
             weight.parts.push(part);
         }
         Ok(weight)
+    }
+
+    fn load_gated(
+        &self,
+        gate: HostMatrix<'_>,
+        up: HostMatrix<'_>,
+    ) -> Result<CudaWeight, DeviceError> {
+        let is_packed = gate.dtype == up.dtype && gate.dtype != WeightType::F32 && !self.is_exact;
+        if !is_packed || gate.rows != up.rows || !gate.rows.is_multiple_of(8) {
+            return self.load(&[gate, up]);
+        }
+        assert_eq!(gate.cols, up.cols, "both have the same columns");
+        check_size(&gate)?;
+        check_size(&up)?;
+        let (rows, cols) = (2 * gate.rows, gate.cols);
+        let kernels = self.weight_kernels(gate.dtype)?;
+        let part = Part::load(&self.device, kernels, &[gate, up], (0, true))?;
+        Ok(CudaWeight { rows, cols, parts: vec![part], is_gated: true })
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
@@ -345,14 +294,11 @@ impl Backend for Cuda {
 
     fn shift_pages(
         &self,
-        _plan: &CudaPlan,
-        _kv: &mut CudaKv,
+        plan: &CudaPlan,
+        kv: &mut CudaKv,
         shifts: &[PageShift],
     ) -> Result<(), DeviceError> {
-        if shifts.is_empty() {
-            return Ok(());
-        }
-        Err(DeviceError::Fault("streaming has no kernel on this device yet".to_owned()))
+        shift::shift_pages(&self.device, plan, kv, shifts)
     }
 
     fn copy_pages(&self, kv: &mut CudaKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
@@ -372,6 +318,25 @@ impl Backend for Cuda {
     ) -> Result<(), DeviceError> {
         plan.prepare(&self.device, tables, layout)?;
         rope::angles(&self.device, &self.common.angles, plan)
+    }
+
+    fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
+        if self.is_eager || !plan.is_decode() {
+            return Ok(Pass::Needed);
+        }
+        let key = PassKey {
+            n_rows: plan.n_rows(),
+            tables: (plan.tables, plan.table_len),
+            arena: (kv.arena.address(), kv.slots.device),
+            scratch: self.scratch_generation(),
+        };
+        plan.check_tokens_again();
+        let is_queued = plan.recordings.begin(&self.device, key)?;
+        Ok(if is_queued { Pass::Queued } else { Pass::Needed })
+    }
+
+    fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
+        plan.recordings.end(&self.device)
     }
 
     fn embed(
@@ -424,6 +389,23 @@ impl Backend for Cuda {
         self.product(w, x, rows, &mut Target { out, stride: w.rows, is_added: true })
     }
 
+    fn gated_matmul(
+        &self,
+        w: &CudaWeight,
+        x: &CudaBuf,
+        f: usize,
+        rows: usize,
+        gate_up: &mut CudaBuf,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        if w.is_gated {
+            assert_eq!(w.rows, 2 * f, "two matrices of this width");
+            return self.gated_product(w, x, rows, out);
+        }
+        self.matmul(w, x, rows, gate_up)?;
+        self.swiglu(gate_up, f, rows, out)
+    }
+
     fn rope_append(
         &self,
         plan: &CudaPlan,
@@ -444,7 +426,28 @@ impl Backend for Cuda {
         kv: &CudaKv,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        Attention { device: &self.device, plan, layer, spec, qkv, kv }.run(out)
+        let (device, prefetch) = (&self.device, self.l2_prefetch);
+        Attention { device, plan, layer, spec, qkv, kv, prefetch }.run(out)
+    }
+
+    fn draws(&self) -> bool {
+        true
+    }
+
+    fn draw(
+        &self,
+        logits: &mut CudaBuf,
+        vocab: usize,
+        draws: &[Draw],
+        tokens: &mut [Option<u32>],
+    ) -> Result<(), DeviceError> {
+        if draws.is_empty() {
+            return Ok(());
+        }
+        let draws = Draws::new(draws);
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = scratch.draws(&self.device, draws.bytes())?;
+        draws.run(&self.device, &self.common.draw, (logits, vocab), room, tokens)
     }
 
     fn swiglu(

@@ -46,11 +46,16 @@ impl Compiler {
             return Ok(cubin);
         }
         let (cubin, _) = self.compile(program)?;
-        if let Some(path) = path {
-            // A cache that cannot be written costs time at the next start, and nothing else.
-            let _ = write_checked(&path, &cubin);
-        }
+        self.keep(program, &cubin);
         Ok(cubin)
+    }
+
+    /// Keeps a program's machine code on disk.
+    pub(crate) fn keep(&self, program: &Program, cubin: &[u8]) {
+        if let Some(dir) = &self.cache_dir {
+            // A cache that cannot be written costs time at the next start, and nothing else.
+            let _ = write_checked(&self.cache_path(dir, program), cubin);
+        }
     }
 
     /// Where the machine code of a program is kept: the name says everything that decides it.

@@ -1,25 +1,34 @@
 //! One step's batch as the kernels read it: one upload of tokens, positions and attention tasks.
 //!
-//! A sequence with one row is *split*: a task for each chunk of its keys, then a merge. A sequence
-//! with more rows is cut into *tiles* that walk their chunks alone. Both give the same bits, so
-//! that the choice is only about filling the device.
+//! A sequence with one row is *split*: each chunk of its keys is computed apart, then a merge. A
+//! sequence with more rows is cut into *tiles* that walk their chunks alone. Both give the same bits,
+//! so that the choice is only about filling the device.
+//!
+//! A batch in which all rows are split and all are wanted is a *decode* batch. What its kernels are
+//! queued with depends on nothing but the number of rows, so that they can be recorded.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use nuthatch_backend::{BatchLayout, DeviceError, PlanShape};
 use nuthatch_types::Slot;
 
 use crate::device::{Device, Memory};
+use crate::graph::Recordings;
 use crate::kv::{PAGE_LEN, PageShape};
-use crate::launch::attend::{AttendKernels, CHUNK, Merge, TILE_LINES, Task, WARP_LINES};
+use crate::launch::attend::{AttendKernels, Cuts, Part, Split, TILE_LINES, Task};
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
 const MAX_PARTIALS: usize = 8192;
 
-/// Words of a task and of a merge.
+/// Rows of a batch; see [`Part`].
+const MAX_ROWS: usize = 1 << 16;
+
+/// Words of a split, of its parts, and of a task.
+const SPLIT_WORDS: usize = size_of::<Split>() / 4;
+const PART_WORDS: usize = size_of::<Part>() / 4;
 const TASK_WORDS: usize = size_of::<Task>() / 4;
-const MERGE_WORDS: usize = size_of::<Merge>() / 4;
 
 /// Tables of slots, one row for each running sequence.
 pub struct CudaTables {
@@ -58,10 +67,10 @@ struct Parts {
     n_splits: usize,
     tiles: usize,
     n_tiles: usize,
-    merges: usize,
-    n_merges: usize,
+    parts: usize,
     /// One more than the largest token.
     n_tokens_known: usize,
+    is_decode: bool,
 }
 
 /// A prepared batch.
@@ -80,10 +89,16 @@ pub struct CudaPlan {
     /// The tables that the batch was planned with.
     pub(crate) tables: u64,
     pub(crate) table_len: u32,
-    /// `[T]` tokens, `[T]` positions, `[T]` table rows, output rows, splits, tiles, merges.
+    /// `[T]` tokens, positions, places and table rows, then output rows, splits, tiles, and parts of
+    /// splits.
     words: Memory,
+    /// How many parts of splits there are, and how many were taken.
+    counts: Memory,
     host: Vec<u32>,
     parts: Parts,
+    /// Rows of the table that tokens were last looked up in.
+    vocab: Cell<usize>,
+    pub(crate) recordings: Recordings,
 }
 
 impl CudaPlan {
@@ -95,13 +110,14 @@ impl CudaPlan {
         const WHAT: &str = "the plan of a step";
         let page = PageShape::of(&shape.kv);
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
-        let chunks = shape.max_context.div_ceil(CHUNK);
+        let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
-        let max_splits = max_partials * group.div_ceil(WARP_LINES);
         let max_tiles = (shape.max_rows * group).div_ceil(TILE_LINES) + shape.max_seqs;
-        let words = 4 * shape.max_rows
-            + TASK_WORDS * (max_splits + max_tiles + 1)
-            + MERGE_WORDS * shape.max_seqs;
+        let words = 5 * shape.max_rows
+            + 4
+            + SPLIT_WORDS * shape.max_seqs
+            + TASK_WORDS * max_tiles
+            + PART_WORDS * max_partials;
         let inv_freq = device.alloc(shape.rope.inv_freq.len() * 4, WHAT)?;
         device.upload(&inv_freq, 0, &shape.rope.inv_freq)?;
         let lines = max_partials * shape.n_heads;
@@ -110,6 +126,7 @@ impl CudaPlan {
             partials: device.alloc(lines * page.width() * 4, WHAT)?,
             sums: device.alloc(lines * 8, WHAT)?,
             words: device.alloc(words * 4, WHAT)?,
+            counts: device.alloc(8, WHAT)?,
             host: Vec::with_capacity(words),
             shape: shape.clone(),
             page,
@@ -119,6 +136,8 @@ impl CudaPlan {
             tables: 0,
             table_len: 0,
             parts: Parts::default(),
+            vocab: Cell::new(0),
+            recordings: Recordings::default(),
         })
     }
 
@@ -132,9 +151,26 @@ impl CudaPlan {
         self.parts.n_outputs
     }
 
-    /// One more than the largest token of the batch.
-    pub(crate) fn n_tokens_known(&self) -> usize {
-        self.parts.n_tokens_known
+    /// Whether every row is split and wanted.
+    pub(crate) fn is_decode(&self) -> bool {
+        self.parts.is_decode
+    }
+
+    /// Asserts that the batch's tokens are rows of a table, and remembers it for recordings.
+    pub(crate) fn check_tokens(&self, n_rows: usize) {
+        assert!(self.parts.n_tokens_known <= n_rows, "tokens of the table");
+        self.vocab.set(n_rows);
+    }
+
+    /// Asserts that the batch's tokens are rows of the table that recordings look them up in.
+    pub(crate) fn check_tokens_again(&self) {
+        let n_rows = self.vocab.get();
+        assert!(n_rows == 0 || self.parts.n_tokens_known <= n_rows, "tokens of the table");
+    }
+
+    /// Where chunks of keys get longer.
+    pub(crate) fn cuts(&self) -> Cuts {
+        Cuts::of(self.shape.kv.n_kv_heads)
     }
 
     /// Query heads that share a key/value head.
@@ -151,34 +187,44 @@ impl CudaPlan {
         self.word(0)
     }
 
-    /// `[T]`
+    /// `[T]` what rows are rotated by.
     pub(crate) fn positions(&self) -> u64 {
         self.word(self.parts.n_rows)
     }
 
+    /// `[T]` which token of its table a row is.
+    pub(crate) fn places(&self) -> u64 {
+        self.word(2 * self.parts.n_rows)
+    }
+
     /// `[T]`
     pub(crate) fn table_rows(&self) -> u64 {
-        self.word(2 * self.parts.n_rows)
+        self.word(3 * self.parts.n_rows)
     }
 
     /// `[outputs]`
     pub(crate) fn output_rows(&self) -> u64 {
-        self.word(3 * self.parts.n_rows)
+        self.word(4 * self.parts.n_rows)
     }
 
-    /// Tasks of one token and one chunk.
+    /// Rows whose chunks are computed apart.
     pub(crate) fn splits(&self) -> (u64, u32) {
         (self.word(self.parts.splits), self.parts.n_splits as u32)
+    }
+
+    /// The chunks of those rows.
+    pub(crate) fn split_parts(&self) -> u64 {
+        self.word(self.parts.parts)
+    }
+
+    /// How many chunks there are, and behind it how many were taken.
+    pub(crate) fn n_split_parts(&self) -> u64 {
+        self.counts.address()
     }
 
     /// Tasks of many lines and all chunks.
     pub(crate) fn tiles(&self) -> (u64, u32) {
         (self.word(self.parts.tiles), self.parts.n_tiles as u32)
-    }
-
-    /// Rows whose chunks are merged.
-    pub(crate) fn merges(&self) -> (u64, u32) {
-        (self.word(self.parts.merges), self.parts.n_merges as u32)
     }
 
     /// Works out the tasks of a batch and uploads everything.
@@ -190,49 +236,44 @@ impl CudaPlan {
     ) -> Result<(), DeviceError> {
         let (n_rows, n_seqs) = (layout.n_rows(), layout.n_seqs());
         assert!(n_rows <= self.shape.max_rows, "no more rows than the plan holds");
+        assert!(n_rows <= MAX_ROWS, "a row is told in sixteen bits");
         assert!(n_seqs <= self.shape.max_seqs, "no more sequences than the plan holds");
         assert_eq!(layout.query_start.len(), n_seqs + 1);
+        assert_eq!(layout.positions.len(), n_rows, "a position for each row");
+        assert!(layout.output_rows.len() <= n_rows, "no more outputs than rows");
         assert!(layout.output_rows.iter().all(|&row| (row as usize) < n_rows), "rows of the batch");
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
-        let mut table_rows = vec![0; n_rows];
-        let mut tasks = Tasks { group: self.group(), ..Tasks::default() };
+        let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
+        let max_partials = self.max_partials;
+        let mut tasks = Tasks::new(self.group(), self.cuts(), max_partials);
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;
             let kv_len = layout.kv_len[i] as usize;
             assert!(!rows.is_empty() && rows.len() <= kv_len && kv_len <= self.shape.max_context);
-            assert_eq!(layout.positions[rows.start] as usize, kv_len - rows.len());
-            assert!(
-                kv_len.div_ceil(PAGE_LEN) <= tables.n_pages as usize,
-                "the table is long enough"
-            );
+            assert!(kv_len.div_ceil(PAGE_LEN) <= tables.n_pages as usize, "the table is too short");
             assert!(layout.table_row[i] < tables.n_rows, "a table that is there");
-            table_rows[rows.clone()].fill(layout.table_row[i]);
-            let seq = Seq {
-                first_row: rows.start,
-                n_rows: rows.len(),
-                position: kv_len - rows.len(),
-                table_row: layout.table_row[i],
-            };
-            let n_chunks = kv_len.div_ceil(CHUNK);
-            if seq.n_rows == 1 && tasks.n_partials + n_chunks <= self.max_partials {
-                tasks.split(&seq, n_chunks);
-            } else {
-                tasks.tile(&seq, n_chunks);
+            let first = kv_len - rows.len();
+            for (place, row) in (first as u32..).zip(rows.clone()) {
+                (places[row], table_rows[row]) = (place, layout.table_row[i]);
             }
+            let (first_row, n_rows, table_row) = (rows.start, rows.len(), layout.table_row[i]);
+            tasks.push(&Seq { first_row, n_rows, place: first, table_row });
         }
         self.host.clear();
         self.host.extend(&layout.tokens);
         self.host.extend(&layout.positions);
+        self.host.extend(&places);
         self.host.extend(&table_rows);
         self.host.extend(&layout.output_rows);
         // Tasks are read in pieces of sixteen bytes.
         self.host.resize(self.host.len().next_multiple_of(4), 0);
         let splits = self.host.len();
-        self.host.extend(tasks.splits.iter().flat_map(task_words));
+        self.host.extend(tasks.splits.iter().flat_map(split_words));
         let tiles = self.host.len();
         self.host.extend(tasks.tiles.iter().flat_map(task_words));
-        let merges = self.host.len();
-        self.host.extend(tasks.merges.iter().flat_map(merge_words));
+        let parts = self.host.len();
+        let n_parts = tasks.parts(|part| self.host.extend(part_words(&part)));
+        let is_all = layout.output_rows.iter().copied().eq(0..n_rows as u32);
         self.parts = Parts {
             n_rows,
             n_outputs: layout.output_rows.len(),
@@ -240,10 +281,11 @@ impl CudaPlan {
             n_splits: tasks.splits.len(),
             tiles,
             n_tiles: tasks.tiles.len(),
-            merges,
-            n_merges: tasks.merges.len(),
+            parts,
             n_tokens_known: layout.tokens.iter().max().map_or(0, |&token| token as usize + 1),
+            is_decode: n_rows > 0 && tasks.splits.len() == n_rows && is_all,
         };
+        device.upload(&self.counts, 0, &[n_parts, 0])?;
         device.upload(&self.words, 0, &self.host)
     }
 }
@@ -252,74 +294,85 @@ impl CudaPlan {
 struct Seq {
     first_row: usize,
     n_rows: usize,
-    /// Position of the first row.
-    position: usize,
+    /// Of the first row.
+    place: usize,
     table_row: u32,
 }
 
 /// The attention tasks of a batch.
-#[derive(Default)]
 struct Tasks {
     group: usize,
-    splits: Vec<Task>,
+    cuts: Cuts,
+    max_partials: usize,
+    splits: Vec<Split>,
     tiles: Vec<Task>,
-    merges: Vec<Merge>,
     n_partials: usize,
 }
 
 impl Tasks {
-    /// The sequence's only row, a task for each chunk.
-    fn split(&mut self, seq: &Seq, n_chunks: usize) {
-        for chunk in 0..n_chunks {
-            let partial = self.n_partials + chunk;
-            for first_line in (0..self.group).step_by(WARP_LINES) {
-                let n_lines = WARP_LINES.min(self.group - first_line);
-                let lines = first_line..first_line + n_lines;
-                self.splits
-                    .push(Task { partial: partial as u32, ..task(seq, lines, chunk..chunk + 1) });
-            }
+    fn new(group: usize, cuts: Cuts, max_partials: usize) -> Self {
+        let (splits, tiles) = (Vec::new(), Vec::new());
+        Tasks { group, cuts, max_partials, splits, tiles, n_partials: 0 }
+    }
+
+    /// A split if the sequence has one row and there is room, or else tiles.
+    fn push(&mut self, seq: &Seq) {
+        let n_keys = seq.place + seq.n_rows;
+        let [_, _, n_chunks] = self.cuts.n_chunks(n_keys);
+        if seq.n_rows > 1 || self.n_partials + n_chunks > self.max_partials {
+            return self.tile(seq);
         }
-        self.merges.push(Merge {
-            row: seq.first_row as u32,
-            partial: self.n_partials as u32,
-            n_partials: n_chunks as u32,
-            padding: 0,
-        });
+        let (row, n_keys, partial) = (seq.first_row as u32, n_keys as u32, self.n_partials as u32);
+        self.splits.push(Split { row, n_keys, table_row: seq.table_row, partial });
         self.n_partials += n_chunks;
     }
 
+    /// The chunks of all splits, large ones first, and how many there are.
+    fn parts(&self, mut push: impl FnMut(Part)) -> u32 {
+        let mut n_parts = 0;
+        for size in [2, 1, 0] {
+            for split in &self.splits {
+                let ends = self.cuts.n_chunks(split.n_keys as usize);
+                let start = if size == 0 { 0 } else { ends[size - 1] };
+                for chunk in start as u32..ends[size] as u32 {
+                    let (row_chunk, partial) = (split.row | chunk << 16, split.partial + chunk);
+                    let (n_keys, table_row) = (split.n_keys, split.table_row);
+                    push(Part { row_chunk, n_keys, table_row, partial });
+                    n_parts += 1;
+                }
+            }
+        }
+        n_parts
+    }
+
     /// Tiles of lines over all chunks.
-    fn tile(&mut self, seq: &Seq, n_chunks: usize) {
+    fn tile(&mut self, seq: &Seq) {
         let n_lines = seq.n_rows * self.group;
         // The last tiles see the most keys; starting with them evens out the finish.
         for first in (0..n_lines).step_by(TILE_LINES).rev() {
-            let lines = first..n_lines.min(first + TILE_LINES);
-            self.tiles.push(task(seq, lines, 0..n_chunks));
+            self.tiles.push(Task {
+                first_row: seq.first_row as u32,
+                first_line: first as u32,
+                n_lines: TILE_LINES.min(n_lines - first) as u32,
+                place: seq.place as u32,
+                table_row: seq.table_row,
+                padding: [0; 3],
+            });
         }
     }
 }
 
-fn task(seq: &Seq, lines: std::ops::Range<usize>, chunks: std::ops::Range<usize>) -> Task {
-    Task {
-        first_row: seq.first_row as u32,
-        first_line: lines.start as u32,
-        n_lines: lines.len() as u32,
-        position: seq.position as u32,
-        table_row: seq.table_row,
-        first_chunk: chunks.start as u32,
-        end_chunk: chunks.end as u32,
-        partial: 0,
-    }
+fn split_words(split: &Split) -> [u32; SPLIT_WORDS] {
+    [split.row, split.n_keys, split.table_row, split.partial]
+}
+
+fn part_words(part: &Part) -> [u32; PART_WORDS] {
+    [part.row_chunk, part.n_keys, part.table_row, part.partial]
 }
 
 fn task_words(task: &Task) -> [u32; TASK_WORDS] {
-    let Task { first_row, first_line, n_lines, position, table_row, .. } = *task;
-    let Task { first_chunk, end_chunk, partial, .. } = *task;
-    [first_row, first_line, n_lines, position, table_row, first_chunk, end_chunk, partial]
-}
-
-fn merge_words(merge: &Merge) -> [u32; MERGE_WORDS] {
-    [merge.row, merge.partial, merge.n_partials, merge.padding]
+    let Task { first_row, first_line, n_lines, place, table_row, padding: [a, b, c] } = *task;
+    [first_row, first_line, n_lines, place, table_row, a, b, c]
 }
 
 #[cfg(test)]
@@ -327,25 +380,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_row_is_split_and_a_prompt_is_tiled() {
-        let mut tasks = Tasks { group: 20, ..Tasks::default() };
-        let row = Seq { first_row: 3, n_rows: 1, position: 600, table_row: 9 };
-        tasks.split(&row, 3);
-        // Twenty lines are two warps for each of three chunks.
-        let found: Vec<_> = tasks
-            .splits
-            .iter()
-            .map(|t| (t.first_line, t.n_lines, t.first_chunk, t.end_chunk, t.partial))
-            .collect();
-        let expected = [(0, 16, 0, 1, 0), (16, 4, 0, 1, 0), (0, 16, 1, 2, 1), (16, 4, 1, 2, 1)];
-        assert_eq!(found[..4], expected);
-        assert_eq!(found.len(), 6);
-        assert_eq!((tasks.merges[0].row, tasks.merges[0].n_partials), (3, 3));
+    fn a_row_alone_is_split_and_a_prompt_is_tiled() {
+        let mut tasks = Tasks::new(20, Cuts::of(8), 18);
+        let row = Seq { first_row: 3, n_rows: 1, place: 600, table_row: 9 };
+        tasks.push(&row);
+        assert_eq!(split_words(&tasks.splits[0]), [3, 601, 9, 0]);
+        assert_eq!(tasks.n_partials, 10);
 
-        let prompt = Seq { first_row: 4, n_rows: 7, position: 0, table_row: 1 };
-        tasks.tile(&prompt, 1);
+        tasks.push(&Seq { first_row: 4, n_rows: 7, place: 0, table_row: 1 });
         let found: Vec<_> = tasks.tiles.iter().map(|t| (t.first_line, t.n_lines)).collect();
         assert_eq!(found, [(128, 12), (64, 64), (0, 64)]);
-        assert_eq!(tasks.n_partials, 3);
+
+        // Ten more chunks have no place, eight have.
+        tasks.push(&row);
+        assert_eq!((tasks.splits.len(), tasks.tiles.len()), (1, 4));
+        tasks.push(&Seq { place: 511, ..row });
+        assert_eq!(split_words(&tasks.splits[1]), [3, 512, 9, 10]);
+    }
+
+    #[test]
+    fn large_chunks_come_first() {
+        let mut tasks = Tasks::new(1, Cuts { small_end: 2048, middle_end: 8192 }, 200);
+        tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8500, table_row: 5 });
+        tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
+        let mut parts = Vec::new();
+        let n = tasks.parts(|part| parts.push((part.row_chunk & 0xFFFF, part.row_chunk >> 16)));
+        assert_eq!((n as usize, parts.len()), (84, 84));
+        assert_eq!(parts[..3], [(0, 80), (0, 81), (0, 32)]);
+        assert_eq!(parts[50..52], [(0, 0), (0, 1)]);
+        assert_eq!(parts[82..], [(1, 0), (1, 1)]);
     }
 }

@@ -7,8 +7,11 @@
 use nuthatch_backend::WeightType;
 use nuthatch_types::KvDtype;
 
+use crate::compile::Extent;
 use crate::kv::PageShape;
-use crate::launch::{attend, copy, embed, gather, matmul, norm, pack, rope, round, swiglu};
+use crate::launch::{
+    attend, copy, draw, embed, gather, matmul, norm, pack, roof, rope, round, shift, swiglu,
+};
 
 /// One compilation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +47,10 @@ impl Program {
             ("SUM_PARAMS_SIZE", size_of::<round::SumParams>().to_string()),
             ("GATHER_PARAMS_SIZE", size_of::<gather::GatherParams>().to_string()),
             ("COPY_PARAMS_SIZE", size_of::<copy::CopyParams>().to_string()),
+            ("DRAW_SIZE", size_of::<draw::DrawRow>().to_string()),
+            ("MOVED_SIZE", size_of::<draw::MovedToken>().to_string()),
+            ("DRAW_PARAMS_SIZE", size_of::<draw::DrawParams>().to_string()),
+            ("ROOF_PARAMS_SIZE", size_of::<roof::RoofParams>().to_string()),
             ("ANGLES_PARAMS_SIZE", size_of::<rope::AnglesParams>().to_string()),
             ("MATMUL_F32_PARAMS_SIZE", size_of::<matmul::MatmulF32Params>().to_string()),
             ("EMBED_F32_PARAMS_SIZE", size_of::<embed::EmbedF32Params>().to_string()),
@@ -54,6 +61,8 @@ impl Program {
             ("round.cu", include_str!("../kernels/round.cu")),
             ("gather.cu", include_str!("../kernels/gather.cu")),
             ("copy.cu", include_str!("../kernels/copy.cu")),
+            ("draw.cu", include_str!("../kernels/draw.cu")),
+            ("roof.cu", include_str!("../kernels/roof.cu")),
             ("angles.cu", include_str!("../kernels/angles.cu")),
             ("matmul_f32.cu", include_str!("../kernels/matmul_f32.cu")),
         ];
@@ -81,45 +90,80 @@ impl Program {
     }
 
     /// Appending and attending for one KV type and head width.
-    pub(crate) fn attention(page: PageShape) -> Self {
-        let (kv, files) = match page.dtype {
-            KvDtype::F32 => ("KV_F32", ("attend_f32.cu", include_str!("../kernels/attend_f32.cu"))),
-            KvDtype::F16 => ("KV_F16", ("attend.cu", include_str!("../kernels/attend.cu"))),
-            KvDtype::Bf16 => ("KV_BF16", ("attend.cu", include_str!("../kernels/attend.cu"))),
+    pub(crate) fn attention(page: PageShape, splits: [attend::SplitShape; 2]) -> Self {
+        let kv = match page.dtype {
+            KvDtype::F32 => "KV_F32",
+            KvDtype::F16 => "KV_F16",
+            KvDtype::Bf16 => "KV_BF16",
         };
         let constants = [
             ("KV", kv.to_owned()),
             ("HEAD_DIM", page.head_dim.to_string()),
             ("HEAD_PAGE_BYTES", page.bytes().to_string()),
-            ("SPLIT_STAGES", attend::SPLIT.stages.to_string()),
-            ("SPLIT_SHARED", attend::SPLIT.shared_bytes(page).to_string()),
-            ("TILE_STAGES", attend::TILE.stages.to_string()),
-            ("TILE_SHARED", attend::TILE.shared_bytes(page).to_string()),
+            ("SMALL_CHUNK", attend::SMALL_CHUNK.to_string()),
+            ("MIDDLE_CHUNK", attend::MIDDLE_CHUNK.to_string()),
+            ("LARGE_CHUNK", attend::LARGE_CHUNK.to_string()),
+            ("SPLIT_ENTRIES", splits.map(|split| split.entry(page)).join(" ")),
+            ("TILE_STAGES", attend::TILE_STAGES.to_string()),
+            ("TILE_SHARED", attend::tile_shared_bytes(page).to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
+            ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
+            ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
-            ("MERGE_SIZE", size_of::<attend::Merge>().to_string()),
+            ("PART_SIZE", size_of::<attend::Part>().to_string()),
+            ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<attend::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ];
-        let files = [
+        let mut files = vec![
             ("kv.cuh", include_str!("../kernels/kv.cuh")),
             ("rope.cu", include_str!("../kernels/rope.cu")),
-            files,
+            ("shift.cu", include_str!("../kernels/shift.cu")),
         ];
+        match page.dtype {
+            KvDtype::F32 => {
+                files.push(("attend_f32.cu", include_str!("../kernels/attend_f32.cu")));
+            }
+            KvDtype::F16 | KvDtype::Bf16 => files.extend([
+                ("attend.cuh", include_str!("../kernels/attend.cuh")),
+                ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
+                ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
+            ]),
+        }
         Program::new(format!("attention-{}-{}", page.dtype, page.head_dim), &constants, &files)
     }
 
-    /// Every program, with the head widths that models have, to see that all of them compile.
-    pub(crate) fn all() -> Vec<Self> {
-        let mut programs = vec![Program::common()];
+    /// The programs, for a device with so much shared memory.
+    pub(crate) fn all(extent: Extent, shared_bytes_max: usize) -> Vec<Self> {
+        use KvDtype::{Bf16, F16, F32};
+        const FEW: &[(KvDtype, u32)] = &[(F16, 128)];
+        const USUAL: &[(KvDtype, u32)] = &[(F16, 64), (F16, 256), (Bf16, 128), (F32, 128)];
+        const EVERY: &[(KvDtype, u32)] = &[
+            (F16, 32),
+            (F16, 80),
+            (F16, 96),
+            (Bf16, 32),
+            (Bf16, 64),
+            (Bf16, 80),
+            (Bf16, 256),
+            (F32, 32),
+            (F32, 64),
+            (F32, 96),
+        ];
         let packed = WeightType::ALL.into_iter().filter(|&dtype| dtype != WeightType::F32);
-        programs.extend(packed.map(Program::weights));
-        for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
-            for head_dim in [32, 64, 80, 96, 128, 256] {
-                programs.push(Program::attention(PageShape { dtype, head_dim }));
-            }
-        }
+        let (weights, pages): (Vec<WeightType>, Vec<_>) = match extent {
+            Extent::Few => (vec![WeightType::BF16, WeightType::Q4_K], FEW.to_vec()),
+            Extent::Usual => (packed.collect(), [FEW, USUAL].concat()),
+            Extent::Every => (packed.collect(), [FEW, USUAL, EVERY].concat()),
+        };
+        let attention = |(dtype, head_dim)| {
+            let page = PageShape { dtype, head_dim };
+            Program::attention(page, attend::SplitShape::fitting(page, shared_bytes_max))
+        };
+        let mut programs = vec![Program::common()];
+        programs.extend(weights.into_iter().map(Program::weights));
+        programs.extend(pages.into_iter().map(attention));
         programs
     }
 }

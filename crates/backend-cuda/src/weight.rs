@@ -26,6 +26,8 @@ pub struct CudaWeight {
     pub(crate) cols: usize,
     /// Neighbours of the same type are one part.
     pub(crate) parts: Vec<Part>,
+    /// Whether it is one part whose rows are those of two matrices, interleaved by eights.
+    pub(crate) is_gated: bool,
 }
 
 /// Rows of one type.
@@ -91,12 +93,12 @@ pub(crate) fn check_size(matrix: &HostMatrix<'_>) -> Result<usize, DeviceError> 
 
 impl Part {
     /// Takes neighbouring matrices of one type; the first output of the weight that they give is
-    /// `first`.
+    /// `first`. Gated ones are two of as many rows each, a multiple of eight.
     pub(crate) fn load(
         device: &Device,
         kernels: Kernels,
         matrices: &[HostMatrix<'_>],
-        first: usize,
+        (first, is_gated): (usize, bool),
     ) -> Result<Self, DeviceError> {
         const WHAT: &str = "weights";
         let (dtype, cols) = (matrices[0].dtype, matrices[0].cols);
@@ -114,12 +116,12 @@ impl Part {
                 let cell = cell_bytes(dtype);
                 let bytes = rows.div_ceil(16) * cols.div_ceil(64) * cell;
                 let packed = device.alloc(bytes, WHAT)?;
-                let matrix = FileMatrix { bytes: &file, rows, cols, row_bytes };
+                let matrix = FileMatrix { bytes: &file, rows, cols, row_bytes, is_gated };
                 pack(device, &kernels.pack, &matrix, cell, &packed)?;
                 packed
             }
         };
-        let bias = load_bias(device, matrices)?;
+        let bias = load_bias(device, matrices, is_gated)?;
         // Kernels that multiply look at weights before the kernels in front of them have ended.
         device.wait()?;
         Ok(Part { first, rows, cols, memory, bias, kernels })
@@ -127,7 +129,11 @@ impl Part {
 }
 
 /// The biases of stacked matrices; zeros for those that have none.
-fn load_bias(device: &Device, matrices: &[HostMatrix<'_>]) -> Result<Option<Memory>, DeviceError> {
+fn load_bias(
+    device: &Device,
+    matrices: &[HostMatrix<'_>],
+    is_gated: bool,
+) -> Result<Option<Memory>, DeviceError> {
     if matrices.iter().all(|matrix| matrix.bias.is_none()) {
         return Ok(None);
     }
@@ -140,6 +146,11 @@ fn load_bias(device: &Device, matrices: &[HostMatrix<'_>]) -> Result<Option<Memo
                 bias.extend_from_slice(values);
             }
         }
+    }
+    if is_gated {
+        let (gate, up) = bias.split_at(bias.len() / 2);
+        let eights = gate.chunks_exact(8).zip(up.chunks_exact(8));
+        bias = eights.flat_map(|(gate, up)| [gate, up].concat()).collect();
     }
     let memory = device.alloc(size_of_val(&bias[..]), "biases")?;
     device.upload(&memory, 0, &bias)?;

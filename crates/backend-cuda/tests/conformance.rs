@@ -11,7 +11,7 @@ use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 /// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.
 fn gpu(is_exact: bool) -> Option<Cuda> {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    match Cuda::open(0, CudaConfig { cache_dir, is_exact }) {
+    match Cuda::open(0, CudaConfig { cache_dir, is_exact, ..CudaConfig::default() }) {
         Ok(cuda) => Some(cuda),
         Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
             println!("SKIPPED: {error}");
@@ -53,6 +53,8 @@ judged! {
     matmul_matches,
     matmul_stacks_match,
     matmul_rows_agree,
+    gated_matmul_agrees,
+    draw_matches,
     rope_matches,
     rope_rows_agree,
     copy_pages_matches,

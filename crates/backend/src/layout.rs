@@ -82,6 +82,15 @@ pub struct PlanShape {
     pub rope: RopeSpec,
 }
 
+/// Whether the operations of a pass are to be queued one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// They are.
+    Needed,
+    /// The device has queued all of them already.
+    Queued,
+}
+
 /// One layer's attention.
 #[derive(Debug)]
 pub struct AttnSpec<'a, B: Backend> {

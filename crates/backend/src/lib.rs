@@ -10,6 +10,7 @@
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod draw;
 mod error;
 mod layout;
 pub mod quant;
@@ -17,8 +18,9 @@ mod weight;
 
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
+pub use draw::{Draw, Moved};
 pub use error::DeviceError;
-pub use layout::{AttnSpec, BatchLayout, PlanShape, RopeSpec, RopeStyle};
+pub use layout::{AttnSpec, BatchLayout, Pass, PlanShape, RopeSpec, RopeStyle};
 pub use weight::{HostMatrix, WeightType};
 
 /// A device that can run the model.
@@ -66,6 +68,15 @@ pub trait Backend: Send + Sync + 'static {
     ///
     /// The bytes may be dropped afterwards. An error if a type is not supported on this device.
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Self::Weight, DeviceError>;
+    /// Takes the two matrices of a gated feed-forward layer, `[F, d]` each, for
+    /// [`Backend::gated_matmul`] alone.
+    fn load_gated(
+        &self,
+        gate: HostMatrix<'_>,
+        up: HostMatrix<'_>,
+    ) -> Result<Self::Weight, DeviceError> {
+        self.load(&[gate, up])
+    }
     /// Whether tables may name slots of the host too, which attention then reads and new keys and
     /// values are written to like those of the device, and what that costs.
     fn host_reads(&self) -> HostReads {
@@ -110,6 +121,23 @@ pub trait Backend: Send + Sync + 'static {
         layout: &BatchLayout,
     ) -> Result<(), DeviceError>;
 
+    /// Begins the operations of the planned batch, from [`Backend::embed`] to the last product. If
+    /// they are [`Pass::Needed`], the caller queues them and then calls [`Backend::end_pass`]; if they
+    /// are [`Pass::Queued`], it leaves them out.
+    ///
+    /// All passes of one plan must be the same operations with the same weights and buffers, for as
+    /// many rows and outputs as the batch has, over `kv`: then a device may record one and queue it
+    /// again for a batch of the same shape.
+    fn begin_pass(&self, plan: &mut Self::Plan, kv: &Self::Kv) -> Result<Pass, DeviceError> {
+        let _ = (plan, kv);
+        Ok(Pass::Needed)
+    }
+    /// Ends the operations of a pass that were needed. Until then they may not have begun.
+    fn end_pass(&self, plan: &mut Self::Plan) -> Result<(), DeviceError> {
+        let _ = plan;
+        Ok(())
+    }
+
     // Once per layer. `rows` is the number of rows of the batch that the operation covers.
 
     /// `out[t] = table[token[t]]` for each of the plan's tokens; `out` is `[T, d]`.
@@ -152,6 +180,22 @@ pub trait Backend: Send + Sync + 'static {
         rows: usize,
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError>;
+    /// `out[t, i] = silu((G x[t])[i]) * (U x[t])[i]` for a weight that [`Backend::load_gated`] gave,
+    /// with the bits of [`Backend::matmul`] and [`Backend::swiglu`]; `out` is `[rows, F]`, and
+    /// `gate_up`, which may be changed, `[rows, 2 F]`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn gated_matmul(
+        &self,
+        w: &Self::Weight,
+        x: &Self::Buf,
+        f: usize,
+        rows: usize,
+        gate_up: &mut Self::Buf,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError> {
+        self.matmul(w, x, rows, gate_up)?;
+        self.swiglu(gate_up, f, rows, out)
+    }
     /// Normalises the heads of q and k if the spec has weights for it, rotates them by their
     /// positions, and writes k and v to the pages of their sequences.
     ///
@@ -186,6 +230,22 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), DeviceError>
     where
         Self: Sized;
+    /// Whether this device has [`Backend::draw`]; if not, the caller reads the logits and chooses.
+    fn draws(&self) -> bool {
+        false
+    }
+    /// Chooses a token for each row of `logits`, `[draws.len(), vocab]`, which it may change, and
+    /// waits. A row that has a NaN, or no largest finite number, has none.
+    fn draw(
+        &self,
+        logits: &mut Self::Buf,
+        vocab: usize,
+        draws: &[Draw],
+        tokens: &mut [Option<u32>],
+    ) -> Result<(), DeviceError> {
+        let _ = (logits, vocab, draws, tokens);
+        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+    }
     /// `out[t, i] = silu(gate_up[t, i]) * gate_up[t, F + i]`; `gate_up` is `[rows, 2 F]`.
     fn swiglu(
         &self,

@@ -44,7 +44,10 @@ impl Device {
     pub(crate) fn open(config: &DeviceConfig) -> anyhow::Result<Self> {
         let cuda = |ordinal: u32| {
             let (cache_dir, is_exact) = (config.kernel_dir.clone(), config.is_exact);
-            Cuda::open(ordinal as usize, CudaConfig { cache_dir, is_exact })
+            Cuda::open(
+                ordinal as usize,
+                CudaConfig { cache_dir, is_exact, ..CudaConfig::default() },
+            )
         };
         match config.device {
             DeviceArg::Cpu => Self::cpu(config),

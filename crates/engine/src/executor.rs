@@ -6,9 +6,10 @@
 use std::fmt;
 use std::time::Duration;
 
-use nuthatch_backend::{BatchLayout, DeviceError};
+use nuthatch_backend::{BatchLayout, DeviceError, Draw};
 use nuthatch_types::{
     FastMap, PageCopy, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult,
+    TokenId,
 };
 
 use crate::batch::Batch;
@@ -52,6 +53,21 @@ pub trait Forward {
     /// The hidden states of the first output rows of the last forward pass, after the last norm:
     /// as many as fit `hidden`, which is `[rows, hidden_len]`.
     fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError>;
+    /// Whether the device chooses tokens: whether there is a [`Forward::forward_and_draw`].
+    fn draws(&self) -> bool {
+        false
+    }
+    /// Computes the batch, and chooses a token for each of `layout.output_rows`; none where logits
+    /// are no numbers to choose by.
+    fn forward_and_draw(
+        &mut self,
+        layout: &BatchLayout,
+        draws: &[Draw],
+        tokens: &mut [Option<u32>],
+    ) -> Result<(), DeviceError> {
+        let _ = (layout, draws, tokens);
+        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+    }
 }
 
 /// The largest plans that an executor carries out. A larger one is a programmer error.
@@ -111,6 +127,25 @@ struct Known {
 }
 
 impl Known {
+    /// Remembers the step's tokens that the sampler has not seen, and gives the position of the token
+    /// after them. What the sampler drew it knows; what the caller chose comes here for the first
+    /// time.
+    fn catch_up(&mut self, step: &SeqStep) -> u32 {
+        let start = step.start + step.shift;
+        let position = start + step.tokens.len() as u32;
+        for &token in step.tokens.iter().skip(self.n_known.saturating_sub(start) as usize) {
+            self.sampler.remember(token);
+        }
+        self.n_known = self.n_known.max(position);
+        position
+    }
+
+    /// Remembers the token that the device chose after those of `step`.
+    fn chosen(&mut self, step: &SeqStep, token: TokenId) {
+        self.sampler.remember(token);
+        self.n_known = step.start + step.shift + step.tokens.len() as u32 + 1;
+    }
+
     /// Chooses the token after those of `step`.
     fn sample(
         &mut self,
@@ -118,12 +153,7 @@ impl Known {
         logits: &mut [f32],
         scratch: &mut Scratch,
     ) -> Result<Choice, SampleError> {
-        // What the sampler drew it knows. What the caller chose comes here for the first time.
-        let start = step.start + step.shift;
-        let position = start + step.tokens.len() as u32;
-        for &token in step.tokens.iter().skip(self.n_known.saturating_sub(start) as usize) {
-            self.sampler.remember(token);
-        }
+        let position = self.catch_up(step);
         let choice = self.sampler.sample(logits, position, scratch)?;
         self.n_known = position + u32::from(self.sampler.draws());
         Ok(choice)
@@ -191,13 +221,13 @@ impl<F: Forward> Executor<F> {
             let row = self.change_table(step)?;
             self.batch.push(step, row);
         }
-        let layout = self.batch.layout();
-        assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
-        let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
-        self.forward.forward(layout, &mut self.logits[..n_logits])?;
+        let drawn = self.compute(plan)?;
         let compute_nanos = nanos(self.now().saturating_sub(copied));
         self.show_hidden(plan)?;
-        let (sampled, failed) = self.sample(plan);
+        let (sampled, failed) = match drawn {
+            Some(tokens) => self.take(plan, &tokens),
+            None => self.sample(plan),
+        };
         Ok(StepResult { sampled, failed, copy_nanos, compute_nanos })
     }
 
@@ -277,6 +307,56 @@ impl<F: Forward> Executor<F> {
             sink.send(&hidden[row * len..]);
         }
         Ok(())
+    }
+
+    /// The forward pass of the batch. Gives the tokens if the device chose them, and else leaves the
+    /// logits.
+    fn compute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Option<u32>>>, DeviceError> {
+        let draws = self.draws(plan);
+        let layout = self.batch.layout();
+        assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
+        if let Some(draws) = draws {
+            let mut tokens = vec![None; draws.len()];
+            self.forward.forward_and_draw(layout, &draws, &mut tokens)?;
+            return Ok(Some(tokens));
+        }
+        let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
+        self.forward.forward(layout, &mut self.logits[..n_logits])?;
+        Ok(None)
+    }
+
+    /// How the device chooses the plan's tokens, if it can choose all of them.
+    fn draws(&mut self, plan: &StepPlan) -> Option<Vec<Draw>> {
+        // A constraint is the host's, and looks at all logits.
+        let is_constrained = |step: &SeqStep| {
+            self.attachments.get(&step.seq).is_some_and(|own| own.constraint.is_some())
+        };
+        if !self.forward.draws() || plan.seqs.iter().any(is_constrained) {
+            return None;
+        }
+        let draw = |step: &SeqStep| {
+            let known = self.seqs.get_mut(&step.seq).expect("a sequence starts before it runs");
+            let position = known.catch_up(step);
+            known.sampler.draw(position)
+        };
+        plan.seqs.iter().filter(|step| step.sample).map(draw).collect()
+    }
+
+    /// The tokens that the device chose, and the sequences for which there was none.
+    fn take(&mut self, plan: &StepPlan, tokens: &[Option<u32>]) -> (Vec<Sampled>, Vec<SeqId>) {
+        let (mut sampled, mut failed) = (Vec::with_capacity(tokens.len()), Vec::new());
+        for (step, &token) in plan.seqs.iter().filter(|step| step.sample).zip(tokens) {
+            let seq = step.seq;
+            let Some(token) = token.map(TokenId) else {
+                tracing::error!(seq = seq.0, "no token can be chosen");
+                failed.push(seq);
+                continue;
+            };
+            let known = self.seqs.get_mut(&seq).expect("the sequence was just computed");
+            known.chosen(step, token);
+            sampled.push(Sampled { seq, token, logprob: None, top: Vec::new() });
+        }
+        (sampled, failed)
     }
 
     /// Chooses a token for each sequence of the plan that asks for one.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use nuthatch_backend::{Backend, BatchLayout, DeviceError};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{BatchLimits, LoadError, Model, ModelFiles, kv_shape};
 use nuthatch_scheduler::Scheduler;
@@ -77,6 +77,21 @@ impl<B: Backend> Forward for LoadedModel<B> {
 
     fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError> {
         self.backend.read(self.model.hidden(), hidden)
+    }
+
+    fn draws(&self) -> bool {
+        self.backend.draws()
+    }
+
+    fn forward_and_draw(
+        &mut self,
+        layout: &BatchLayout,
+        draws: &[Draw],
+        tokens: &mut [Option<u32>],
+    ) -> Result<(), DeviceError> {
+        let vocab = self.model.config().vocab as usize;
+        let logits = self.model.forward(&mut self.store, &self.tables, layout)?;
+        self.backend.draw(logits, vocab, draws, tokens)
     }
 }
 

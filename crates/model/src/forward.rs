@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, PlanShape};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Pass, PlanShape};
 use nuthatch_store::KvStore;
 use nuthatch_types::{KvDtype, KvShape, PageShift};
 
@@ -109,10 +109,14 @@ impl<B: Backend> Model<B> {
         store: &mut KvStore<B>,
         tables: &B::Tables,
         layout: &BatchLayout,
-    ) -> Result<&B::Buf, DeviceError> {
+    ) -> Result<&mut B::Buf, DeviceError> {
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &mut self.plan);
-        let (rows, eps, d) = (layout.n_rows(), self.config.norm_eps, self.config.hidden as usize);
+        let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
+        let (d, f) = (self.config.hidden as usize, self.config.ff as usize);
         b.plan(plan, tables, layout)?;
+        if b.begin_pass(plan, store.device())? == Pass::Queued {
+            return Ok(&mut acts.logits);
+        }
         b.embed(&self.weights.embedding, plan, &mut acts.x)?;
         for layer in &self.weights.layers {
             b.norm(&acts.x, &layer.attn_norm, eps, rows, &mut acts.h)?;
@@ -120,8 +124,8 @@ impl<B: Backend> Model<B> {
             layer.attention.run(b, plan, store, &mut acts.qkv, &mut acts.attended)?;
             b.matmul_add(&layer.out, &acts.attended, rows, &mut acts.x)?;
             b.norm(&acts.x, &layer.ffn_norm, eps, rows, &mut acts.h)?;
-            b.matmul(&layer.gate_up, &acts.h, rows, &mut acts.gate_up)?;
-            b.swiglu(&acts.gate_up, self.config.ff as usize, rows, &mut acts.gated)?;
+            let (gate_up, gated) = (&mut acts.gate_up, &mut acts.gated);
+            b.gated_matmul(&layer.gate_up, &acts.h, f, rows, gate_up, gated)?;
             b.matmul_add(&layer.down, &acts.gated, rows, &mut acts.x)?;
         }
         let outputs = layout.output_rows.len();
@@ -131,7 +135,8 @@ impl<B: Backend> Model<B> {
             b.norm(&acts.last, &self.weights.output_norm, eps, outputs, &mut acts.last_h)?;
             b.matmul(head, &acts.last_h, outputs, &mut acts.logits)?;
         }
-        Ok(&acts.logits)
+        b.end_pass(plan)?;
+        Ok(&mut acts.logits)
     }
 }
 

@@ -5,7 +5,7 @@ use nuthatch_backend::{Backend, HostMatrix};
 use nuthatch_types::LayerIdx;
 
 use crate::LoadError;
-use crate::files::ModelFiles;
+use crate::files::{ModelFiles, TensorView};
 use crate::names::TensorName;
 
 /// All weights.
@@ -89,7 +89,7 @@ impl<B: Backend> Layer<B> {
             },
             out: matrices(b, files, &[Name::O(l)], if config.o_bias { &o_bias } else { &[] })?,
             ffn_norm: vector(b, files, Name::FfnNorm(l))?,
-            gate_up: matrices(b, files, &[Name::Gate(l), Name::Up(l)], &[])?,
+            gate_up: gated(b, files, Name::Gate(l), Name::Up(l))?,
             down: matrices(b, files, &[Name::Down(l)], &[])?,
         })
     }
@@ -112,16 +112,27 @@ fn matrices<B: Backend>(
     assert!(biases.is_empty() || biases.len() == names.len());
     let biases = biases.iter().map(|&name| files.vector(name)).collect::<Result<Vec<_>, _>>()?;
     let views = names.iter().map(|&name| files.tensor(name)).collect::<Result<Vec<_>, _>>()?;
+    let bias = |i: usize| biases.get(i).map(|bias| &bias[..]);
     let parts: Vec<HostMatrix<'_>> = views
         .iter()
         .enumerate()
-        .map(|(i, view)| HostMatrix {
-            dtype: view.dtype,
-            rows: view.shape[0],
-            cols: view.shape[1],
-            bytes: view.bytes,
-            bias: biases.get(i).map(|bias| &bias[..]),
-        })
+        .map(|(i, view)| HostMatrix { bias: bias(i), ..host_matrix(view) })
         .collect();
     Ok(b.load(&parts)?)
+}
+
+/// Loads the two matrices of a gated feed-forward layer.
+fn gated<B: Backend>(
+    b: &B,
+    files: &ModelFiles,
+    gate: TensorName,
+    up: TensorName,
+) -> Result<B::Weight, LoadError> {
+    let (gate, up) = (files.tensor(gate)?, files.tensor(up)?);
+    Ok(b.load_gated(host_matrix(&gate), host_matrix(&up))?)
+}
+
+fn host_matrix<'a>(view: &TensorView<'a>) -> HostMatrix<'a> {
+    let [rows, cols] = [view.shape[0], view.shape[1]];
+    HostMatrix { dtype: view.dtype, rows, cols, bytes: view.bytes, bias: None }
 }

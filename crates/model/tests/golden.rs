@@ -60,8 +60,12 @@ fn cpu(isa: Isa) -> Arc<Cpu> {
 
 /// The first GPU, or none where there is no driver.
 fn gpu(is_exact: bool) -> Option<Arc<Cuda>> {
+    gpu_with(CudaConfig { is_exact, ..CudaConfig::default() })
+}
+
+fn gpu_with(config: CudaConfig) -> Option<Arc<Cuda>> {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    match Cuda::open(0, CudaConfig { cache_dir, is_exact }) {
+    match Cuda::open(0, CudaConfig { cache_dir, ..config }) {
         Ok(cuda) => Some(Arc::new(cuda)),
         Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
             println!("SKIPPED: {error}");
@@ -217,6 +221,17 @@ fn a_gpu_that_rounds_activations_stays_close() {
         let error = error_of(&golden, &logits_of(&gpu, &golden, way));
         assert_within(error, ROUNDED, &format!("{} on {}, rounded", golden.name, gpu.name()));
         cuts_agree(&gpu, &golden);
+    }
+}
+
+#[test]
+fn a_recorded_pass_gives_the_bits_of_one_that_is_queued() {
+    let eager = CudaConfig { is_eager: true, ..CudaConfig::default() };
+    let (Some(eager), Some(recorded)) = (gpu_with(eager), gpu(false)) else { return };
+    for golden in Golden::all() {
+        let way = Way { kv_dtype: KvDtype::F16, cut: 1 };
+        let expected = logits_of(&eager, &golden, way);
+        assert!(logits_of(&recorded, &golden, way) == expected, "{}", golden.name);
     }
 }
 

@@ -1,8 +1,10 @@
 //! Times the CUDA kernels on the shapes of Llama-3-8B, with bytes and operations per second.
 //!
-//!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench [FILE.json]
+//!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! With `step` as a further word it also times whole decode steps, which takes 40 GB of the device.
+//! The words say what: `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`, and `step` for whole
+//! decode steps (of the models that are named, or all), which take up
+//! to 120 GB of the device; `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings pages to the second-level cache early.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
 //! Operands are rotated, so that the second-level cache does not serve them.
@@ -15,7 +17,7 @@ mod step;
 use std::error::Error;
 use std::fmt::Write as _;
 
-use nuthatch_backend::{Backend, HostMatrix, WeightType, quant};
+use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig};
 use nuthatch_types::{Clock, KvDtype, KvShape, SystemClock};
 
@@ -23,67 +25,140 @@ use rig::Rig;
 
 type Outcome = Result<(), Box<dyn Error>>;
 
-const N_HEADS: u32 = 32;
 /// Layers that take turns.
 const N_LAYERS: u32 = 4;
 
 /// What was measured, for people and as JSON.
 #[derive(Default)]
-struct Report(String);
+struct Report {
+    text: String,
+    /// Bytes that the device reads in a second.
+    roof: f64,
+    /// Whether steps are taken apart.
+    has_breakdown: bool,
+}
 
 impl Report {
     fn add(&mut self, name: &str, seconds: f64, bytes: f64, operations: f64) {
         let (us, gbs, tflops) = (seconds * 1e6, bytes / seconds / 1e9, operations / seconds / 1e12);
-        println!("{name:<44} {us:>9.1} us {gbs:>8.0} GB/s {tflops:>7.1} TFLOP/s");
-        let comma = if self.0.is_empty() { "" } else { ",\n" };
+        let share = bytes / seconds / self.roof;
+        println!("{name:<44} {us:>9.1} us {gbs:>6.0} GB/s {share:>6.3} {tflops:>7.1} TFLOP/s");
+        let comma = if self.text.is_empty() { "" } else { ",\n" };
         let _ = write!(
-            self.0,
-            "{comma}  {{\"name\": \"{name}\", \"us\": {us:.2}, \"gb_per_s\": {gbs:.1}, \
-             \"tflop_per_s\": {tflops:.2}}}"
+            self.text,
+            "{comma}  {{\"name\": \"{}\", \"us\": {us:.2}, \"gb_per_s\": {gbs:.1}, \
+             \"of_roof\": {share:.3}, \"tflop_per_s\": {tflops:.2}}}",
+            name.trim_start()
         );
     }
 }
 
 fn main() -> Outcome {
+    let words: Vec<String> = std::env::args().skip(2).collect();
+    let has = |word: &str| words.iter().any(|found| found == word);
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    let cuda = Cuda::open(0, CudaConfig { cache_dir, is_exact: false })?;
-    println!("{}", cuda.name());
-    let mut report = Report::default();
+    let l2_prefetch = if has("l2") { 3 } else { 0 };
+    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager: has("eager") };
+    let cuda = Cuda::open(0, config)?;
+    println!("{} {words:?}", cuda.name());
+    let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };
+    roof(&cuda, &mut report)?;
+    if has("matmul") {
+        matmuls(&cuda, &mut report)?;
+    }
+    if has("decode") {
+        decodes(&cuda, &mut report, has("short"))?;
+    }
+    if has("prefill") {
+        for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
+            prefill(&cuda, &mut report, depth, rows)?;
+        }
+    }
+    if has("draw") {
+        draws(&cuda, &mut report)?;
+    }
+    if has("step") {
+        step::steps(&cuda, &mut report, &words)?;
+    }
+    if let Some(path) = std::env::args().nth(1) {
+        let (device, kernels) = (cuda.name(), report.text);
+        let text = format!(
+            "{{\"device\": \"{device}\", \"words\": {words:?}, \"kernels\": [\n{kernels}\n]}}\n"
+        );
+        std::fs::write(path, text)?;
+    }
+    Ok(())
+}
+
+/// How fast the device reads when it does nothing else.
+fn roof(cuda: &Cuda, report: &mut Report) -> Outcome {
+    const LEN: usize = 1 << 29;
+    let (source, mut out) = (cuda.alloc(LEN)?, cuda.alloc(1)?);
+    let seconds = time(cuda, |_| Ok(cuda.read_all(&source, &mut out)?))?;
+    report.roof = 4.0 * LEN as f64 / seconds;
+    report.add("read 2 GiB", seconds, 4.0 * LEN as f64, 0.0);
+    Ok(())
+}
+
+fn matmuls(cuda: &Cuda, report: &mut Report) -> Outcome {
     for (dtype, n, k) in [
         (WeightType::BF16, 6144, 4096),
         (WeightType::BF16, 4096, 4096),
         (WeightType::BF16, 28672, 4096),
         (WeightType::BF16, 4096, 14336),
         (WeightType::Q8_0, 28672, 4096),
-        (WeightType::Q4_1, 28672, 4096),
         (WeightType::Q4_K, 28672, 4096),
-        (WeightType::Q6_K, 28672, 4096),
-        (WeightType::F16, 28672, 4096),
     ] {
-        matmul(&cuda, &mut report, dtype, (n, k))?;
-    }
-    for (group, d, dtype) in [
-        (4, 128, KvDtype::F16),
-        (4, 128, KvDtype::Bf16),
-        (8, 128, KvDtype::F16),
-        (4, 64, KvDtype::F16),
-    ] {
-        decode(&cuda, &mut report, (group, d, dtype))?;
-    }
-    for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
-        prefill(&cuda, &mut report, depth, rows)?;
-    }
-    if std::env::args().nth(2).as_deref() == Some("step") {
-        step::steps(&cuda, &mut report)?;
-    }
-    if let Some(path) = std::env::args().nth(1) {
-        let device = cuda.name();
-        std::fs::write(
-            path,
-            format!("{{\"device\": \"{device}\", \"kernels\": [\n{}\n]}}\n", report.0),
-        )?;
+        matmul(cuda, report, dtype, (n, k))?;
     }
     Ok(())
+}
+
+/// Choosing tokens of a large vocabulary.
+fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
+    const VOCAB: usize = 128_256;
+    let greedy = Draw {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        uniform: 0.5,
+        moved: Vec::new(),
+    };
+    let plain = Draw { temperature: 0.8, ..greedy.clone() };
+    let top_p = Draw { top_p: 0.95, ..plain.clone() };
+    let top_k = Draw { top_k: 40, ..top_p.clone() };
+    for (name, draw) in
+        [("greedy", greedy), ("plain", plain), ("top-p", top_p), ("top-k, top-p", top_k)]
+    {
+        for rows in [1, 32] {
+            let mut logits = cuda.alloc(rows * VOCAB)?;
+            let values: Vec<f32> = random(rows * VOCAB).iter().map(|x| x * 12.0).collect();
+            cuda.write(&mut logits, &values)?;
+            let (draws, mut tokens) = (vec![draw.clone(); rows], vec![None; rows]);
+            let seconds =
+                time(cuda, |_| Ok(cuda.draw(&mut logits, VOCAB, &draws, &mut tokens)?))?;
+            let bytes = (4 * rows * VOCAB) as f64;
+            report.add(&format!("draw {name}, {rows} rows"), seconds, bytes, 0.0);
+        }
+    }
+    Ok(())
+}
+
+/// Attention of one row of each sequence.
+fn decodes(cuda: &Cuda, report: &mut Report, is_short: bool) -> Outcome {
+    use KvDtype::{Bf16, F16};
+    if is_short {
+        return decode(cuda, report, (32, 8, 128, F16), &[(1, 32768), (1, 131_072), (32, 8192)]);
+    }
+    let all = [(1, 1024), (1, 8192), (1, 32768), (1, 131_072), (8, 8192), (32, 8192), (32, 32768)];
+    let long = [(1, 8192), (1, 32768), (1, 131_072), (32, 8192)];
+    decode(cuda, report, (32, 8, 128, F16), &all)?;
+    decode(cuda, report, (32, 8, 128, Bf16), &long)?;
+    decode(cuda, report, (40, 8, 128, F16), &long)?;
+    decode(cuda, report, (28, 4, 128, F16), &long)?;
+    decode(cuda, report, (32, 32, 128, F16), &[(1, 8192), (1, 32768), (32, 8192)])?;
+    decode(cuda, report, (9, 3, 64, F16), &long)
 }
 
 /// Mean time of one call, of the best of several rounds.
@@ -140,16 +215,21 @@ fn matmul(cuda: &Cuda, report: &mut Report, dtype: WeightType, (n, k): (usize, u
     Ok(())
 }
 
-fn decode(cuda: &Cuda, report: &mut Report, (group, d, dtype): (u32, u32, KvDtype)) -> Outcome {
-    let n_kv_heads = N_HEADS / group;
+fn decode(
+    cuda: &Cuda,
+    report: &mut Report,
+    (n_heads, n_kv_heads, d, dtype): (u32, u32, u32, KvDtype),
+    batches: &[(usize, usize)],
+) -> Outcome {
     let kv = KvShape { n_layers: N_LAYERS, n_kv_heads, head_dim: d, page_len: 16, dtype };
-    for (n_seqs, depth) in [(1, 1024), (1, 8192), (1, 32768), (1, 131_072), (8, 8192), (32, 8192)] {
-        let mut rig = Rig::new(cuda, (kv, N_HEADS), (n_seqs, depth, 1))?;
+    for &(n_seqs, depth) in batches {
+        let mut rig = Rig::new(cuda, (kv, n_heads), (n_seqs, depth, 1))?;
         let parts: Vec<_> = (0..rig.n_seqs).map(|seq| (seq, depth - 1, 1)).collect();
         rig.lay_out(&parts)?;
         let seconds = rig.time(n_seqs)?;
         let bytes = (n_seqs * depth * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
-        let name = format!("decode {dtype} d {d} group {group}, {n_seqs} x {depth}");
+        let group = n_heads / n_kv_heads;
+        let name = format!("decode {dtype} d {d} {n_heads}:{n_kv_heads}, {n_seqs} x {depth}");
         report.add(&name, seconds, bytes, 2.0 * f64::from(group) * bytes);
     }
     Ok(())
@@ -163,12 +243,12 @@ fn prefill(cuda: &Cuda, report: &mut Report, depth: usize, rows: usize) -> Outco
         page_len: 16,
         dtype: KvDtype::F16,
     };
-    let mut rig = Rig::new(cuda, (kv, N_HEADS), (1, depth + rows, rows))?;
+    let mut rig = Rig::new(cuda, (kv, 32), (1, depth + rows, rows))?;
     rig.lay_out(&[(0, depth, rows)])?;
     let seconds = rig.time(rows)?;
     let keys = rows as f64 * (depth as f64 + rows as f64 / 2.0);
     let bytes = ((depth + rows) * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
-    let operations = 4.0 * keys * f64::from(N_HEADS * kv.head_dim);
+    let operations = 4.0 * keys * f64::from(32 * kv.head_dim);
     report.add(&format!("prefill f16 d 128, {rows} at {depth}"), seconds, bytes, operations);
     Ok(())
 }

@@ -19,6 +19,7 @@ pub(crate) struct Rig<'a> {
     pub(crate) plan: <Cuda as Backend>::Plan,
     pub(crate) n_seqs: usize,
     n_heads: u32,
+    plan_shape: PlanShape,
 }
 
 impl<'a> Rig<'a> {
@@ -56,7 +57,7 @@ impl<'a> Rig<'a> {
         }
         let kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
         let plan = cuda.alloc_plan(&plan_shape)?;
-        let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads };
+        let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads, plan_shape };
         let width = (n_heads + 2 * shape.n_kv_heads) as usize * shape.head_dim as usize;
         let mut qkv = cuda.alloc(FILL * width)?;
         cuda.write(&mut qkv, &random(FILL * width))?;
@@ -73,6 +74,12 @@ impl<'a> Rig<'a> {
         Ok(rig)
     }
 
+    /// A plan that knows no batch.
+    pub(crate) fn renew_plan(&mut self) -> Outcome {
+        self.plan = self.cuda.alloc_plan(&self.plan_shape)?;
+        Ok(())
+    }
+
     /// Plans a batch of sequences, first rows and numbers of rows.
     pub(crate) fn lay_out(&mut self, parts: &[(usize, usize, usize)]) -> Outcome {
         let mut layout = BatchLayout { query_start: vec![0], ..BatchLayout::default() };
@@ -82,6 +89,7 @@ impl<'a> Rig<'a> {
             layout.query_start.push(layout.tokens.len() as u32);
             layout.kv_len.push((start + n) as u32);
             layout.table_row.push(seq as u32);
+            layout.output_rows.push(layout.tokens.len() as u32 - 1);
         }
         Ok(self.cuda.plan(&mut self.plan, &self.tables, &layout)?)
     }

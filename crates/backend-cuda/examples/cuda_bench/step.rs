@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use nuthatch_backend::{Backend, HostMatrix, WeightType};
+use nuthatch_backend::{Backend, HostMatrix, Pass, WeightType};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx};
 
@@ -33,6 +33,17 @@ const LLAMA3_8B: Shape = Shape {
     head_dim: 128,
 };
 
+const QWEN25_14B: Shape = Shape {
+    name: "qwen2.5-14b",
+    n_layers: 48,
+    hidden: 5120,
+    ff: 13824,
+    vocab: 152_064,
+    n_heads: 40,
+    n_kv_heads: 8,
+    head_dim: 128,
+};
+
 const SMOLLM2_135M: Shape = Shape {
     name: "smollm2-135m",
     n_layers: 30,
@@ -59,13 +70,20 @@ struct Model {
     table: Weight,
 }
 
-/// Times decode steps of two models at several depths and batches.
-pub(crate) fn steps(cuda: &Cuda, report: &mut Report) -> Outcome {
-    let model = Model::new(cuda, SMOLLM2_135M)?;
-    model.time(cuda, report, &[(1, 1024), (1, 8192)])?;
-    let model = Model::new(cuda, LLAMA3_8B)?;
-    model.time(cuda, report, &[(1, 8192), (1, 32768), (1, 131_072), (8, 8192), (16, 8192)])?;
-    model.time(cuda, report, &[(32, 8192)])
+/// Times decode steps of models at several depths and batches.
+pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
+    let llama = [(1, 8192), (1, 32768), (1, 131_072), (8, 8192), (16, 8192), (32, 8192)];
+    let runs: [(Shape, &[(usize, usize)]); 3] = [
+        (SMOLLM2_135M, &[(1, 1024), (1, 8192)]),
+        (LLAMA3_8B, &llama),
+        (QWEN25_14B, &[(1, 8192), (1, 131_072)]),
+    ];
+    let is_named = |(shape, _): &&(Shape, _)| words.iter().any(|word| word == shape.name);
+    let has_names = runs.iter().any(|run| is_named(&run));
+    for (shape, batches) in runs.iter().filter(|run| !has_names || is_named(run)) {
+        Model::new(cuda, *shape)?.time(cuda, report, batches)?;
+    }
+    Ok(())
 }
 
 impl Model {
@@ -78,15 +96,17 @@ impl Model {
             .flat_map(|x| ((x * 0.03).to_bits() >> 16).to_le_bytes().into_iter().take(2))
             .collect();
         let bytes = some.repeat((largest * 2).div_ceil(some.len()));
-        let matrix = |rows: usize, cols: usize| {
+        let host = |rows: usize, cols: usize| {
             let bytes = &bytes[..rows * cols * 2];
-            cuda.load(&[HostMatrix { dtype: WeightType::BF16, rows, cols, bytes, bias: None }])
+            HostMatrix { dtype: WeightType::BF16, rows, cols, bytes, bias: None }
         };
+        let matrix = |rows: usize, cols: usize| cuda.load(&[host(rows, cols)]);
         let layer = || {
             Ok::<_, Box<dyn Error>>(Layer {
                 qkv: matrix(qkv, shape.hidden)?,
                 out: matrix(shape.hidden, heads)?,
-                gate_up: matrix(2 * shape.ff, shape.hidden)?,
+                gate_up: cuda
+                    .load_gated(host(shape.ff, shape.hidden), host(shape.ff, shape.hidden))?,
                 down: matrix(shape.hidden, shape.ff)?,
             })
         };
@@ -102,43 +122,163 @@ impl Model {
         (2 * (n_layers as usize * layer + vocab * hidden) + tokens * kv.token_bytes()) as f64
     }
 
+    /// Times whole steps; and, if asked to, what a step gains without each of its stages.
     fn time(&self, cuda: &Cuda, report: &mut Report, batches: &[(usize, usize)]) -> Outcome {
-        let Shape { n_layers, hidden, ff, vocab, n_heads, n_kv_heads, head_dim, name } = self.shape;
+        let Shape { n_layers, n_heads, n_kv_heads, head_dim, name, .. } = self.shape;
         let dtype = KvDtype::F16;
         let kv = KvShape { n_layers, n_kv_heads, head_dim, page_len: 16, dtype };
-        let heads = (n_heads * head_dim) as usize;
-        let qkv_width = ((n_heads + 2 * n_kv_heads) * head_dim) as usize;
         for &(n, depth) in batches {
             let mut rig = Rig::new(cuda, (kv, n_heads), (n, depth, 1))?;
             let parts: Vec<_> = (0..n).map(|seq| (seq, depth - 1, 1)).collect();
-            rig.lay_out(&parts)?;
-            let (mut x, mut h) = (cuda.alloc(n * hidden)?, cuda.alloc(n * hidden)?);
-            let mut norm = cuda.alloc(hidden)?;
-            cuda.write(&mut norm, &vec![1.0; hidden])?;
-            let (mut qkv, mut attended) = (cuda.alloc(n * qkv_width)?, cuda.alloc(n * heads)?);
-            let (mut gate_up, mut gated) = (cuda.alloc(n * 2 * ff)?, cuda.alloc(n * ff)?);
-            let mut logits = cuda.alloc(n * vocab)?;
-            let spec = spec(n_heads, head_dim);
-            let seconds = time(cuda, |_| {
-                cuda.embed(&self.table, &rig.plan, &mut x)?;
-                for (i, layer) in self.layers.iter().enumerate() {
-                    let at = LayerIdx(i as u32);
-                    cuda.norm(&x, &norm, 1e-5, n, &mut h)?;
-                    cuda.matmul(&layer.qkv, &h, n, &mut qkv)?;
-                    cuda.rope_append(&rig.plan, at, &spec, &mut qkv, &mut rig.kv)?;
-                    cuda.attend(&rig.plan, at, &spec, &qkv, &rig.kv, &mut attended)?;
-                    cuda.matmul_add(&layer.out, &attended, n, &mut x)?;
-                    cuda.norm(&x, &norm, 1e-5, n, &mut h)?;
-                    cuda.matmul(&layer.gate_up, &h, n, &mut gate_up)?;
-                    cuda.swiglu(&gate_up, ff, n, &mut gated)?;
-                    cuda.matmul_add(&layer.down, &gated, n, &mut x)?;
-                }
-                cuda.norm(&x, &norm, 1e-5, n, &mut h)?;
-                Ok(cuda.matmul(&self.table, &h, n, &mut logits)?)
-            })?;
+            let mut acts = Acts::new(cuda, &self.shape, n)?;
+            let mut time_without = |without: Option<Stage>| {
+                // What was recorded has all stages.
+                rig.renew_plan()?;
+                time(cuda, |_| {
+                    rig.lay_out(&parts)?;
+                    if cuda.begin_pass(&mut rig.plan, &rig.kv)? == Pass::Needed {
+                        self.pass(cuda, &mut rig, &mut acts, without)?;
+                        cuda.end_pass(&mut rig.plan)?;
+                    }
+                    Ok(())
+                })
+            };
+            let seconds = time_without(None)?;
             let bytes = self.bytes(&kv, n * depth);
             report.add(&format!("step {name}, {n} x {depth}"), seconds, bytes, 0.0);
+            for stage in if report.has_breakdown { &Stage::ALL[..] } else { &[] } {
+                let gain = seconds - time_without(Some(*stage))?;
+                let name = format!("  {stage:?} of {name}, {n} x {depth}");
+                report.add(&name, gain, self.stage_bytes(*stage, &kv, n * depth), 0.0);
+            }
         }
         Ok(())
+    }
+
+    /// Bytes that a stage must read in one step.
+    fn stage_bytes(&self, stage: Stage, kv: &KvShape, tokens: usize) -> f64 {
+        let Shape { hidden, ff, vocab, n_heads, n_kv_heads, head_dim, n_layers, .. } = self.shape;
+        let heads = |n: u32| (n * head_dim) as usize;
+        let layer = match stage {
+            Stage::Norms | Stage::Rope => 0,
+            Stage::Qkv => hidden * heads(n_heads + 2 * n_kv_heads),
+            Stage::Attention => return (tokens * kv.token_bytes()) as f64,
+            Stage::Out => hidden * heads(n_heads),
+            Stage::GateUp => 2 * hidden * ff,
+            Stage::Down => hidden * ff,
+            Stage::Head => return (2 * vocab * hidden) as f64,
+        };
+        (2 * n_layers as usize * layer) as f64
+    }
+
+    /// The operations of the forward pass.
+    fn pass(
+        &self,
+        cuda: &Cuda,
+        rig: &mut Rig<'_>,
+        acts: &mut Acts,
+        without: Option<Stage>,
+    ) -> Outcome {
+        let Shape { hidden, ff, n_heads, head_dim, .. } = self.shape;
+        let spec = spec(n_heads, head_dim);
+        let Acts { n, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
+        let (n, has) = (*n, |stage: Stage| without != Some(stage));
+        cuda.embed(&self.table, &rig.plan, x)?;
+        for (i, layer) in self.layers.iter().enumerate() {
+            let at = LayerIdx(i as u32);
+            if has(Stage::Norms) {
+                cuda.norm(x, norm, 1e-5, n, h)?;
+            }
+            if has(Stage::Qkv) {
+                cuda.matmul(&layer.qkv, h, n, qkv)?;
+            }
+            if has(Stage::Rope) {
+                cuda.rope_append(&rig.plan, at, &spec, qkv, &mut rig.kv)?;
+            }
+            if has(Stage::Attention) {
+                cuda.attend(&rig.plan, at, &spec, qkv, &rig.kv, attended)?;
+            }
+            if has(Stage::Out) {
+                cuda.matmul_add(&layer.out, attended, n, x)?;
+            }
+            if has(Stage::Norms) {
+                cuda.norm(x, norm, 1e-5, n, h)?;
+            }
+            if has(Stage::GateUp) {
+                cuda.gated_matmul(&layer.gate_up, h, ff, n, gate_up, gated)?;
+            }
+            if has(Stage::Down) {
+                cuda.matmul_add(&layer.down, gated, n, x)?;
+            }
+        }
+        if has(Stage::Head) {
+            cuda.gather_rows(&rig.plan, x, hidden, last)?;
+            cuda.norm(last, norm, 1e-5, n, h)?;
+            cuda.matmul(&self.table, h, n, logits)?;
+        }
+        Ok(())
+    }
+}
+
+/// A part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Norms,
+    Qkv,
+    Rope,
+    Attention,
+    Out,
+    GateUp,
+    Down,
+    Head,
+}
+
+impl Stage {
+    const ALL: [Stage; 8] = [
+        Stage::Norms,
+        Stage::Qkv,
+        Stage::Rope,
+        Stage::Attention,
+        Stage::Out,
+        Stage::GateUp,
+        Stage::Down,
+        Stage::Head,
+    ];
+}
+
+type Buf = <Cuda as Backend>::Buf;
+
+/// The buffers of a step of `n` rows.
+struct Acts {
+    n: usize,
+    norm: Buf,
+    x: Buf,
+    h: Buf,
+    qkv: Buf,
+    attended: Buf,
+    gate_up: Buf,
+    gated: Buf,
+    last: Buf,
+    logits: Buf,
+}
+
+impl Acts {
+    fn new(cuda: &Cuda, shape: &Shape, n: usize) -> Result<Self, Box<dyn Error>> {
+        let &Shape { hidden, ff, vocab, n_heads, n_kv_heads, head_dim, .. } = shape;
+        let heads = |n: u32| (n * head_dim) as usize;
+        let mut norm = cuda.alloc(hidden)?;
+        cuda.write(&mut norm, &vec![1.0; hidden])?;
+        Ok(Acts {
+            n,
+            norm,
+            x: cuda.alloc(n * hidden)?,
+            h: cuda.alloc(n * hidden)?,
+            qkv: cuda.alloc(n * heads(n_heads + 2 * n_kv_heads))?,
+            attended: cuda.alloc(n * heads(n_heads))?,
+            gate_up: cuda.alloc(n * 2 * ff)?,
+            gated: cuda.alloc(n * ff)?,
+            last: cuda.alloc(n * hidden)?,
+            logits: cuda.alloc(n * vocab)?,
+        })
     }
 }

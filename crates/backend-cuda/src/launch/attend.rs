@@ -1,4 +1,4 @@
-//! `attend.cu` and `attend_f32.cu`: attention over pages.
+//! `attend_split.cu`, `attend_tile.cu` and `attend_f32.cu`: attention over pages.
 
 use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
@@ -11,30 +11,40 @@ use crate::kv::{CudaKv, PAGE_LEN, PageShape};
 use crate::plan::CudaPlan;
 
 params! {
-    /// Mirrors `Task`: the lines (pairs of a token and a query head) of one block, and its chunks.
+    /// Mirrors `Task`: the lines (pairs of a token and a query head) of one block.
     Task {
         /// Of the batch.
         first_row: u32,
         first_line: u32,
         n_lines: u32,
         /// Of the sequence's first row.
-        position: u32,
+        place: u32,
         table_row: u32,
-        first_chunk: u32,
-        end_chunk: u32,
-        /// Where the result of a split's first chunk goes.
+        padding: [u32; 3],
+    }
+}
+
+params! {
+    /// Mirrors `Split`: a row that is alone in its sequence.
+    Split {
+        /// Of the batch.
+        row: u32,
+        n_keys: u32,
+        table_row: u32,
+        /// Where the result of its first chunk goes.
         partial: u32,
     }
 }
 
 params! {
-    /// Mirrors `Merge`: the partial results of one row.
-    Merge {
-        /// Of the batch.
-        row: u32,
+    /// Mirrors `Part`: one chunk of a split.
+    Part {
+        /// Row of the batch, and the chunk from bit 16 on.
+        row_chunk: u32,
+        n_keys: u32,
+        table_row: u32,
+        /// Where its result goes.
         partial: u32,
-        n_partials: u32,
-        padding: u32,
     }
 }
 
@@ -48,14 +58,18 @@ params! {
         partials: Address,
         sums: Address,
         tasks: Address,
+        n_tasks: Address,
         tables: Address,
         head_bytes: u64,
+        q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
         group: u32,
         window: u32,
-        scale: f32,
+        prefetch: u32,
+        cuts: Cuts,
         padding: u32,
+        scale: f32,
     }
 }
 
@@ -64,11 +78,15 @@ params! {
     MergeParams {
         partials: Address,
         sums: Address,
-        merges: Address,
+        splits: Address,
         out: Address,
         rounded: Address,
+        n_taken: Address,
         n_kv_heads: u32,
         group: u32,
+        window: u32,
+        columns: u32,
+        cuts: Cuts,
     }
 }
 
@@ -79,37 +97,70 @@ params! {
         layer: Address,
         out: Address,
         rounded: Address,
-        positions: Address,
+        places: Address,
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
+        q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
         group: u32,
         window: u32,
         scale: f32,
-        padding: u32,
     }
 }
 
-/// Keys that one partial softmax covers; `CHUNK` of `attend.cu`.
-pub(crate) const CHUNK: usize = 256;
+/// Keys of a chunk at the beginning of a sequence, further on, and then.
+pub(crate) const SMALL_CHUNK: usize = 64;
+pub(crate) const MIDDLE_CHUNK: usize = 128;
+pub(crate) const LARGE_CHUNK: usize = 256;
+
+params! {
+    /// Mirrors `Cuts`: where chunks get longer. Each chunk gives one partial softmax, so bits depend
+    /// on them: they are the same for all batches of a model.
+    Cuts {
+        small_end: u32,
+        middle_end: u32,
+    }
+}
+
+impl Cuts {
+    /// Short sequences of models with few KV heads would leave the device empty with longer chunks;
+    /// every chunk costs a partial result. Chosen by a few runs on one H200.
+    pub(crate) fn of(n_kv_heads: u32) -> Self {
+        let (small_end, middle_end) = if n_kv_heads <= 4 { (8192, 32768) } else { (2048, 16384) };
+        Cuts { small_end, middle_end }
+    }
+
+    /// Chunks before each end, and of a sequence; as `chunk_of` of `attend.cuh` counts them.
+    pub(crate) fn n_chunks(self, n_keys: usize) -> [usize; 3] {
+        let small = n_keys.min(self.small_end as usize);
+        let middle = n_keys.min(self.middle_end as usize);
+        let n_small = small.div_ceil(SMALL_CHUNK);
+        let n_middle = n_small + (middle - small).div_ceil(MIDDLE_CHUNK);
+        [n_small, n_middle, n_middle + (n_keys - middle).div_ceil(LARGE_CHUNK)]
+    }
+}
+
 /// Lines of one warp.
-pub(crate) const WARP_LINES: usize = 16;
-/// Warps of a block; `TEAM` of `attend.cu`.
-const WARPS: usize = 4;
+const WARP_LINES: usize = 16;
+/// Warps of a block of `attend_tile`; `TEAM` there.
+const TEAM: usize = 4;
 /// Lines of a block of `attend_tile`.
-pub(crate) const TILE_LINES: usize = WARP_LINES * WARPS;
+pub(crate) const TILE_LINES: usize = WARP_LINES * TEAM;
+/// Steps in a block's shared memory of `attend_tile`.
+pub(crate) const TILE_STAGES: usize = 2;
 /// Threads of a block of `merge`.
 const MERGE_THREADS: u32 = 128;
-/// Keys of one step; `STEP` of `attend.cu`.
+/// Keys of one step; `STEP` of `attend.cuh`.
 const STEP: usize = 32;
-/// Chunks of one batch of `merge`; `BATCH` of `attend.cu`.
-const BATCH: usize = 32;
+/// Floats of one batch of `merge`; `BATCH_FLOATS` of `attend_split.cu`.
+const BATCH_FLOATS: usize = 4096;
 
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
     pub(crate) rope: Kernel,
+    pub(crate) shift: Kernel,
     pub(crate) attend: Attend,
 }
 
@@ -119,8 +170,8 @@ pub(crate) enum Attend {
     F32(Kernel),
     /// Tensor cores.
     Mma {
-        /// One token, some chunks.
-        split: Kernel,
+        /// Rows alone in their sequences, chunk by chunk; for groups that one of them takes.
+        splits: [(SplitShape, Kernel); 2],
         /// Many lines, all chunks.
         tile: Kernel,
         /// Brings the splits together.
@@ -128,35 +179,69 @@ pub(crate) enum Attend {
     },
 }
 
-/// How the warps of a block share a task.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Team {
-    /// Sets of sixteen lines: one for each warp, or one for all.
-    line_sets: usize,
-    /// Steps in shared memory.
-    pub(crate) stages: usize,
-    /// Bytes in which the warps give each other scores.
-    scores: usize,
+/// Bytes of the pages of one step.
+fn step_bytes(page: PageShape) -> usize {
+    STEP / PAGE_LEN * page.bytes()
 }
 
-/// The team of `attend_split`.
-pub(crate) const SPLIT: Team = Team { line_sets: 1, stages: 3, scores: 2 * WARPS * 512 };
-/// The team of `attend_tile`.
-pub(crate) const TILE: Team = Team { line_sets: WARPS, stages: 2, scores: 0 };
+/// Bytes of the queries of a warp of eight or sixteen lines; `Q_BYTES` of `attend.cuh`.
+fn query_bytes(page: PageShape, lines: usize) -> usize {
+    let parts: usize = if page.dtype == KvDtype::F16 { 2 } else { 3 };
+    let sets = if lines == 8 { parts.div_ceil(2) } else { parts };
+    page.width() / 16 * sets * 512
+}
 
-impl Team {
-    /// Dynamic shared memory of a block: pages, queries, scores, barriers.
-    pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
-        let parts = if page.dtype == KvDtype::F16 { 2 } else { 3 };
-        let queries = page.width() / 16 * parts * 512;
-        let pages = self.stages * (STEP / PAGE_LEN) * page.bytes();
-        pages + self.line_sets * queries + self.scores + 64
-    }
+/// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
+pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
+    TILE_STAGES * step_bytes(page) + TEAM * query_bytes(page, WARP_LINES) + 64
 }
 
 /// Dynamic shared memory of a block of `merge`.
-pub(crate) fn merge_shared_bytes(page: PageShape) -> usize {
-    2 * BATCH * page.width() * 4
+pub(crate) const MERGE_SHARED_BYTES: usize = 2 * BATCH_FLOATS * 4;
+
+/// A block of `attend_split`: warps that each have a ring of steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SplitShape {
+    /// Lines of a warp: eight or sixteen.
+    pub(crate) lines: usize,
+    pub(crate) warps: usize,
+    pub(crate) stages: usize,
+}
+
+impl SplitShape {
+    /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
+    const ALL: [(usize, usize); 9] =
+        [(12, 3), (8, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
+
+    /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
+    /// smallest if none does.
+    pub(crate) fn fitting(page: PageShape, shared_bytes_max: usize) -> [Self; 2] {
+        [8, 16].map(|lines| {
+            let mut shapes =
+                Self::ALL.map(|(warps, stages)| SplitShape { lines, warps, stages }).into_iter();
+            let fits = |shape: &Self| shape.shared_bytes(page) <= shared_bytes_max;
+            shapes.find(fits).unwrap_or(SplitShape { lines, warps: 1, stages: 2 })
+        })
+    }
+
+    /// The kernel's name.
+    pub(crate) fn name(self) -> &'static str {
+        if self.lines == 8 { "attend_split_8" } else { "attend_split_16" }
+    }
+
+    /// The kernel, for the compiler.
+    pub(crate) fn entry(self, page: PageShape) -> String {
+        let SplitShape { lines, warps, stages } = self;
+        let (name, shared) = (self.name(), self.shared_bytes(page));
+        format!("SPLIT({name}, {}, {warps}, {stages}, {shared})", lines / 8)
+    }
+
+    /// Dynamic shared memory of a block: keys or values of pages, queries, tasks and barriers of each
+    /// warp.
+    pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
+        let ring = self.stages * step_bytes(page) / 2;
+        self.warps * (ring + query_bytes(page, self.lines) + 4 * 32 + 64)
+    }
 }
 
 /// One layer's attention.
@@ -167,6 +252,8 @@ pub(crate) struct Attention<'a> {
     pub(crate) spec: &'a AttnSpec<'a, Cuda>,
     pub(crate) qkv: &'a CudaBuf,
     pub(crate) kv: &'a CudaKv,
+    /// Steps that splits bring to the second-level cache ahead of their use, or 0.
+    pub(crate) prefetch: u32,
 }
 
 impl Attention<'_> {
@@ -174,20 +261,36 @@ impl Attention<'_> {
     pub(crate) fn run(&self, out: &mut CudaBuf) -> Result<(), DeviceError> {
         let (plan, kv) = (self.plan, self.kv);
         let (d, n_heads) = (kv.page.head_dim as usize, self.spec.n_heads);
-        let all_heads = (n_heads + 2 * kv.shape.n_kv_heads) as usize;
-        assert!(plan.n_rows() * all_heads * d <= self.qkv.len, "the rows are in qkv");
+        assert!(plan.n_rows() * self.q_stride() <= self.qkv.len, "the rows are in qkv");
         assert!(plan.n_rows() * n_heads as usize * d <= out.len, "the rows fit out");
         assert!(plan.page == kv.page, "the plan is for this arena");
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels.attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
-            Attend::Mma { split, tile, merge } => {
-                self.attend(split, plan.splits(), out)?;
-                self.attend(tile, plan.tiles(), out)?;
-                self.merge(merge, out)
+            Attend::Mma { splits: [small, large], tile, merge } => {
+                let (splits, n_splits) = plan.splits();
+                if n_splits > 0 {
+                    let (shape, kernel) = if self.group() <= 8 { small } else { large };
+                    let grid = (self.device.n_multiprocessors(), 1);
+                    let threads = count(32 * shape.warps);
+                    self.attend(kernel, plan.split_parts(), (grid, threads), out)?;
+                    self.merge(merge, (splits, n_splits), out)?;
+                }
+                let (tiles, n_tiles) = plan.tiles();
+                if n_tiles > 0 {
+                    let grid = (n_tiles, kv.shape.n_kv_heads);
+                    self.attend(tile, tiles, (grid, count(32 * TEAM)), out)?;
+                }
+                Ok(())
             }
         }
+    }
+
+    /// Floats of a row of q, and of k and v if the layer owns them.
+    fn q_stride(&self) -> usize {
+        let n_kv_heads = if self.spec.owns_kv { self.kv.shape.n_kv_heads } else { 0 };
+        (self.spec.n_heads + 2 * n_kv_heads) as usize * self.kv.page.head_dim as usize
     }
 
     fn group(&self) -> u32 {
@@ -207,12 +310,10 @@ impl Attention<'_> {
     fn attend(
         &self,
         kernel: &Kernel,
-        (tasks, n_tasks): (Address, u32),
+        tasks: Address,
+        (grid, threads): ((u32, u32), u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        if n_tasks == 0 {
-            return Ok(());
-        }
         let params = AttendParams {
             qkv: self.qkv.floats.address(),
             layer: self.kv.layer_address(self.layer.0),
@@ -221,16 +322,19 @@ impl Attention<'_> {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
             tasks,
+            n_tasks: self.plan.n_split_parts(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            scale: self.scale(),
+            prefetch: self.prefetch,
+            cuts: self.plan.cuts(),
             padding: 0,
+            scale: self.scale(),
         };
-        let (grid, threads) = ((n_tasks, params.n_kv_heads), count(32 * WARPS));
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: tasks are rows of the batch, asserted to be in qkv and out; partial results have
         // their places in the plan, counted when the tasks were made; slots come from the plan's
@@ -241,25 +345,39 @@ impl Attention<'_> {
     }
 
     /// Brings the splits of each row together.
-    fn merge(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
-        let (merges, n_merges) = self.plan.merges();
-        if n_merges == 0 {
-            return Ok(());
-        }
+    fn merge(
+        &self,
+        kernel: &Kernel,
+        (splits, n_splits): (Address, u32),
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        // Heads are cut only where there are too few of them to fill the device.
+        let blocks = n_splits * self.spec.n_heads;
+        let columns = if blocks < 2 * self.device.n_multiprocessors() { 32 } else { 128 };
+        let pieces = count(self.kv.page.width()).div_ceil(columns);
         let params = MergeParams {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
-            merges,
+            splits,
             out: out.floats.address(),
             rounded: out.rounded.address(),
+            n_taken: self.plan.n_split_parts() + 4,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
+            window: self.window(),
+            columns,
+            cuts: self.plan.cuts(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
-        // SAFETY: merges are rows of the batch, asserted to fit out, and partial results that the
+        // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
         // splits have written.
         unsafe {
-            self.device.launch(kernel, (n_merges, self.spec.n_heads), MERGE_THREADS, &params)
+            self.device.launch(
+                kernel,
+                (n_splits, self.spec.n_heads * pieces),
+                MERGE_THREADS,
+                &params,
+            )
         }
     }
 
@@ -269,16 +387,16 @@ impl Attention<'_> {
             layer: self.kv.layer_address(self.layer.0),
             out: out.floats.address(),
             rounded: out.rounded.address(),
-            positions: self.plan.positions(),
+            places: self.plan.places(),
             table_rows: self.plan.table_rows(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
             scale: self.scale(),
-            padding: 0,
         };
         let grid = (count(self.plan.n_rows()), self.spec.n_heads);
         #[expect(unsafe_code, reason = "a kernel")]
@@ -293,13 +411,37 @@ impl Attention<'_> {
 mod tests {
     use super::*;
 
+    const HOPPER: usize = 227 * 1024;
+    const SMALLEST: usize = 99 * 1024;
+
     #[test]
-    fn shared_memory_of_usual_heads_fits_a_hopper() {
+    fn shared_memory_of_usual_heads_fits() {
         for (dtype, head_dim) in
             [(KvDtype::F16, 64), (KvDtype::F16, 128), (KvDtype::Bf16, 128), (KvDtype::Bf16, 256)]
         {
-            let bytes = TILE.shared_bytes(PageShape { dtype, head_dim });
-            assert!(bytes <= 227 * 1024, "{dtype} {head_dim}: {bytes}");
+            let page = PageShape { dtype, head_dim };
+            assert!(tile_shared_bytes(page) <= HOPPER, "{dtype} {head_dim}");
+            for limit in [HOPPER, SMALLEST] {
+                for shape in SplitShape::fitting(page, limit) {
+                    assert!(shape.shared_bytes(page) <= limit, "{dtype} {head_dim}: {shape:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_are_counted_as_they_are_cut() {
+        for cuts in [Cuts::of(8), Cuts::of(3), Cuts { small_end: 256, middle_end: 256 }] {
+            let (small, middle) = (cuts.small_end as usize, cuts.middle_end as usize);
+            let mut starts: Vec<usize> = (0..small).step_by(SMALL_CHUNK).collect();
+            starts.extend((small..middle).step_by(MIDDLE_CHUNK));
+            starts.extend((middle..40_000).step_by(LARGE_CHUNK));
+            for n_keys in (0..40_000).step_by(7) {
+                let before =
+                    |end: usize| starts.iter().filter(|&&start| start < n_keys.min(end)).count();
+                let expected = [before(small), before(middle), before(usize::MAX)];
+                assert_eq!(cuts.n_chunks(n_keys), expected, "{n_keys} keys");
+            }
         }
     }
 }

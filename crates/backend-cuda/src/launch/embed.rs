@@ -42,7 +42,7 @@ pub(crate) fn embed(
     let [part] = &table.parts[..] else { panic!("an embedding is one matrix") };
     let d = table.cols;
     assert!(plan.n_rows() * d <= out.len, "the batch's rows fit out");
-    assert!(plan.n_tokens_known() <= table.rows, "tokens of the table");
+    plan.check_tokens(table.rows);
     out.set_stale();
     let grid = (count(plan.n_rows()), 1);
     let (tokens, target) = (plan.tokens(), out.floats.address());

@@ -14,6 +14,7 @@ params! {
         bias: Address,
         x: Address,
         out: Address,
+        rounded: Address,
         rows: u32,
         cells: u32,
         n_x: u32,
@@ -21,7 +22,7 @@ params! {
         out_stride: u32,
         out_first: u32,
         is_added: u32,
-        padding: u32,
+        is_gated: u32,
     }
 }
 
@@ -168,6 +169,27 @@ pub(crate) fn matmul_apart(
     launch(device, kernels, &params)
 }
 
+/// One gated weight times rows of activations: the activation of its halves.
+pub(crate) fn matmul_gated(
+    device: &Device,
+    (part, kernels): (&Part, &WeightKernels),
+    x: Rows,
+    out: &mut CudaBuf,
+) -> Result<(), DeviceError> {
+    let f = part.rows / 2;
+    assert!(x.n * f <= out.len, "the rows fit out");
+    out.set_fresh(x.n * f);
+    let params = MatmulParams {
+        bias: part.bias.as_ref().map_or(0, Memory::address),
+        out: out.floats.address(),
+        rounded: out.rounded.address(),
+        out_stride: count(f),
+        is_gated: 1,
+        ..params_of(part, x)
+    };
+    launch(device, kernels, &params)
+}
+
 fn params_of(part: &Part, x: Rows) -> MatmulParams {
     assert_eq!(x.stride, part.cols.next_multiple_of(64), "rows of the weight's width");
     MatmulParams {
@@ -175,6 +197,7 @@ fn params_of(part: &Part, x: Rows) -> MatmulParams {
         bias: 0,
         x: x.address,
         out: 0,
+        rounded: 0,
         rows: count(part.rows),
         cells: count(part.cols.div_ceil(64)),
         n_x: count(x.n),
@@ -182,7 +205,7 @@ fn params_of(part: &Part, x: Rows) -> MatmulParams {
         out_stride: count(part.rows),
         out_first: 0,
         is_added: 0,
-        padding: 0,
+        is_gated: 0,
     }
 }
 

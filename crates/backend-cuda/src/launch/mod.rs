@@ -3,13 +3,16 @@
 
 pub(crate) mod attend;
 pub(crate) mod copy;
+pub(crate) mod draw;
 pub(crate) mod embed;
 pub(crate) mod gather;
 pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod pack;
+pub(crate) mod roof;
 pub(crate) mod rope;
 pub(crate) mod round;
+pub(crate) mod shift;
 pub(crate) mod swiglu;
 
 /// Declares the parameters of a kernel: plain data of the same layout on both sides.

@@ -18,7 +18,10 @@ params! {
     }
 }
 
-const THREADS: u32 = 256;
+/// Threads of a block: enough for four elements each, in whole warps.
+fn threads(d: usize) -> u32 {
+    count(d.div_ceil(4).next_multiple_of(32)).min(1024)
+}
 
 /// `out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight` for `rows` rows.
 pub(crate) fn norm(
@@ -46,6 +49,6 @@ pub(crate) fn norm(
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: block `t` touches row `t` of x and out, which were asserted to be there.
     unsafe {
-        device.launch(kernel, (count(rows), 1), THREADS, &params)
+        device.launch(kernel, (count(rows), 1), threads(d), &params)
     }
 }

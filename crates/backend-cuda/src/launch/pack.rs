@@ -15,6 +15,8 @@ params! {
         cols: u32,
         cells: u32,
         tiles: u32,
+        half: u32,
+        padding: u32,
     }
 }
 
@@ -26,6 +28,8 @@ pub(crate) struct FileMatrix<'a> {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) row_bytes: usize,
+    /// Whether the two halves of the rows are interleaved, eight by eight.
+    pub(crate) is_gated: bool,
 }
 
 /// Packs a matrix into cells of `cell_bytes`.
@@ -38,6 +42,7 @@ pub(crate) fn pack(
 ) -> Result<(), DeviceError> {
     let (cells, tiles) = (matrix.cols.div_ceil(64), matrix.rows.div_ceil(16));
     assert!(matrix.rows * matrix.row_bytes <= matrix.bytes.bytes(), "the rows are there");
+    assert!(!matrix.is_gated || matrix.rows.is_multiple_of(16), "halves of whole eights");
     assert!(tiles * cells * cell_bytes <= packed.bytes(), "the cells fit");
     let params = PackParams {
         file: matrix.bytes.address(),
@@ -47,6 +52,8 @@ pub(crate) fn pack(
         cols: count(matrix.cols),
         cells: count(cells),
         tiles: count(tiles),
+        half: if matrix.is_gated { count(matrix.rows / 2) } else { 0 },
+        padding: 0,
     };
     let blocks = count((tiles * cells * 32).div_ceil(THREADS));
     #[expect(unsafe_code, reason = "a kernel")]

@@ -31,7 +31,7 @@ params! {
         q_norm: Address,
         k_norm: Address,
         angles: Address,
-        positions: Address,
+        places: Address,
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
@@ -83,12 +83,10 @@ pub(crate) fn rope_append(
     qkv: &mut CudaBuf,
     kv: &mut CudaKv,
 ) -> Result<(), DeviceError> {
-    if !spec.owns_kv {
-        let fault = "layers that share keys and values have no kernel on this device yet";
-        return Err(DeviceError::Fault(fault.to_owned()));
-    }
     let d = kv.page.head_dim as usize;
-    let heads = (spec.n_heads + 2 * kv.shape.n_kv_heads) as usize;
+    // A layer that owns no keys and values has rows of queries only.
+    let n_kv_heads = if spec.owns_kv { kv.shape.n_kv_heads } else { 0 };
+    let heads = (spec.n_heads + 2 * n_kv_heads) as usize;
     assert!(plan.n_rows() * heads * d <= qkv.len, "the batch's rows are in qkv");
     assert!(plan.page == kv.page, "the plan is for this arena");
     assert!(plan.shape.rope.inv_freq.len() * 2 <= d, "no more is rotated than there is");
@@ -100,13 +98,13 @@ pub(crate) fn rope_append(
         q_norm: norms.map_or(0, |(q, _)| q.floats.address()),
         k_norm: norms.map_or(0, |(_, k)| k.floats.address()),
         angles: plan.angles.address(),
-        positions: plan.positions(),
+        places: plan.places(),
         table_rows: plan.table_rows(),
         tables: plan.tables,
         head_bytes: kv.head_bytes(),
         rows: count(plan.n_rows()),
         n_heads: spec.n_heads,
-        n_kv_heads: kv.shape.n_kv_heads,
+        n_kv_heads,
         table_len: plan.table_len,
         half: count(plan.shape.rope.inv_freq.len()),
         is_halves: u32::from(plan.shape.rope.style == RopeStyle::Halves),

@@ -18,6 +18,7 @@ mod attend;
 mod attend_bits;
 mod compare;
 mod copy;
+mod draw;
 mod embed;
 mod inputs;
 mod kept;
@@ -43,6 +44,7 @@ pub use attend_bits::{
 pub use copy::{
     buffers_match, copy_pages_matches, copy_tiers_match, host_slots_agree, layers_match,
 };
+pub use draw::draw_matches;
 pub use embed::embed_matches;
 pub use kept::{attend_freed_agrees, attend_places_are_not_positions};
 pub use matmul::{load_refuses_wrong_sizes, matmul_matches, matmul_stacks_match};
@@ -52,7 +54,7 @@ pub use rope::{rope_matches, rope_rows_agree};
 pub use rows::gather_rows_matches;
 pub use shared::shared_layers_agree;
 pub use shift::shift_pages_matches;
-pub use swiglu::{swiglu_matches, swiglu_rows_agree};
+pub use swiglu::{gated_matmul_agrees, swiglu_matches, swiglu_rows_agree};
 
 /// One check: it returns if the device conforms, and panics if not.
 pub type Check<B> = fn(&B);
@@ -71,6 +73,8 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("matmul_matches", matmul_matches::<B>),
         ("matmul_stacks_match", matmul_stacks_match::<B>),
         ("matmul_rows_agree", matmul_rows_agree::<B>),
+        ("gated_matmul_agrees", gated_matmul_agrees::<B>),
+        ("draw_matches", draw_matches::<B>),
         ("rope_matches", rope_matches::<B>),
         ("rope_rows_agree", rope_rows_agree::<B>),
         ("copy_pages_matches", copy_pages_matches::<B>),

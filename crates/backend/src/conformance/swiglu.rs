@@ -1,9 +1,9 @@
 //! `swiglu`: the gated activation between the two products of the feed-forward layer.
 
-use crate::Backend;
+use crate::{Backend, HostMatrix, WeightType};
 
 use super::compare::{ROUNDING, TINY, Truth, download, same_bits, unwritten, upload};
-use super::inputs::Random;
+use super::inputs::{Matrix, Random};
 
 fn run<B: Backend>(b: &B, gate_up: &[f32], f: usize) -> Vec<f32> {
     let rows = gate_up.len() / (2 * f);
@@ -41,6 +41,37 @@ pub fn swiglu_matches<B: Backend>(b: &B) {
             }
         }
         truth.check(&run(b, &x, f), &|| format!("swiglu of {rows} rows of {f}"));
+    }
+}
+
+fn host_matrix<'a>(matrix: &'a Matrix, bias: Option<&'a [f32]>) -> HostMatrix<'a> {
+    let &Matrix { dtype, rows, cols, ref bytes } = matrix;
+    HostMatrix { dtype, rows, cols, bytes, bias }
+}
+
+/// The product and the activation together have the bits of both, one after the other.
+pub fn gated_matmul_agrees<B: Backend>(b: &B) {
+    let mut random = Random::new(32);
+    for dtype in [WeightType::F32, WeightType::F16, WeightType::BF16, WeightType::Q4_K] {
+        for (f, cols) in [(5, 256), (24, 256), (136, 512)] {
+            let (gate, up) = (random.matrix(dtype, f, cols), random.matrix(dtype, f, cols));
+            let bias = random.values(f);
+            let (gate, up) = (host_matrix(&gate, None), host_matrix(&up, Some(&bias)));
+            let apart = b.load(&[gate, up]).expect("the device takes the type");
+            let together = b.load_gated(gate, up).expect("the device takes the type");
+            for rows in [1, 9, 30, 70, 130] {
+                let x = upload(b, &random.values(rows * cols));
+                let mut gate_up = unwritten(b, rows * 2 * f);
+                b.matmul(&apart, &x, rows, &mut gate_up).expect("matmul runs");
+                let mut expected = unwritten(b, rows * f);
+                b.swiglu(&gate_up, f, rows, &mut expected).expect("swiglu runs");
+                let mut out = unwritten(b, rows * f);
+                b.gated_matmul(&together, &x, f, rows, &mut gate_up, &mut out).expect("it runs");
+                let (expected, out) =
+                    (download(b, &expected, rows * f), download(b, &out, rows * f));
+                same_bits(&out, &expected, &|| format!("{rows} rows of {f} by {cols}, {dtype}"));
+            }
+        }
     }
 }
 

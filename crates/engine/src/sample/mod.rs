@@ -22,6 +22,7 @@ mod softmax;
 #[cfg(test)]
 mod tests;
 
+use nuthatch_backend::Draw;
 use nuthatch_types::{Sampling, TokenId};
 
 use self::nucleus::{Candidate, Room};
@@ -109,6 +110,18 @@ impl Sampler {
         self.seen.push(&self.sampling, token);
         let logprob = log_total.map(|total| logprob(raw, total));
         Ok(Choice { token, logprob, top })
+    }
+
+    /// How the token at `position` is chosen, for a device that does it. Not for what comes with
+    /// logarithms of probabilities: those are worked out here.
+    pub fn draw(&self, position: u32) -> Option<Draw> {
+        let &Sampling { temperature, top_k, top_p, min_p, seed, .. } = &self.sampling;
+        if self.sampling.n_candidates > 0 || self.sampling.n_logprobs.is_some() {
+            return None;
+        }
+        let uniform = random::uniform(seed, position);
+        let moved = self.seen.moved(&self.sampling);
+        Some(Draw { temperature, top_k, top_p, min_p, uniform, moved })
     }
 
     /// Remembers a token that the caller chose.

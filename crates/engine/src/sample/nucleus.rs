@@ -65,6 +65,8 @@ pub(super) fn draw(
 ) -> TokenId {
     if needs_order(sampling, logits.len()) {
         filter(sampling, logits, max, room);
+        // By id, as without filters: an order that devices can keep too.
+        room.candidates.sort_unstable_by_key(|candidate| candidate.id);
         draw_candidate(&room.candidates, uniform)
     } else {
         let Room { weights, sums, .. } = room;

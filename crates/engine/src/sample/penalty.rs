@@ -3,6 +3,7 @@
 //! Repetition looks at the prompt and the answer (CTRL, Keskar et al. 2019); frequency and presence
 //! look at the answer only, as OpenAI's interface defines them.
 
+use nuthatch_backend::Moved;
 use nuthatch_types::{FastMap, Sampling, TokenId};
 
 /// The tokens of one sequence that its penalties look back on.
@@ -46,6 +47,21 @@ impl Seen {
                 *logit -= sampling.frequency_penalty * count as f32 + sampling.presence_penalty;
             }
         }
+    }
+
+    /// What [`Seen::apply`] and the bias do, token by token, for a device to do it.
+    pub(super) fn moved(&self, sampling: &Sampling) -> Vec<Moved> {
+        let penalised = self.counts.iter().map(|(&token, &count)| {
+            let times = sampling.frequency_penalty * count as f32 + sampling.presence_penalty;
+            let minus = if count > 0 { times } else { 0.0 };
+            let factor = sampling.repetition_penalty;
+            (token, Moved { factor, minus, ..Moved::nothing(token) })
+        });
+        let mut moved: FastMap<u32, Moved> = penalised.collect();
+        for &(TokenId(token), bias) in &sampling.logit_bias {
+            moved.entry(token).or_insert_with(|| Moved::nothing(token)).plus += bias;
+        }
+        moved.into_values().collect()
     }
 
     /// The tokens that [`Seen::apply`] moves.

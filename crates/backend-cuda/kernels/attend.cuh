@@ -1,0 +1,340 @@
+// Attention over pages, as the kernels that compute it share it:
+// out[t, h] = softmax(scale q[t, h] K) V, causal, and not further back than the window. 16-bit KV, on
+// tensor cores, with f32 accuracy.
+//
+// A warp takes up to sixteen *lines*: pairs of a token and a query head of one KV head. Keys are cut
+// into chunks at fixed places from the sequence's start. For each chunk it goes in steps of 32 keys:
+//
+//   s = q K             q is split into PARTS 16-bit floats whose sum it is; a chain along D each
+//   m, p = exp2(s - m)  the running maximum of the chunk; what came before is scaled down
+//   l, o                sums of p and of p V; p is split as q is; one chain along the keys
+//
+// and chunks are merged from left to right. Masked keys have p = 0, and adding zero changes nothing.
+// A *tile* (many lines, all chunks) and a *split* (the lines of one token, one chunk; `merge` does
+// the rest) both do this, so a row has the same bits however it came to be computed.
+
+#define STEP 32
+#define STEP_PAGES (STEP / PAGE)
+#define STAGE_BYTES (STEP_PAGES * HEAD_PAGE_BYTES)
+#define KEY_TILES (STEP / 8)
+#define KT (WIDTH / 32)     // pieces of 32 columns
+#define PAIRS (WIDTH / 16)  // pairs of tiles of eight columns
+#define TILES (2 * PAIRS)
+
+// Chunks are short at the beginning, so that short sequences have many: SMALL_CHUNK keys each up to
+// `small_end`, MIDDLE_CHUNK up to `middle_end`, then LARGE_CHUNK. Both ends are multiples of LARGE_CHUNK.
+struct Cuts {
+    u32 small_end, middle_end;
+};
+static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
+              "chunks are whole steps");
+
+DEVICE u32 chunk_of(const Cuts& cuts, u32 key) {
+    const u32 small = min(key, cuts.small_end), middle = min(key, cuts.middle_end);
+    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (key - middle) / LARGE_CHUNK;
+}
+
+DEVICE u32 chunk_start(const Cuts& cuts, u32 chunk) {
+    const u32 n_small = cuts.small_end / SMALL_CHUNK;
+    const u32 n_middle = (cuts.middle_end - cuts.small_end) / MIDDLE_CHUNK;
+    const u32 small = min(chunk, n_small), middle = min(chunk - small, n_middle);
+    return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + (chunk - small - middle) * LARGE_CHUNK;
+}
+
+struct AttendParams {
+    const float* qkv;  // [T, q_stride]
+    const u8* layer;   // [G][slot][page]
+    float* out;        // [T, H D]
+    u16* rounded;      // the same, rounded to bf16
+    float* partials;   // [partial][G][group][WIDTH]
+    float* sums;       // [partial][G][group][2]: maximum, sum
+    const u32* tasks;
+    const u32* n_tasks;  // of splits, and beside it how many were taken
+    const u32* tables;   // [row][table_len]
+    u64 head_bytes;     // of all slots of one head
+    u32 q_stride;       // floats
+    u32 table_len;
+    u32 n_kv_heads;
+    u32 group;
+    u32 window;    // keys that a row sees at most
+    u32 prefetch;  // steps that splits bring to the second-level cache ahead of their use, or 0
+    Cuts cuts;
+    u32 padding;
+    float scale;   // times log2(e)
+};
+static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
+
+// Parts of a float, and what it is multiplied with before so that small parts keep their bits.
+#if KV == KV_F16
+#define PARTS 2
+#define P_SCALE 16384.0f
+DEVICE float part_value(u32 bits) { return f16_to_float(bits & 0xFFFF); }
+DEVICE u32 part_pair(float x, float y) { return f16x2(x, y); }
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
+#else
+#define PARTS 3
+#define P_SCALE 1.0f
+DEVICE float part_value(u32 bits) { return bf16_to_float(bits & 0xFFFF); }
+DEVICE u32 part_pair(float x, float y) { return bf16x2(x, y); }
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
+#endif
+
+// Takes the leading part off two floats.
+DEVICE u32 take_part(float& x, float& y) {
+    const u32 bits = part_pair(x, y);
+    x -= part_value(bits);
+    y -= part_value(bits >> 16);
+    return bits;
+}
+
+// Brings the largest of a line near 2^14: the factor is a power of two.
+DEVICE float line_factor(float largest) {
+#if KV == KV_F16
+    if (!(largest > 0.0f && largest < INFINITE)) return 1.0f;
+    int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
+    exponent = 14 - (exponent < -100 ? -100 : exponent);
+    return __uint_as_float((u32)(exponent + 127) << 23);
+#else
+    return 1.0f;
+#endif
+}
+
+// What a line knows after some keys: o is kept beside it.
+struct Total {
+    float m, l;
+};
+
+// How two totals are weighed when they become one.
+struct Weights {
+    float before, after, m;
+};
+
+DEVICE Weights weigh(float before, float after) {
+    const float m = fmaxf(before, after);
+    // Where nothing was seen on either side, nothing may become NaN.
+    const float base = m == -INFINITE ? 0.0f : m;
+    return Weights{exp2_of(before - base), exp2_of(after - base), m};
+}
+
+DEVICE float mix(float before, float after, const Weights& w) {
+    return __fmaf_rn(after, w.after, __fmul_rn(before, w.before));
+}
+
+// The first key that a row with `n_keys` keys up to itself sees.
+DEVICE u32 first_key_of(u32 n_keys, u32 window) { return n_keys > window ? n_keys - window : 0; }
+
+// The lines of one warp: 8 R of them. A lane = 4 g + t has a share of line g, and if R is 2 of g + 8.
+//
+// With R = 1, the lower half of the matrix instruction's rows is free: there go the queries' second
+// parts, so that one instruction does for both. The sums are those of R = 2.
+template <int R>
+struct Lines {
+    static const int SETS = R == 1 ? (PARTS + 1) / 2 : PARTS;
+    // Queries as operands, [KT * 2 steps][SETS][lane] of sixteen bytes.
+    static const int Q_BYTES = KT * 2 * SETS * 512;
+
+    u32 first_row;  // of the batch: that of line 0
+    u32 kv_head;
+    u32 first, n;   // lines; line i is query head i % group of row first_row + i / group
+    u32 start[R], end[R];           // keys that the lane's lines see
+    u32 inside_start, inside_end;   // keys that all lines see
+    float factor[R];                // of their scores
+    // Of the chunk so far.
+    Total total[R];
+    float o[TILES][4];
+};
+
+template <int R>
+DEVICE void begin_chunk(Lines<R>& lines) {
+    UNROLL
+    for (int r = 0; r < R; r++) lines.total[r].m = -INFINITE, lines.total[r].l = 0.0f;
+    UNROLL
+    for (int n = 0; n < TILES; n++)
+        UNROLL
+        for (int e = 0; e < 4; e++) lines.o[n][e] = 0.0f;
+}
+
+// Splits the lines' queries into operands in shared memory.
+template <int R>
+DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    UNROLL
+    for (int r = 0; r < R; r++) {
+        const u32 line = lines.first + g + 8 * r;
+        const u64 row = lines.first_row + line / p.group;
+        const u32 head = lines.kv_head * p.group + line % p.group;
+        const float* q = p.qkv + row * p.q_stride + head * HEAD_DIM;
+        float x[KT][8];
+        float largest = 0.0f;
+        UNROLL
+        for (int k = 0; k < KT; k++) {
+            const u32 i = k * 32 + t * 8;
+            float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+            if (g + 8 * r < lines.n && i < HEAD_DIM) {
+                low = *(const float4*)(q + i);
+                high = *(const float4*)(q + i + 4);
+            }
+            x[k][0] = low.x, x[k][1] = low.y, x[k][2] = low.z, x[k][3] = low.w;
+            x[k][4] = high.x, x[k][5] = high.y, x[k][6] = high.z, x[k][7] = high.w;
+        }
+        UNROLL
+        for (int k = 0; k < KT; k++)
+            UNROLL
+            for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(x[k][i]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const float up = line_factor(largest);
+        lines.factor[r] = p.scale * (1.0f / up);
+        UNROLL
+        for (int k = 0; k < KT; k++)
+            UNROLL
+            for (int pair = 0; pair < 4; pair++) {
+                float a = x[k][2 * pair] * up, b = x[k][2 * pair + 1] * up;
+                const u32 step = k * 2 + pair / 2;
+                UNROLL
+                for (int part = 0; part < (R == 1 ? 2 * Lines<R>::SETS : PARTS); part++) {
+                    const u32 bits = part < PARTS ? take_part(a, b) : 0;
+                    const u32 set = R == 1 ? part / 2 : part;
+                    const u32 reg = pair % 2 * 2 + (R == 1 ? part % 2 : r);
+                    operands[((step * Lines<R>::SETS + set) * 32 + lane) * 4 + reg] = bits;
+                }
+            }
+    }
+}
+
+// Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
+// of its pages are STRIDE apart.
+template <int R, int STRIDE>
+DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][2 * R]) {
+    const int SETS = Lines<R>::SETS;
+    const u32 lane = threadIdx.x % 32;
+    float sums[KEY_TILES][SETS][4];
+    UNROLL
+    for (int j = 0; j < KEY_TILES; j++)
+        UNROLL
+        for (int set = 0; set < SETS; set++)
+            UNROLL
+            for (int e = 0; e < 4; e++) sums[j][set][e] = 0.0f;
+    UNROLL
+    for (int k = 0; k < KT; k++) {
+        uint4 b[KEY_TILES];
+        UNROLL
+        for (int j = 0; j < KEY_TILES; j++) {
+            const u8* keys = stage + j / 2 * STRIDE;
+            b[j] = *(const uint4*)(keys + ((k * 2 + j % 2) * 32 + lane) * 16);
+        }
+        UNROLL
+        for (int i = 0; i < 2; i++)
+            UNROLL
+            for (int set = 0; set < SETS; set++) {
+                const u32 at = (((k * 2 + i) * SETS + set) * 32 + lane) * 4;
+                const uint4 bits = *(const uint4*)(operands + at);
+                const u32 q[4] = {bits.x, bits.y, bits.z, bits.w};
+                UNROLL
+                for (int j = 0; j < KEY_TILES; j++)
+                    mma(sums[j][set], q, i ? b[j].z : b[j].x, i ? b[j].w : b[j].y);
+            }
+    }
+    UNROLL
+    for (int j = 0; j < KEY_TILES; j++)
+        UNROLL
+        for (int e = 0; e < 2 * R; e++) {
+            s[j][e] = sums[j][0][e];
+            UNROLL
+            for (int part = 1; part < PARTS; part++)
+                s[j][e] += R == 1 ? sums[j][part / 2][e + part % 2 * 2] : sums[j][part][e];
+        }
+}
+
+// Turns the scores of a step into weights; the chunk's totals so far are scaled down by `down`.
+template <int R>
+DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R], float (&down)[R]) {
+    const u32 t = threadIdx.x % 4;
+    const bool is_inside =
+        first_key >= lines.inside_start && first_key + STEP <= lines.inside_end;
+    float largest[R], base[R], sum[R];
+    UNROLL
+    for (int j = 0; j < KEY_TILES; j++)
+        UNROLL
+        for (int e = 0; e < 2 * R; e++) s[j][e] = __fmul_rn(s[j][e], lines.factor[e / 2]);
+    if (!is_inside)
+        UNROLL
+        for (int j = 0; j < KEY_TILES; j++)
+            UNROLL
+            for (int e = 0; e < 2 * R; e++) {
+                const u32 key = first_key + j * 8 + t * 2 + e % 2;
+                const bool seen = key >= lines.start[e / 2] && key < lines.end[e / 2];
+                s[j][e] = seen ? s[j][e] : -INFINITE;
+            }
+    UNROLL
+    for (int r = 0; r < R; r++) {
+        largest[r] = -INFINITE;
+        UNROLL
+        for (int j = 0; j < KEY_TILES; j++)
+            largest[r] = fmaxf(largest[r], fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+        largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
+        largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+        const float m = fmaxf(lines.total[r].m, largest[r]);
+        base[r] = m == -INFINITE ? 0.0f : m;
+        down[r] = exp2_of(lines.total[r].m - base[r]);
+        lines.total[r].m = m;
+        sum[r] = 0.0f;
+    }
+    UNROLL
+    for (int j = 0; j < KEY_TILES; j++)
+        UNROLL
+        for (int e = 0; e < 2 * R; e++) {
+            s[j][e] = exp2_of(s[j][e] - base[e / 2]);
+            sum[e / 2] += s[j][e];
+        }
+    UNROLL
+    for (int r = 0; r < R; r++) {
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+        lines.total[r].l = __fmaf_rn(lines.total[r].l, down[r], sum[r]);
+    }
+}
+
+// Adds the weighted values of a step. The values of its pages are STRIDE apart.
+template <int R, int STRIDE>
+DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
+                       float (&o)[TILES][4]) {
+    const u32 lane = threadIdx.x % 32;
+    // The maximum moves seldom, and what is not moved is not touched.
+    bool is_moved = down[0] != 1.0f;
+    UNROLL
+    for (int r = 1; r < R; r++) is_moved |= down[r] != 1.0f;
+    if (__any_sync(~0u, is_moved))
+        UNROLL
+        for (int n = 0; n < TILES; n++)
+            UNROLL
+            for (int e = 0; e < 2 * R; e++) o[n][e] *= down[e / 2];
+    UNROLL
+    for (int page = 0; page < STEP_PAGES; page++) {
+        u32 a[PARTS][4];
+        UNROLL
+        for (int reg = 0; reg < 4; reg++) {
+            // Registers 0 and 1 are the first eight keys of the page, 2 and 3 the others; odd ones
+            // are the lower rows.
+            const int j = page * 2 + reg / 2, r = reg % 2;
+            if (r < R) {
+                float x = s[j][2 * (r % R)] * P_SCALE, y = s[j][2 * (r % R) + 1] * P_SCALE;
+                UNROLL
+                for (int part = 0; part < PARTS; part++) a[part][reg] = take_part(x, y);
+            } else {
+                UNROLL
+                for (int part = 0; part < PARTS; part++) a[part][reg] = 0;
+            }
+        }
+        const u8* values = stage + page * STRIDE;
+        UNROLL
+        for (int pair = 0; pair < PAIRS; pair++) {
+            const uint4 b = *(const uint4*)(values + (pair * 32 + lane) * 16);
+            UNROLL
+            for (int part = 0; part < PARTS; part++) {
+                mma(o[2 * pair], a[part], b.x, b.y);
+                mma(o[2 * pair + 1], a[part], b.z, b.w);
+            }
+        }
+    }
+}

@@ -1,0 +1,470 @@
+// Attention of rows that are alone in their sequences, each chunk of keys computed apart.
+//
+// A warp takes one chunk of one KV head of one row at a time, and needs nobody: it brings its pages
+// through a ring of its own, keys and values in turn, and no warp waits for another. There are as many
+// warps as the device holds at once. Each has one task to begin with and then takes the next that
+// nobody has; large chunks come first, so that all end together. How many tasks there are is read from
+// device memory, so that the grid does not depend on lengths. Reads each page once, and writes a
+// partial result for each chunk.
+
+struct Split {
+    u32 row;  // of the batch
+    u32 n_keys;
+    u32 table_row;
+    u32 partial;  // where the result of the row's first chunk goes
+};
+static_assert(sizeof(Split) == SPLIT_SIZE, "the host's Split differs");
+
+// One chunk of a split: a task for each set of lines of each KV head.
+struct Part {
+    u32 row_chunk;  // row of the batch, chunk << 16
+    u32 n_keys;
+    u32 table_row;
+    u32 partial;  // where its result goes
+};
+static_assert(sizeof(Part) == PART_SIZE, "the host's Part differs");
+
+#define CHUNK_PAGES (LARGE_CHUNK / PAGE)
+#define QUEUE 4  // tasks whose pages may be on their way
+#define HALF_PAGE (HEAD_PAGE_BYTES / 2)
+#define HALF_BYTES (STEP_PAGES * HALF_PAGE)  // keys, or values, of a step
+static_assert(CHUNK_PAGES <= 32, "a lane for each page of a chunk");
+
+// A task: which part, and which lines of it. Lines are counted KV head by KV head.
+struct Work {
+    Part part;
+    u32 lines;  // none if it is not below their number
+
+    DEVICE u32 chunk(const Work& work) { return work.part.row_chunk >> 16; }
+
+    // Its steps. Chunks that lie before the window have none.
+    DEVICE u32 first_step(const AttendParams& p, const Work& work) {
+        const u32 start = first_key_of(work.part.n_keys, p.window);
+        return max(chunk_start(p.cuts, chunk(work)), start) / STEP;
+    }
+    DEVICE u32 end_step(const AttendParams& p, const Work& work) {
+        return (min(chunk_start(p.cuts, chunk(work) + 1), work.part.n_keys) + STEP - 1) / STEP;
+    }
+};
+
+// Sets of lines, of all KV heads.
+template <int R>
+DEVICE u32 n_sets(const AttendParams& p) {
+    return p.n_kv_heads * ((p.group + 8 * R - 1) / (8 * R));
+}
+
+// What brings the pages: it is ahead of the computation. The task after the one that is brought is
+// looked up little by little, because each look waits for the one before it.
+template <int R>
+struct Feed {
+    Work work;
+    bool is_done;
+    bool is_values;  // whether values come next, or keys
+    u32 step, end_step;
+    u32 stage;    // of the ring, where the next half of a step goes
+    u32 n_begun;  // tasks
+    // Of the task: its head's pages, those that are seen, its first page and the lane's page's slot.
+    const u8* head;
+    u32 seen_first, seen_end;
+    u32 first_page;
+    u32 slot;
+    // The next task: how much of it is known, and that.
+    u32 known;
+    u32 index;
+    Work next;
+    u32 next_slot;
+
+    // Looks at a bit more of the next task.
+    DEVICE void look(const AttendParams& p, Feed& feed) {
+        const u32 lane = threadIdx.x % 32;
+        if (feed.known == 0) {
+            if (lane == 0) feed.index = atomicAdd((u32*)p.n_tasks + 1, 1u);
+        } else if (feed.known == 1) {
+            const u32 n_warps = gridDim.x * (blockDim.x / 32);
+            load_work(p, __shfl_sync(~0u, feed.index, 0) + n_warps, feed.next);
+        } else if (feed.known == 2) {
+            feed.next_slot = slot_of(p, feed.next);
+        }
+        feed.known++;
+    }
+
+    DEVICE void load_work(const AttendParams& p, u32 index, Work& work) {
+        const u32 part = index / n_sets<R>(p);
+        work.lines = part < *p.n_tasks ? index % n_sets<R>(p) : ~0u;
+        if (work.lines != ~0u) work.part = ((const Part*)p.tasks)[part];
+    }
+
+    // The slot of the lane's page of a task's chunk.
+    DEVICE u32 slot_of(const AttendParams& p, const Work& work) {
+        if (work.lines == ~0u) return 0;
+        const u32 lane = threadIdx.x % 32, n_keys = work.part.n_keys;
+        const u32 page = chunk_start(p.cuts, Work::chunk(work)) / PAGE + lane;
+        const bool is_seen = page >= first_key_of(n_keys, p.window) / PAGE &&
+                             page < (n_keys + PAGE - 1) / PAGE && lane < CHUNK_PAGES;
+        return is_seen ? p.tables[(u64)work.part.table_row * p.table_len + page] : 0;
+    }
+
+    // Begins the next task that has steps, and tells the computation.
+    DEVICE void begin_next(const AttendParams& p, Feed& feed, Work* queue) {
+        for (;;) {
+            while (feed.known < 3) look(p, feed);
+            feed.work = feed.next, feed.slot = feed.next_slot;
+            feed.known = 0;
+            feed.is_done = feed.work.lines == ~0u;
+            feed.step = feed.is_done ? 0 : Work::first_step(p, feed.work);
+            feed.end_step = feed.is_done ? 0 : Work::end_step(p, feed.work);
+            if (feed.is_done || feed.step < feed.end_step) break;
+        }
+        if (threadIdx.x % 32 == 0) queue[feed.n_begun % QUEUE] = feed.work;
+        feed.n_begun++;
+        if (feed.is_done) return;
+        const u32 n_keys = feed.work.part.n_keys, sets = (p.group + 8 * R - 1) / (8 * R);
+        feed.head = p.layer + feed.work.lines / sets * p.head_bytes;
+        feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
+        feed.seen_end = (n_keys + PAGE - 1) / PAGE;
+        feed.first_page = chunk_start(p.cuts, Work::chunk(feed.work)) / PAGE;
+    }
+};
+
+// One warp of a split: 8 R lines at a time, a ring of STAGES halves of steps.
+template <int R, int STAGES>
+struct Splitter {
+    static const int RING = STAGES * HALF_BYTES;
+    static const int QUEUE_AT = RING + Lines<R>::Q_BYTES;
+    static const int BARRIERS = QUEUE_AT + QUEUE * 32;
+    static const int WARP_BYTES = BARRIERS + 64;
+    static_assert(STAGES <= 8 && sizeof(Work) <= 32, "room for barriers and tasks");
+    static_assert(STAGES / 2 + 2 <= QUEUE, "no more tasks on their way than the queue holds");
+
+    // Brings keys or values of the next step; pages that are not seen become zeros.
+    DEVICE void bring(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring) {
+        if (feed.is_done) {
+            copy_commit();
+            return;
+        }
+        const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
+        const u32 target = ring + feed.stage * HALF_BYTES, ready = ring + BARRIERS + feed.stage * 8;
+        const u8* source = feed.head + (feed.is_values ? HALF_PAGE : 0);
+        u32 slots[STEP_PAGES];
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            slots[i] = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
+        if (page >= feed.seen_first && page + STEP_PAGES <= feed.seen_end)
+            bring_all(source, slots, target, ready);
+        else
+            bring_some(feed, source, slots, target, ready);
+#if HAS_BULK
+        if (p.prefetch > 0 && !feed.is_values) {
+            const u32 page_of_lane = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
+            if (page_of_lane >= ahead && page_of_lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
+                page_of_lane < feed.seen_end && page_of_lane >= feed.seen_first)
+                bulk_prefetch(feed.head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
+        }
+#else
+        copy_commit();
+#endif
+        feed.stage = feed.stage == STAGES - 1 ? 0 : feed.stage + 1;
+        feed.is_values = !feed.is_values;
+        if (!feed.is_values && ++feed.step == feed.end_step)
+            Feed<R>::begin_next(p, feed, (Work*)(own + QUEUE_AT));
+        else if (feed.known < 3)
+            Feed<R>::look(p, feed);
+    }
+
+    // All pages of a step are seen.
+    DEVICE void bring_all(const u8* source, const u32 (&slots)[STEP_PAGES], u32 target, u32 ready) {
+        const u32 lane = threadIdx.x % 32;
+#if HAS_BULK
+        if (lane != 0) return;
+        barrier_expect(ready, HALF_BYTES);
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            bulk_copy(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES, HALF_PAGE,
+                      ready);
+#else
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
+                copy_async(target + i * HALF_PAGE + at,
+                           source + (u64)slots[i] * HEAD_PAGE_BYTES + at, 16);
+#endif
+    }
+
+    // Some pages of a step are not seen.
+    DEVICE void bring_some(const Feed<R>& feed, const u8* source, const u32 (&slots)[STEP_PAGES],
+                           u32 target, u32 ready) {
+        const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
+        u32 n_bytes = 0;
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            if (page + i >= feed.seen_first && page + i < feed.seen_end) n_bytes += HALF_PAGE;
+#if HAS_BULK
+        if (lane == 0) barrier_expect(ready, n_bytes);
+#endif
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++) {
+            const bool is_seen = page + i >= feed.seen_first && page + i < feed.seen_end;
+            const u8* from = source + (u64)slots[i] * HEAD_PAGE_BYTES;
+            const u32 to = target + i * HALF_PAGE;
+#if HAS_BULK
+            if (is_seen && lane == 0) bulk_copy(to, from, HALF_PAGE, ready);
+            if (is_seen) continue;
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512) store_zeros(to + at);
+            bulk_fence();
+#else
+            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
+                copy_async(to + at, from + at, is_seen ? 16 : 0);
+#endif
+        }
+    }
+
+    // Where the computation is in the ring.
+    struct Place {
+        u32 stage, phase;
+    };
+
+    // Waits for half a step, and gives its place. Afterwards no lane reads the half before.
+    DEVICE const u8* await(const u8* own, u32 ring, const Place& place) {
+#if HAS_BULK
+        barrier_wait(ring + BARRIERS + place.stage * 8, place.phase);
+#else
+        copy_wait<STAGES - 2>();
+#endif
+        __syncwarp();
+        return own + place.stage * HALF_BYTES;
+    }
+
+    DEVICE void go_on(Place& place) {
+        place.phase ^= place.stage == STAGES - 1;
+        place.stage = place.stage == STAGES - 1 ? 0 : place.stage + 1;
+    }
+
+    // Makes the lines those of a task.
+    DEVICE void take_lines(const AttendParams& p, const Work& work, Lines<R>& lines, u32* operands) {
+        const u32 g = threadIdx.x % 32 / 4, n_keys = work.part.n_keys;
+        const u32 sets = (p.group + 8 * R - 1) / (8 * R);
+        lines.first_row = work.part.row_chunk & 0xFFFF, lines.kv_head = work.lines / sets;
+        lines.first = work.lines % sets * 8 * R;
+        lines.n = min(p.group - lines.first, 8u * R);
+        lines.inside_start = first_key_of(n_keys, p.window), lines.inside_end = n_keys;
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            lines.start[r] = lines.inside_start;
+            lines.end[r] = g + 8 * r < lines.n ? n_keys : 0;
+        }
+        // Nobody reads the queries before, and then these are there.
+        __syncwarp();
+        load_queries<R>(p, lines, operands);
+        __syncwarp();
+    }
+
+    DEVICE void store_partial(const AttendParams& p, u64 partial, const Lines<R>& lines) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            if (g + 8 * r >= lines.n) continue;
+            const u64 at =
+                (partial * p.n_kv_heads + lines.kv_head) * p.group + lines.first + g + 8 * r;
+            if (t == 0)
+                *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
+            UNROLL
+            for (int n = 0; n < TILES; n++)
+                *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
+                    make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);
+        }
+    }
+
+    DEVICE void run(const AttendParams& p) {
+        extern __shared__ __align__(128) u8 shared[];
+        allow_next();
+        u8* own = shared + threadIdx.x / 32 * WARP_BYTES;
+        u32* operands = (u32*)(own + RING);
+        const Work* queue = (const Work*)(own + QUEUE_AT);
+        const u32 ring = shared_address(own);
+#if HAS_BULK
+        if (threadIdx.x % 32 == 0)
+            for (u32 i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + i * 8);
+        __syncwarp();
+#endif
+        // Tasks and tables were there before the step began. Neighbouring warps of a block are far
+        // from each other, so that few tasks meet many blocks.
+        Feed<R> feed;
+        feed.is_done = feed.is_values = false, feed.stage = 0, feed.n_begun = 0;
+        Feed<R>::load_work(p, threadIdx.x / 32 * gridDim.x + blockIdx.x, feed.next);
+        feed.next_slot = Feed<R>::slot_of(p, feed.next);
+        // The kernels before this one in the same pass write only the pages that the rows end in:
+        // others are brought before those have ended. Which task comes next is known afterwards.
+        bool is_early = false;
+        if (feed.next.lines != ~0u) {
+            const u32 first = Work::first_step(p, feed.next), early = STAGES / 2;
+            is_early = first + early < Work::end_step(p, feed.next) &&
+                       (first + early) * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE;
+        }
+        if (!is_early) wait_for_previous();
+        feed.known = 3;
+        Feed<R>::begin_next(p, feed, (Work*)queue);
+        if (is_early) feed.known = 3;
+        for (u32 i = 0; i < STAGES - 1; i++) bring(p, feed, own, ring);
+        if (is_early) {
+            wait_for_previous();
+            feed.known = 0;
+        }
+        Lines<R> lines;
+        Place place = {0, 0};
+        u32 n_done = 0, last = ~0u;
+        for (;;) {
+            __syncwarp();
+            const Work work = queue[n_done % QUEUE];
+            n_done++;
+            if (work.lines == ~0u) break;
+            // Tasks that follow each other often have the same lines of the same row.
+            const u32 same = (work.part.row_chunk & 0xFFFF) << 16 | work.lines;
+            if (same != last) take_lines(p, work, lines, operands);
+            last = same;
+            begin_chunk(lines);
+            const u32 end_step = Work::end_step(p, work);
+            for (u32 step = Work::first_step(p, work); step < end_step; step++) {
+                float s[KEY_TILES][2 * R], down[R];
+                score<R, HALF_PAGE>(await(own, ring, place), operands, s);
+                go_on(place);
+                // The half before this one is free, and the products take a while.
+                bring(p, feed, own, ring);
+                soften<R>(step * STEP, lines, s, down);
+                mix_values<R, HALF_PAGE>(await(own, ring, place), s, down, lines.o);
+                go_on(place);
+                bring(p, feed, own, ring);
+            }
+            store_partial(p, work.part.partial, lines);
+        }
+    }
+};
+
+#define SPLIT(name, R, WARPS, STAGES, SHARED)                                                  \
+    static_assert(WARPS * Splitter<R, STAGES>::WARP_BYTES == SHARED, "the host's memory");     \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) name(AttendParams p) {         \
+        Splitter<R, STAGES>::run(p);                                                           \
+    }
+SPLIT_ENTRIES
+
+// The chunks that a row sees.
+struct Chunks {
+    u32 first, end;
+};
+
+DEVICE Chunks chunks_of(const Cuts& cuts, u32 n_keys, u32 window) {
+    const u32 end = n_keys > 0 ? chunk_of(cuts, n_keys - 1) + 1 : 0;
+    return Chunks{chunk_of(cuts, first_key_of(n_keys, window)), end};
+}
+
+// Merges the chunks of the rows that were split, from left to right.
+//
+// Grid: (row that was split, query head and piece of `columns` columns). Chunks come in batches: the
+// next one is on its way while one is added. The weights of a batch are worked out by all threads
+// together, which leaves two operations to each link of the long chain of sums.
+
+struct MergeParams {
+    const float* partials;
+    const float* sums;
+    const Split* splits;
+    float* out;
+    u16* rounded;
+    u32* n_taken;  // by splits: set to 0 for the next ones
+    u32 n_kv_heads;
+    u32 group;
+    u32 window;
+    u32 columns;  // of a block: a power of two from 32 to 128
+    Cuts cuts;
+};
+static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
+
+#define MERGE_THREADS 128
+#define BATCH_FLOATS 4096
+#define BATCH_MAX (BATCH_FLOATS / 32)
+static_assert(BATCH_MAX == MERGE_THREADS, "a thread works out the weights of a chunk");
+
+// A piece of the chunks of one head of one row.
+struct Piece {
+    u64 first, stride;  // chunks, counted in lines
+    u32 n;              // chunks
+    u32 column, n_columns;
+};
+
+// Brings the results of a batch.
+DEVICE void load_batch(const MergeParams& p, const Piece& piece, u32 start, u32 n, float* target) {
+    const u32 shared = shared_address(target), quads = p.columns / 4;
+    for (u32 i = threadIdx.x; i < n * quads; i += MERGE_THREADS) {
+        const u32 chunk = i / quads, at = i % quads * 4;
+        if (at >= piece.n_columns) continue;
+        const u64 line = piece.first + (start + chunk) * piece.stride;
+        copy_async(shared + (chunk * p.columns + at) * 4,
+                   p.partials + line * WIDTH + piece.column + at, 16);
+    }
+    copy_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p) {
+    extern __shared__ __align__(128) float batches[];  // [2][BATCH_FLOATS]
+    allow_next();
+    __shared__ float before[BATCH_MAX], after[BATCH_MAX], lengths[BATCH_MAX];
+    __shared__ float maxima[MERGE_THREADS / 32];
+    const Split split = p.splits[blockIdx.x];
+    const Chunks chunks = chunks_of(p.cuts, split.n_keys, p.window);
+    const u32 n_heads = p.n_kv_heads * p.group, thread = threadIdx.x, lane = thread % 32;
+    const u32 head = blockIdx.y % n_heads, batch = BATCH_FLOATS / p.columns;
+    Piece piece;
+    piece.stride = n_heads;
+    piece.first = (u64)(split.partial + chunks.first) * n_heads + head;
+    piece.n = chunks.end - chunks.first;
+    piece.column = blockIdx.y / n_heads * p.columns;
+    piece.n_columns = min(p.columns, WIDTH - piece.column);
+    float m = -INFINITE, l = 0.0f, o = 0.0f;
+    wait_for_previous();
+    if (blockIdx.x + blockIdx.y + thread == 0) *p.n_taken = 0;
+    load_batch(p, piece, 0, min(piece.n, batch), batches);
+    for (u32 start = 0; start < piece.n; start += batch) {
+        const u32 n = min(piece.n - start, batch), next = start + batch;
+        const u32 turn = start / batch % 2;
+        if (next < piece.n)
+            load_batch(p, piece, next, min(piece.n - next, batch), batches + (1 - turn) * BATCH_FLOATS);
+        else
+            copy_commit();
+        float2 own = make_float2(-INFINITE, 0.0f);
+        if (thread < n)
+            own = *(const float2*)(p.sums + (piece.first + (start + thread) * piece.stride) * 2);
+        // The maximum of everything up to this chunk, and of everything before it.
+        float upto = own.x;
+        for (u32 step = 1; step < 32; step *= 2) {
+            const float other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto = fmaxf(upto, other);
+        }
+        if (lane == 31) maxima[thread / 32] = upto;
+        __syncthreads();
+        float left = m;
+        for (u32 i = 0; i < MERGE_THREADS / 32; i++) {
+            if (i < thread / 32) left = fmaxf(left, maxima[i]);
+            m = fmaxf(m, maxima[i]);
+        }
+        const float inside = __shfl_up_sync(~0u, upto, 1);
+        const Weights w = weigh(lane == 0 ? left : fmaxf(left, inside), own.x);
+        before[thread] = w.before;
+        after[thread] = w.after;
+        lengths[thread] = own.y;
+        copy_wait<1>();
+        __syncthreads();
+        if (thread < piece.n_columns) {
+            const float* source = batches + turn * BATCH_FLOATS + thread;
+#pragma unroll 8
+            for (u32 c = 0; c < n; c++) {
+                o = __fmaf_rn(source[c * p.columns], after[c], __fmul_rn(o, before[c]));
+                l = __fmaf_rn(lengths[c], after[c], __fmul_rn(l, before[c]));
+            }
+        }
+        __syncthreads();
+    }
+    const u32 i = piece.column + thread;
+    if (thread >= piece.n_columns || i >= HEAD_DIM) return;
+    const u64 target = ((u64)split.row * n_heads + head) * HEAD_DIM + i;
+    const float x = o * (1.0f / l * (1.0f / P_SCALE));
+    p.out[target] = x;
+    p.rounded[target] = (u16)bf16_of(x);
+}
