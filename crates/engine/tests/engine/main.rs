@@ -9,3 +9,4 @@ mod golden;
 mod samples;
 mod stream;
 mod streaming;
+mod topk;
