@@ -1,8 +1,11 @@
 //! What was typed. `config` makes sense of it; nothing here is checked against anything else.
 
 mod batch;
+mod eval;
+mod profile;
 mod scheduling;
 mod simulate;
+mod sparse;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -14,8 +17,11 @@ use nuthatch_model::{ConfigError, RopeKind};
 use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
+pub(crate) use eval::EvalArgs;
+pub(crate) use profile::ProfileArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
+pub(crate) use sparse::SparseArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -51,6 +57,10 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Measure prefill and decode speed
     Bench(BenchArgs),
+    /// Measure what top-k attention does to answers
+    Eval(Box<EvalArgs>),
+    /// Measure a model's heads for top-k attention
+    Profile(Box<ProfileArgs>),
     /// Answer a file of OpenAI batch requests, many at a time
     Batch(Box<BatchArgs>),
     /// Compare scheduling policies on one workload, in virtual time and without a model
@@ -278,6 +288,8 @@ pub(crate) struct EngineArgs {
     /// Base of the rotation's frequencies
     #[arg(long, value_name = "THETA")]
     pub(crate) rope_freq_base: Option<f64>,
+    #[command(flatten)]
+    pub(crate) sparse: SparseArgs,
 }
 
 #[derive(Debug, ClapArgs)]

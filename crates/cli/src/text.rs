@@ -8,8 +8,8 @@ use std::sync::Arc;
 use anyhow::{Context as _, anyhow};
 use nuthatch_model::{Gguf, ModelFiles, TokenizerFiles};
 use nuthatch_tokens::{
-    ChatTemplate, EncodeOptions, Message, RenderOptions, TokenKind, Tokenizer, TokenizerConfig,
-    Vocab,
+    ChatTemplate, DecodeOptions, EncodeOptions, Message, RenderOptions, TokenKind, Tokenizer,
+    TokenizerConfig, Vocab,
 };
 use nuthatch_types::TokenId;
 
@@ -97,6 +97,16 @@ impl Text {
         let add_bos = self.tokenizer.adds_bos();
         let options = EncodeOptions { special: true, add_bos, ..EncodeOptions::default() };
         Ok(self.tokenizer.encode(text, options)?)
+    }
+
+    /// The tokens of a text that stands inside another: nothing before or after it is added.
+    pub(crate) fn inner(&self, text: &str) -> anyhow::Result<Vec<TokenId>> {
+        Ok(self.tokenizer.encode(text, EncodeOptions::default())?)
+    }
+
+    /// The text of some tokens, special ones left out.
+    pub(crate) fn spell(&self, tokens: &[TokenId]) -> String {
+        self.tokenizer.decode(tokens, DecodeOptions::default())
     }
 
     /// One token for people; bytes that are no text become U+FFFD.

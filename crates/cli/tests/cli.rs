@@ -7,6 +7,7 @@
 mod batch;
 mod hub;
 mod simulate;
+mod sparse;
 mod tiny;
 
 use std::path::Path;
