@@ -49,6 +49,7 @@ judged! {
     rope_rows_agree,
     copy_pages_matches,
     copy_tiers_match,
+    host_slots_agree,
     shift_pages_matches,
     layers_match,
     shared_layers_agree,
