@@ -41,7 +41,24 @@ impl<B: Backend> Dense<B> {
         qkv: &mut B::Buf,
         out: &mut B::Buf,
     ) -> Result<(), DeviceError> {
-        let spec = AttnSpec {
+        self.append(backend, plan, store, qkv)?;
+        backend.attend(plan, self.layer, &self.spec(), qkv, store.device(), out)
+    }
+
+    /// Appends the rows' keys and values to the cache, and leaves the queries ready.
+    pub fn append(
+        &self,
+        backend: &B,
+        plan: &B::Plan,
+        store: &mut KvStore<B>,
+        qkv: &mut B::Buf,
+    ) -> Result<(), DeviceError> {
+        backend.rope_append(plan, self.layer, &self.spec(), qkv, store.device_mut())
+    }
+
+    /// The layer as a device sees it.
+    pub fn spec(&self) -> AttnSpec<'_, B> {
+        AttnSpec {
             n_heads: self.n_heads,
             scale: self.scale,
             window: self.window,
@@ -49,8 +66,6 @@ impl<B: Backend> Dense<B> {
             // Where there are no keys, the device does not look at their norm.
             head_norms: self.norms.as_ref().map(|n| (&n.q, n.k.as_ref().unwrap_or(&n.q))),
             eps: self.eps,
-        };
-        backend.rope_append(plan, self.layer, &spec, qkv, store.device_mut())?;
-        backend.attend(plan, self.layer, &spec, qkv, store.device(), out)
+        }
     }
 }

@@ -4,13 +4,17 @@
 //! Keys are stored across tokens because a query meets sixteen of them at once: one load gives one
 //! element of sixteen keys, and the scores of a page are one register. Values are stored along the
 //! head because an output row is a sum of whole values.
+//!
+//! An arena with digests is read token by token and holds rows instead: `[16 tokens][K|V][D]`.
+//! Attention over whole pages converts these to the order above, and gives the same bits.
 
 use half::{bf16, f16};
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, Digest};
 use nuthatch_types::{KvDtype, KvShape, PageCopy};
 
 use crate::mem::{Region, SharedMut};
 use crate::pack::LANES;
+use crate::topk::DigestPages;
 
 /// Tokens of a page: one register of scores.
 pub(crate) const PAGE: usize = LANES;
@@ -20,6 +24,9 @@ pub struct CpuKv {
     pub(crate) shape: KvShape,
     pub(crate) n_slots: usize,
     pub(crate) bytes: Region<u8>,
+    /// Whether pages hold rows.
+    pub(crate) by_rows: bool,
+    pub(crate) digests: Vec<DigestPages>,
 }
 
 impl CpuKv {
@@ -30,7 +37,28 @@ impl CpuKv {
         }
         let n_slots = n_slots as usize;
         let bytes = shape.page_bytes().saturating_mul(n_slots);
-        Ok(CpuKv { shape, n_slots, bytes: Region::zeroed(bytes, "the KV cache")? })
+        let bytes = Region::zeroed(bytes, "the KV cache")?;
+        Ok(CpuKv { shape, n_slots, bytes, by_rows: false, digests: Vec::new() })
+    }
+
+    pub(crate) fn keep_digests(&mut self, digests: &[Digest]) -> Result<(), DeviceError> {
+        let heads = self.shape.n_layers as usize * self.shape.n_kv_heads as usize;
+        let d = self.shape.head_dim as usize;
+        let pages = digests.iter().map(|digest| DigestPages::new(digest, heads, self.n_slots, d));
+        self.digests = pages.collect::<Result<_, _>>()?;
+        self.by_rows = true;
+        Ok(())
+    }
+
+    /// Layers and heads counted together.
+    pub(crate) fn head_number(&self, layer: usize, head: usize) -> usize {
+        assert!(layer < self.shape.n_layers as usize && head < self.shape.n_kv_heads as usize);
+        layer * self.shape.n_kv_heads as usize + head
+    }
+
+    /// Bytes of one token's key and value of one head, where pages hold rows.
+    pub(crate) fn row_bytes(&self) -> usize {
+        2 * self.shape.head_dim as usize * self.shape.dtype.bytes()
     }
 
     /// Bytes of one head's part of a page.
@@ -40,8 +68,7 @@ impl CpuKv {
 
     /// Where the pages of one head start; slot `s` is `s * head_page_bytes` further.
     pub(crate) fn head_start(&self, layer: usize, head: usize) -> usize {
-        assert!(layer < self.shape.n_layers as usize && head < self.shape.n_kv_heads as usize);
-        (layer * self.shape.n_kv_heads as usize + head) * self.n_slots * self.head_page_bytes()
+        self.head_number(layer, head) * self.n_slots * self.head_page_bytes()
     }
 
     pub(crate) fn copy_pages(&mut self, copies: &[PageCopy]) {
@@ -57,31 +84,47 @@ impl CpuKv {
                 }
             }
         }
+        let heads = self.shape.n_layers as usize * self.shape.n_kv_heads as usize;
+        for digest in &mut self.digests {
+            digest.copy_pages(heads, copies);
+        }
     }
 }
 
+/// Where a token's key and value go in a page of one head.
+#[derive(Clone, Copy)]
+pub(crate) struct TokenPlace {
+    /// First byte of the page.
+    pub(crate) page: usize,
+    /// Token of the page.
+    pub(crate) offset: usize,
+    pub(crate) dtype: KvDtype,
+    /// Whether the page holds rows.
+    pub(crate) by_rows: bool,
+}
+
 /// Writes one token's key and value into a page of one head.
-pub(crate) fn write_token(
-    bytes: SharedMut<'_, u8>,
-    page_start: usize,
-    offset: usize,
-    dtype: KvDtype,
-    k: &[f32],
-    v: &[f32],
-) {
+pub(crate) fn write_token(bytes: SharedMut<'_, u8>, place: TokenPlace, k: &[f32], v: &[f32]) {
+    let TokenPlace { page, offset, dtype, by_rows } = place;
     let d = k.len();
     let size = dtype.bytes();
     #[expect(unsafe_code, reason = "threads write disjoint heads and tokens")]
     // SAFETY: callers write each (head, token) once per step, but tokens of one page interleave in
     // `K`; a page of one head is therefore written by one thread only (see `Cpu::rope_append`).
-    let page = unsafe { bytes.part(page_start, 2 * PAGE * d * size) };
-    let (keys, values) = page.split_at_mut(PAGE * d * size);
-    let value = &mut values[offset * d * size..(offset + 1) * d * size];
+    let page = unsafe { bytes.part(page, 2 * PAGE * d * size) };
+    // Element `i` of the key is at `first + i * step`; those of the value follow each other.
+    let (keys, value, first, step) = if by_rows {
+        let (key, value) = page[offset * 2 * d * size..][..2 * d * size].split_at_mut(d * size);
+        (key, value, 0, 1)
+    } else {
+        let (keys, values) = page.split_at_mut(PAGE * d * size);
+        (keys, &mut values[offset * d * size..(offset + 1) * d * size], offset, PAGE)
+    };
     match dtype {
         KvDtype::F32 => {
             for (i, (&k, &v)) in k.iter().zip(v).enumerate() {
                 let v = finite(v, f32::MAX);
-                keys[(i * PAGE + offset) * 4..][..4].copy_from_slice(&k.to_le_bytes());
+                keys[(i * step + first) * 4..][..4].copy_from_slice(&k.to_le_bytes());
                 value[i * 4..][..4].copy_from_slice(&v.to_le_bytes());
             }
         }
@@ -89,7 +132,7 @@ pub(crate) fn write_token(
             const MAX: f32 = 65504.0;
             for (i, (&k, &v)) in k.iter().zip(v).enumerate() {
                 let (k, v) = (f16::from_f32(k.clamp(-MAX, MAX)), f16::from_f32(finite(v, MAX)));
-                keys[(i * PAGE + offset) * 2..][..2].copy_from_slice(&k.to_le_bytes());
+                keys[(i * step + first) * 2..][..2].copy_from_slice(&k.to_le_bytes());
                 value[i * 2..][..2].copy_from_slice(&v.to_le_bytes());
             }
         }
@@ -97,7 +140,7 @@ pub(crate) fn write_token(
             let max = bf16::MAX.to_f32();
             for (i, (&k, &v)) in k.iter().zip(v).enumerate() {
                 let (k, v) = (bf16::from_f32(k), bf16::from_f32(finite(v, max)));
-                keys[(i * PAGE + offset) * 2..][..2].copy_from_slice(&k.to_le_bytes());
+                keys[(i * step + first) * 2..][..2].copy_from_slice(&k.to_le_bytes());
                 value[i * 2..][..2].copy_from_slice(&v.to_le_bytes());
             }
         }

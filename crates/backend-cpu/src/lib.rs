@@ -3,12 +3,14 @@
 //! - `pack`: weights, quantised as in their file, sixteen rows side by side
 //! - `acts`: activations as eight-bit integers
 //! - `matmul`: products, one kernel per instruction set, one order of summation
-//! - `kv`, `plan`, `attend`: the paged cache, a step's batch, attention over both
+//! - `kv`, `plan`, `append`, `attend`: the paged cache, a step's batch, writing and reading
+//! - `topk`: digests of keys, and finding places by them
 //! - `shift`: pages whose keys move to other positions
 //! - `rows`: norm, rotation, activation
 //! - `pool`: the threads
 
 mod acts;
+mod append;
 mod attend;
 mod isa;
 mod kv;
@@ -19,26 +21,30 @@ mod plan;
 mod pool;
 mod rows;
 mod shift;
+mod topk;
 mod versions;
 
 use std::sync::Mutex;
 
-use nuthatch_backend::{AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape};
+use nuthatch_backend::{
+    Ask, AttnSpec, Backend, BatchLayout, DeviceError, Digest, HostMatrix, Pick, PlanShape,
+};
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 use acts::Acts;
+use append::Append;
 use attend::{Attention, MAX_GROUP};
 pub use isa::Isa;
 pub use kv::CpuKv;
-use kv::{PAGE, write_token};
+use kv::PAGE;
 pub use matmul::CpuWeight;
 use matmul::{Product, Target};
 use mem::{Region, SharedMut};
 use pack::Packed;
-use plan::PageRun;
 pub use plan::{CpuPlan, CpuTables};
 use pool::Pool;
-use rows::{Prepare, norm_row, prepare_head, swiglu_row};
+use rows::{norm_row, swiglu_row};
+use topk::Scoring;
 
 /// Below this many values an elementwise operation is not worth telling other threads about.
 const SERIAL_VALUES: usize = 8192;
@@ -92,6 +98,27 @@ impl Cpu {
             (0..rows).for_each(row);
         } else {
             self.pool.run(rows, row);
+        }
+    }
+
+    fn attention<'a>(
+        &self,
+        plan: &'a CpuPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &'a Region<f32>,
+        kv: &'a CpuKv,
+    ) -> Attention<'a> {
+        let n_kv = if spec.owns_kv { kv.shape.n_kv_heads as usize } else { 0 };
+        Attention {
+            isa: self.isa,
+            plan,
+            kv,
+            layer: layer.0 as usize,
+            scale: spec.scale,
+            window: spec.window.map(|window| window as usize),
+            qkv,
+            width: (spec.n_heads as usize + 2 * n_kv) * kv.shape.head_dim as usize,
         }
     }
 
@@ -181,6 +208,8 @@ impl Backend for Cpu {
         shifts: &[PageShift],
     ) -> Result<(), DeviceError> {
         shift::shift_pages(&self.pool, kv, &plan.shape.rope, shifts);
+        let slots: Vec<usize> = shifts.iter().map(|shift| shift.target.0 as usize).collect();
+        topk::encode_pages(self.isa, &self.pool, kv, &slots);
         Ok(())
     }
 
@@ -281,48 +310,9 @@ impl Backend for Cpu {
         qkv: &mut Region<f32>,
         kv: &mut CpuKv,
     ) -> Result<(), DeviceError> {
-        let shape = kv.shape;
-        let (d, n_heads) = (shape.head_dim as usize, spec.n_heads as usize);
-        let n_kv = if spec.owns_kv { shape.n_kv_heads as usize } else { 0 };
-        let width = (n_heads + 2 * n_kv) * d;
-        let page_bytes = kv.head_page_bytes();
-        let starts: Vec<usize> =
-            (0..n_kv).map(|head| kv.head_start(layer.0 as usize, head)).collect();
-        let qkv = SharedMut::new(qkv);
-        let bytes = SharedMut::new(&mut kv.bytes);
-        let half = plan.shape.rope.inv_freq.len();
-        let run = |i: usize| {
-            let PageRun { seq, start, n } = plan.runs[i];
-            let seq = &plan.seqs[seq];
-            for row in start..start + n {
-                let batch_row = seq.first_row + row;
-                #[expect(unsafe_code, reason = "threads write disjoint rows")]
-                // SAFETY: each row belongs to one run, and each run is handled once.
-                let qkv = unsafe { qkv.part(batch_row * width, width) };
-                let angles = batch_row * half..(batch_row + 1) * half;
-                let mut prepare = Prepare {
-                    norm: spec.head_norms.map(|(q, _)| &q[..]),
-                    eps: spec.eps,
-                    cos: &plan.cos[angles.clone()],
-                    sin: &plan.sin[angles],
-                    halves: plan.halves(),
-                };
-                let (q, kv) = qkv.split_at_mut(n_heads * d);
-                let (k, v) = kv.split_at_mut(n_kv * d);
-                for head in q.chunks_exact_mut(d) {
-                    prepare_head(self.isa, head, &prepare);
-                }
-                prepare.norm = spec.head_norms.map(|(_, k)| &k[..]);
-                let place = seq.place + row;
-                let slot = plan.slots[seq.first_slot + place / PAGE] as usize;
-                for (head, (k, v)) in k.chunks_exact_mut(d).zip(v.chunks_exact(d)).enumerate() {
-                    prepare_head(self.isa, k, &prepare);
-                    let page = starts[head] + slot * page_bytes;
-                    write_token(bytes, page, place % PAGE, shape.dtype, k, v);
-                }
-            }
-        };
-        self.each_row(plan.runs.len(), width * PAGE, &run);
+        let append = Append::new(self.isa, plan, layer.0 as usize, spec, (qkv, kv));
+        let width = append.width * PAGE;
+        self.each_row(plan.runs.len(), width, &|i| append.run(&plan.runs[i]));
         Ok(())
     }
 
@@ -335,19 +325,7 @@ impl Backend for Cpu {
         kv: &CpuKv,
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
-        let d = kv.shape.head_dim as usize;
-        let n_kv = if spec.owns_kv { kv.shape.n_kv_heads as usize } else { 0 };
-        let attention = Attention {
-            isa: self.isa,
-            plan,
-            kv,
-            layer: layer.0 as usize,
-            scale: spec.scale,
-            window: spec.window.map(|window| window as usize),
-            qkv,
-            width: (spec.n_heads as usize + 2 * n_kv) * d,
-        };
-        attention.run(&self.pool, out);
+        self.attention(plan, layer, spec, qkv, kv).run(&self.pool, &[], out);
         Ok(())
     }
 
@@ -366,6 +344,74 @@ impl Backend for Cpu {
             let (gate, up) = gate_up[i * 2 * f..(i + 1) * 2 * f].split_at(f);
             swiglu_row(self.isa, gate, up, out);
         });
+        Ok(())
+    }
+
+    fn keep_digests(&self, kv: &mut CpuKv, digests: &[Digest]) -> Result<(), DeviceError> {
+        kv.keep_digests(digests)
+    }
+
+    fn read_keys(
+        &self,
+        plan: &CpuPlan,
+        layer: LayerIdx,
+        kv: &CpuKv,
+        (seq, head, n): (u32, u32, u32),
+    ) -> Result<Vec<f32>, DeviceError> {
+        assert!(kv.by_rows, "an arena with digests");
+        let (d, seq) = (kv.shape.head_dim as usize, &plan.seqs[seq as usize]);
+        let start = kv.head_start(layer.0 as usize, head as usize);
+        let mut keys = vec![0.0; n as usize * d];
+        for (place, key) in keys.chunks_exact_mut(d).enumerate() {
+            let slot = plan.slots[seq.first_slot + place / PAGE] as usize;
+            let at = start + slot * kv.head_page_bytes() + place % PAGE * kv.row_bytes();
+            let bytes = &kv.bytes[at..at + kv.row_bytes() / 2];
+            topk::row_to_floats(self.isa, kv.shape.dtype, bytes, key);
+        }
+        Ok(keys)
+    }
+
+    fn score(
+        &self,
+        plan: &CpuPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Region<f32>,
+        kv: &CpuKv,
+        asks: &[Ask],
+        scores: &mut [u32],
+    ) -> Result<(), DeviceError> {
+        let attention = self.attention(plan, layer, spec, qkv, kv);
+        Scoring { attention }.run(&self.pool, asks, scores);
+        Ok(())
+    }
+
+    fn select(&self, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
+        topk::select(self.isa, scores, first, k, chosen);
+    }
+
+    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
+        let n = items.len();
+        let items = SharedMut::new(items);
+        self.pool.run(n, &|i| {
+            #[expect(unsafe_code, reason = "threads take different items")]
+            // SAFETY: each index is handled once.
+            let item = unsafe { items.part(i, 1) };
+            body(&mut item[0]);
+        });
+    }
+
+    fn attend_picks(
+        &self,
+        plan: &CpuPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Region<f32>,
+        kv: &CpuKv,
+        picks: &[Pick<'_>],
+        out: &mut Region<f32>,
+    ) -> Result<(), DeviceError> {
+        self.attention(plan, layer, spec, qkv, kv).run(&self.pool, picks, out);
         Ok(())
     }
 }

@@ -22,6 +22,7 @@ pub(crate) fn shift_pages(pool: &Pool, kv: &mut CpuKv, rope: &RopeSpec, shifts: 
     let turns: Vec<Vec<Turn>> = shifts.iter().map(|shift| turns(rope, shift.by)).collect();
     let n_heads = kv.shape.n_layers as usize * kv.shape.n_kv_heads as usize;
     let head_bytes = n_slots * page_bytes;
+    let (by_rows, d) = (kv.by_rows, kv.shape.head_dim as usize);
     let bytes = SharedMut::new(&mut kv.bytes);
     let head = |head: usize| {
         #[expect(unsafe_code, reason = "threads write disjoint heads")]
@@ -32,7 +33,12 @@ pub(crate) fn shift_pages(pool: &Pool, kv: &mut CpuKv, rope: &RopeSpec, shifts: 
             let source = shift.source.0 as usize * page_bytes;
             let target = shift.target.0 as usize * page_bytes;
             pages.copy_within(source..source + page_bytes, target);
-            turn_keys(&mut pages[target..target + page_bytes / 2], dtype, turns);
+            let page = &mut pages[target..target + page_bytes];
+            if by_rows {
+                turn_rows(page, d, dtype, turns);
+            } else {
+                turn_keys(&mut page[..page_bytes / 2], dtype, turns);
+            }
         }
     };
     pool.run(n_heads, &head);
@@ -74,6 +80,22 @@ fn turn_keys(keys: &mut [u8], dtype: KvDtype, turns: &[Turn]) {
         }
         store(&turned_a, &mut keys[first * size..][..size], dtype);
         store(&turned_b, &mut keys[second * size..][..size], dtype);
+    }
+}
+
+/// The same for a page of rows, `[16][K|V][D]`.
+fn turn_rows(page: &mut [u8], d: usize, dtype: KvDtype, turns: &[Turn]) {
+    let size = dtype.bytes();
+    let mut keys = vec![0; PAGE * d * size];
+    let at = |e: usize, token: usize| ((e * PAGE + token) * size, (token * 2 * d + e) * size);
+    for (e, token) in (0..d).flat_map(|e| (0..PAGE).map(move |token| (e, token))) {
+        let (across, along) = at(e, token);
+        keys[across..across + size].copy_from_slice(&page[along..along + size]);
+    }
+    turn_keys(&mut keys, dtype, turns);
+    for (e, token) in (0..d).flat_map(|e| (0..PAGE).map(move |token| (e, token))) {
+        let (across, along) = at(e, token);
+        page[along..along + size].copy_from_slice(&keys[across..across + size]);
     }
 }
 

@@ -14,6 +14,7 @@ mod draw;
 mod error;
 mod layout;
 pub mod quant;
+pub mod topk;
 mod weight;
 
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
@@ -21,6 +22,7 @@ use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift,
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Pass, PlanShape, RopeSpec, RopeStyle};
+pub use topk::{Ask, Digest, DigestKind, Pick, ScoreBy};
 pub use weight::{HostMatrix, WeightType};
 
 /// A device that can run the model.
@@ -254,4 +256,73 @@ pub trait Backend: Send + Sync + 'static {
         rows: usize,
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError>;
+
+    // Top-k attention, see [`topk`]. A device need not have it.
+
+    /// Keeps these digests beside the pages from now on; nothing was written to `kv` yet. Wherever
+    /// keys are written, copied or turned, their digests follow.
+    fn keep_digests(&self, kv: &mut Self::Kv, digests: &[Digest]) -> Result<(), DeviceError> {
+        let _ = (kv, digests);
+        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
+    /// Copies the keys of one head at places `0..n` of a sequence of the batch, `[n][D]`, to the
+    /// host, and waits: for calibration, not for steps.
+    fn read_keys(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        kv: &Self::Kv,
+        (seq, head, n): (u32, u32, u32),
+    ) -> Result<Vec<f32>, DeviceError> {
+        let _ = (plan, layer, kv, seq, head, n);
+        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
+    /// Answers each question in `scores`, and waits. `qkv` is as [`Backend::rope_append`] left it.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn score(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Self::Buf,
+        kv: &Self::Kv,
+        asks: &[Ask],
+        scores: &mut [u32],
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized,
+    {
+        let _ = (plan, layer, spec, qkv, kv, asks, scores);
+        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
+    /// See [`topk::select`], which this does in whatever way is fast here.
+    fn select(&self, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
+        topk::select(scores, first, k, chosen);
+    }
+    /// Calls `body` for each item, on several threads where the device computes on this machine's.
+    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync)
+    where
+        Self: Sized,
+    {
+        items.iter_mut().for_each(body);
+    }
+    /// As [`Backend::attend`], but the row of a sequence that `picks` names sees only what is picked
+    /// for each of its heads. Picks of one sequence are there for all its heads, or for none.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn attend_picks(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Self::Buf,
+        kv: &Self::Kv,
+        picks: &[Pick<'_>],
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized,
+    {
+        let _ = (plan, layer, spec, qkv, kv, picks, out);
+        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
 }

@@ -1,10 +1,13 @@
 //! What was typed. `config` makes sense of it; nothing here is checked against anything else.
 
 mod batch;
+mod eval;
 mod file;
+mod profile;
 mod scheduling;
 mod serve;
 mod simulate;
+mod sparse;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -16,10 +19,13 @@ use nuthatch_model::{ConfigError, RopeKind};
 use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
+pub(crate) use eval::EvalArgs;
 pub(crate) use file::{FileError, with_config_file};
+pub(crate) use profile::ProfileArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
 pub(crate) use serve::{ServeArgs, ToolParserArg};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
+pub(crate) use sparse::SparseArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -58,6 +64,10 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Serve a model to OpenAI's clients, over HTTP
     Serve(Box<ServeArgs>),
+    /// Measure what top-k attention does to answers
+    Eval(Box<EvalArgs>),
+    /// Measure a model's heads for top-k attention
+    Profile(Box<ProfileArgs>),
     /// Answer a file of OpenAI batch requests, many at a time
     Batch(Box<BatchArgs>),
     /// Compare scheduling policies on one workload, in virtual time and without a model
@@ -289,6 +299,8 @@ pub(crate) struct EngineArgs {
     /// Base of the rotation's frequencies
     #[arg(long, value_name = "THETA")]
     pub(crate) rope_freq_base: Option<f64>,
+    #[command(flatten)]
+    pub(crate) sparse: SparseArgs,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -8,7 +8,7 @@ use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError
 
 use crate::args::{
     BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
-    RopeScalingArg, RunArgs, SamplingArgs, SchedulingArgs,
+    RopeScalingArg, RunArgs, SamplingArgs, SchedulingArgs, SparseArgs,
 };
 use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
 
@@ -141,6 +141,8 @@ pub(crate) struct EngineConfig {
     pub(crate) max_seqs: u32,
     pub(crate) options: EngineOptions,
     pub(crate) rope: RopeOverride,
+    /// Which tokens are attended.
+    pub(crate) sparse: SparseArgs,
 }
 
 /// Tokens of the sequence that warms an engine up before it is measured.
@@ -327,6 +329,11 @@ fn random_seed() -> u64 {
 }
 
 impl EngineConfig {
+    /// The same for a command that drives the model itself.
+    pub(crate) fn alone(args: &EngineArgs) -> Result<Self, ConfigError> {
+        Self::new(args, 1)
+    }
+
     /// Checks the arguments; `n_seqs` run at one time unless the user says otherwise.
     fn new(args: &EngineArgs, n_seqs: u32) -> Result<Self, ConfigError> {
         if args.block_size != PAGE_LEN {
@@ -352,6 +359,7 @@ impl EngineConfig {
             host_bytes: args.swap_space,
             max_rows: batch.max_rows,
             max_seqs,
+            sparse: args.sparse.clone(),
             options: EngineOptions {
                 policy,
                 prefix_caching: prefix_caching(&args.scheduling.cache),

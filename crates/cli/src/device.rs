@@ -7,8 +7,10 @@ use anyhow::Context as _;
 use nuthatch_backend::{Backend as _, DeviceError};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
+use nuthatch_engine::topk::Stats;
 use nuthatch_engine::{
     Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
+    TopKOptions,
 };
 use nuthatch_model::{LoadError, ModelFiles};
 use nuthatch_types::{HostReads, SeqId, StepPlan, StepResult};
@@ -111,14 +113,17 @@ impl Device {
         sizes: &Sizes,
         options: &EngineOptions,
         clock: SharedClock,
+        topk: Option<&TopKOptions>,
     ) -> Result<AnyEngine, LoadError> {
         match self {
             Device::Cpu(cpu) => {
-                let engine = Engine::load(Arc::clone(cpu), files, sizes, options, clock)?;
+                let engine =
+                    Engine::load_topk(Arc::clone(cpu), files, sizes, options, clock, topk)?;
                 Ok(engine.map_executor(|cpu| AnyExecutor::Cpu(Box::new(cpu))))
             }
             Device::Cuda(cuda) => {
-                let engine = Engine::load(Arc::clone(cuda), files, sizes, options, clock)?;
+                let engine =
+                    Engine::load_topk(Arc::clone(cuda), files, sizes, options, clock, topk)?;
                 Ok(engine.map_executor(|cuda| AnyExecutor::Cuda(Box::new(cuda))))
             }
         }
@@ -130,6 +135,16 @@ impl Device {
 pub(crate) enum AnyExecutor {
     Cpu(Box<Executor<LoadedModel<Cpu>>>),
     Cuda(Box<Executor<LoadedModel<Cuda>>>),
+}
+
+impl AnyExecutor {
+    /// What top-k attention did so far, if there is such.
+    pub(crate) fn topk_stats(&self) -> Option<&Stats> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.forward().topk_stats(),
+            AnyExecutor::Cuda(executor) => executor.forward().topk_stats(),
+        }
+    }
 }
 
 impl Execute for AnyExecutor {

@@ -107,6 +107,11 @@ impl Env {
         self.kernels.clone()
     }
 
+    /// Directory of the head profiles that were made here, if there is a place for them.
+    pub(crate) fn profile_dir(&self) -> Option<PathBuf> {
+        self.data.as_ref().map(|data| data.join("profiles"))
+    }
+
     /// File of the chat's input history, if there is a place for it.
     pub(crate) fn history_file(&self) -> Option<PathBuf> {
         self.data.as_ref().map(|data| data.join("history"))

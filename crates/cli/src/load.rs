@@ -5,14 +5,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_engine::{Budget, EngineOptions, SharedClock, SizeRequest, Sizes};
-use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles};
+use nuthatch_engine::topk::digest_page_bytes;
+use nuthatch_engine::{Budget, EngineOptions, SharedClock, SizeRequest, Sizes, TopKOptions};
+use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
 
 use crate::config::EngineConfig;
 use crate::device::{AnyEngine, Device, DeviceConfig};
 use crate::env::Env;
 use crate::size::{Bytes, Tokens};
+use crate::sparse;
 
 /// Share of the available memory that is used unless the user says otherwise. The rest is for the
 /// file cache that loading fills, and for everybody else.
@@ -23,6 +25,7 @@ pub(crate) struct Prepared {
     pub(crate) files: ModelFiles,
     pub(crate) sizes: Sizes,
     options: EngineOptions,
+    topk: Option<TopKOptions>,
     device: Device,
 }
 
@@ -73,7 +76,11 @@ impl Prepared {
         })?;
         // Where the system does not tell, allocation itself has to fail.
         let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
+        let topk = sparse::options(&files, &config.sparse, env)?;
+        let kv = kv_shape(files.config(), config.kv_dtype);
+        let policies = topk.as_ref().map_or(&[][..], |topk| &topk.policies);
         let request = SizeRequest {
+            digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
             max_seqs: config.max_seqs,
             max_rows: config.max_rows,
@@ -87,7 +94,7 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
-        Ok(Prepared { files, sizes, options: config.options, device })
+        Ok(Prepared { files, sizes, options: config.options, topk, device })
     }
 
     /// Loads the weights and says so, one line for the model and one for the memory.
@@ -104,7 +111,7 @@ impl Prepared {
         let clock: SharedClock = Arc::new(SystemClock::start());
         let engine = self
             .device
-            .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock))
+            .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock), self.topk.as_ref())
             .with_context(|| format!("cannot load {}", self.files.path().display()))?;
         Ok(Loaded { engine, clock, device, threads })
     }

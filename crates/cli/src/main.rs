@@ -3,7 +3,8 @@
 //!
 //! Code map: `args` is what was typed, `env` the only reader of the environment, `config` makes
 //! sense of both; `resolve` says what a MODEL means and `fetch` brings it here; `load` puts it on a
-//! `device`; `run`, `serve`, `batch`, `plan`, `bench`, `simulate` and `pull` are the commands.
+//! `device`; `run`, `serve`, `batch`, `plan`, `bench`, `eval`, `profile`, `simulate` and `pull` are the
+//! commands.
 //!
 //! What is not here: anything about tokens' contents, pages or devices. This crate chooses the
 //! device once and prints.
@@ -15,12 +16,14 @@ mod chart;
 mod config;
 mod device;
 mod env;
+mod eval;
 mod fetch;
 mod host;
 mod interrupt;
 mod known;
 mod load;
 mod plan;
+mod profile;
 mod pull;
 mod random;
 mod resolve;
@@ -28,6 +31,7 @@ mod run;
 mod serve;
 mod simulate;
 mod size;
+mod sparse;
 mod table;
 mod text;
 
@@ -37,7 +41,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 use crate::args::{Args, Command, FileError, with_config_file};
-use crate::config::{BatchConfig, BenchConfig, ConfigError, RunConfig, ServeConfig};
+use crate::config::{BatchConfig, BenchConfig, ConfigError, EngineConfig, RunConfig, ServeConfig};
 use crate::env::Env;
 use crate::fetch::{Fetch, FetchError};
 use crate::interrupt::{EXIT_INTERRUPTED, Interrupt};
@@ -80,6 +84,8 @@ fn dispatch(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Simulate(args) => simulate::run(args)?,
         Command::Pull(args) => pull::run(args, &fetch)?,
         Command::Plan(args) => plan::run(args, &fetch)?,
+        Command::Eval(args) => eval::run(args, &EngineConfig::alone(&args.engine)?, &fetch)?,
+        Command::Profile(args) => profile::run(args, &EngineConfig::alone(&args.engine)?, &fetch)?,
         Command::Bench(args) => bench::run(&BenchConfig::new(args)?, &fetch)?,
     }
     Ok(ExitCode::SUCCESS)

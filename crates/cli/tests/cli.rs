@@ -8,6 +8,7 @@ mod batch;
 mod hub;
 mod serve;
 mod simulate;
+mod sparse;
 mod tiny;
 
 use std::path::Path;

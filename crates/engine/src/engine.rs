@@ -239,6 +239,11 @@ impl<E: Execute> Engine<E> {
         &self.clock
     }
 
+    /// What carries out the plans, to look at.
+    pub fn executor(&self) -> &E {
+        &self.executor
+    }
+
     /// Why the engine does no more work, if it does not.
     pub fn into_error(self) -> Option<EngineError> {
         self.error

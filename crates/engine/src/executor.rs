@@ -39,6 +39,10 @@ pub trait Execute {
 pub trait Forward {
     /// Tokens of the vocabulary.
     fn vocab(&self) -> u32;
+    /// A sequence whose first `n_prompt` tokens are its prompt takes the table `row`.
+    fn begin(&mut self, row: u32, n_prompt: u32) {
+        let _ = (row, n_prompt);
+    }
     /// Writes `slots` to the table `row`, from entry `start` on.
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError>;
     /// Copies whole pages inside a tier and between tiers, in order, and waits for the end.
@@ -247,6 +251,7 @@ impl<F: Forward> Executor<F> {
         let sampler = Sampler::new(start.sampling.clone(), prompt, answer);
         let n_known = start.history.len() as u32;
         let known = Known { sampler, n_known, row, table_len: 0, last_step: 0 };
+        self.forward.begin(row, start.n_prompt);
         let before = self.seqs.insert(start.seq, known);
         assert!(before.is_none(), "a sequence starts once");
     }

@@ -36,8 +36,9 @@ pub use engine::{CachePicture, Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
 pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
-pub use loaded::LoadedModel;
+pub use loaded::{LoadedModel, TopKOptions};
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
+pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{Branch, Eviction, Retention, SlotUse, Stats as CacheStats};
 pub use nuthatch_scheduler::{
     Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,

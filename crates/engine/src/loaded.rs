@@ -3,14 +3,45 @@
 use std::fmt;
 use std::sync::Arc;
 
+use nuthatch_attention::topk::{Calibration, Policy, Profile, Stats, TopK};
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw};
 use nuthatch_cache::{Cache, Options};
-use nuthatch_model::{BatchLimits, LoadError, Model, ModelFiles, kv_shape};
+use nuthatch_model::{
+    BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
+};
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{HostReads, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, PageCopy, PageShift, Slot, TokenId};
 
 use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
+
+/// Attention to the tokens that a query needs, instead of to all.
+#[derive(Clone, Debug)]
+pub struct TopKOptions {
+    /// At least one; sequences have the first, unless told otherwise.
+    pub policies: Vec<Policy>,
+    /// What was measured of the model's heads.
+    pub profile: Option<Arc<Profile>>,
+    /// A text of the kind that the model reads, to measure what the profile lacks; its beginning is
+    /// used.
+    pub text: Vec<TokenId>,
+}
+
+impl TopKOptions {
+    /// What digests and policies do to pages' bytes, as a number to mix into the key of the cache:
+    /// tokens that were decoded by other policies have other keys and values.
+    fn salt(&self) -> u128 {
+        // FNV-1a of 128 bits, which is the same in every process.
+        const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
+        let mut hash: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+        for policy in &self.policies {
+            for byte in policy.to_string().into_bytes().into_iter().chain([0]) {
+                hash = (hash ^ u128::from(byte)).wrapping_mul(PRIME);
+            }
+        }
+        hash
+    }
+}
 
 /// A model on a device with its KV arena and its tables.
 pub struct LoadedModel<B: Backend> {
@@ -18,6 +49,10 @@ pub struct LoadedModel<B: Backend> {
     model: Model<B>,
     store: KvStore<B>,
     tables: B::Tables,
+    /// Rows of one step, tables, and tokens of a sequence.
+    max_rows: u32,
+    max_seqs: u32,
+    max_context: u32,
 }
 
 impl<B: Backend> LoadedModel<B> {
@@ -35,12 +70,97 @@ impl<B: Backend> LoadedModel<B> {
         let model = Model::load(Arc::clone(&backend), files, &limits)?;
         let store = KvStore::new(&*backend, shape, sizes.cache().slots())?;
         let tables = backend.alloc_tables(sizes.max_seqs, sizes.capacity().table_len())?;
-        Ok(LoadedModel { backend, model, store, tables })
+        let Sizes { max_rows, max_seqs, max_context, .. } = *sizes;
+        Ok(LoadedModel { backend, model, store, tables, max_rows, max_seqs, max_context })
     }
 
     /// The model, to look at.
     pub fn model(&self) -> &Model<B> {
         &self.model
+    }
+
+    /// Attends to what queries need from now on; the arena is empty. An error if the profile is of
+    /// another shape, or if the device cannot.
+    pub fn set_topk(&mut self, options: &TopKOptions) -> Result<(), DeviceError> {
+        let shape = topk_shape(self.model.config());
+        let mut profile = match &options.profile {
+            Some(profile) => Profile::clone(profile),
+            None => Profile::empty(&shape),
+        };
+        let fault = |error: nuthatch_attention::topk::ProfileError| {
+            DeviceError::Fault(format!("this model's top-k attention: {error}"))
+        };
+        profile.check_shape(&shape).map_err(fault)?;
+        if !options.policies.iter().all(|policy| profile.serves(policy)) {
+            let importance = std::mem::take(&mut profile.importance);
+            self.calibrate(&options.text)?.finish(&mut profile);
+            profile.importance = importance;
+        }
+        let topk = TopK::new(shape, &options.policies, &profile, self.max_seqs as usize);
+        self.model.set_topk(topk, &mut self.store)
+    }
+
+    /// Sums over the queries and keys of a text's beginning. Without a text, tokens from all over the
+    /// vocabulary stand for one. Writes to the arena, which keeps rows from then on.
+    pub fn calibrate(&mut self, text: &[TokenId]) -> Result<Calibration, DeviceError> {
+        /// Enough for averages of a few digits.
+        const TOKENS_MAX: u32 = 1024;
+        let page_len = self.store.shape().page_len;
+        let room = self.store.slots().device.saturating_mul(page_len).min(self.max_context);
+        let n = TOKENS_MAX.min(room);
+        let vocab = self.vocab();
+        let tokens: Vec<u32> = if text.is_empty() {
+            (0..n).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect()
+        } else {
+            text.iter().take(n as usize).map(|token| token.0.min(vocab - 1)).collect()
+        };
+        self.backend.keep_digests(self.store.device_mut(), &[])?;
+        let slots: Vec<Slot> = (0..(tokens.len() as u32).div_ceil(page_len)).map(Slot).collect();
+        self.write_table(0, 0, &slots)?;
+        let mut calibration = Calibration::new(topk_shape(self.model.config()));
+        let mut start = 0;
+        // What comes out does not depend on how the text is cut.
+        for chunk in tokens.chunks(self.max_rows as usize) {
+            let end = start + chunk.len() as u32;
+            let layout = BatchLayout {
+                tokens: chunk.to_vec(),
+                positions: (start..end).collect(),
+                query_start: vec![0, end - start],
+                kv_len: vec![end],
+                table_row: vec![0],
+                output_rows: Vec::new(),
+            };
+            self.model.calibrate(&mut self.store, &self.tables, &layout, &mut calibration)?;
+            start = end;
+        }
+        Ok(calibration)
+    }
+
+    /// How far the model's output at the only row of a batch moves when a query head is restricted,
+    /// for each head: see [`Model::probe`].
+    pub fn probe(
+        &mut self,
+        layout: &BatchLayout,
+        restriction: Restriction,
+    ) -> Result<Vec<f32>, DeviceError> {
+        self.model.probe(&mut self.store, &self.tables, layout, restriction)
+    }
+
+    /// A sequence takes a table, and attends by one of the policies after its prompt.
+    pub fn begin_with(&mut self, row: u32, n_prompt: u32, policy: usize) {
+        if let Some(topk) = self.model.topk_mut() {
+            topk.begin(row, n_prompt, policy);
+        }
+    }
+
+    /// Top-k attention, if there is such, to measure it.
+    pub fn topk_mut(&mut self) -> Option<&mut TopK> {
+        self.model.topk_mut()
+    }
+
+    /// What top-k attention did so far.
+    pub fn topk_stats(&self) -> Option<&Stats> {
+        self.model.topk().map(TopK::stats)
     }
 }
 
@@ -49,7 +169,14 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.model.config().vocab
     }
 
+    fn begin(&mut self, row: u32, n_prompt: u32) {
+        self.begin_with(row, n_prompt, 0);
+    }
+
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError> {
+        if let Some(topk) = self.model.topk_mut() {
+            topk.table_written(row, start, slots.len() as u32);
+        }
         self.backend.write_table(&mut self.tables, row, start, slots)
     }
 
@@ -114,20 +241,38 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         options: &EngineOptions,
         clock: SharedClock,
     ) -> Result<Self, LoadError> {
+        Self::load_topk(backend, files, sizes, options, clock, None)
+    }
+
+    /// The same with attention to what queries need.
+    pub fn load_topk(
+        backend: Arc<B>,
+        files: &ModelFiles,
+        sizes: &Sizes,
+        options: &EngineOptions,
+        clock: SharedClock,
+        topk: Option<&TopKOptions>,
+    ) -> Result<Self, LoadError> {
         // The key says what decides a page's bytes; the tokens themselves are compared on a hit.
         let fingerprint = files.fingerprint()?;
         let (key, _) = fingerprint.split_first_chunk().expect("a fingerprint has 32 bytes");
         let cache_options = Options {
             prefix: options.prefix_caching,
             eviction: options.eviction,
-            hash_key: u128::from_le_bytes(*key),
+            hash_key: u128::from_le_bytes(*key) ^ topk.map_or(0, TopKOptions::salt),
             host_reads: match sizes.host_reads {
                 HostReads::Never => HostReads::Never,
                 HostReads::Near | HostReads::Far => backend.host_reads(),
             },
             ..Options::default()
         };
-        let loaded = LoadedModel::load(backend, files, sizes)?;
+        let mut loaded = LoadedModel::load(backend, files, sizes)?;
+        if let Some(topk) = topk {
+            loaded.set_topk(topk)?;
+        }
+        if let Some(topk) = loaded.topk_mut() {
+            topk.set_clock(SharedClock::clone(&clock));
+        }
         let cache =
             Cache::with_options(sizes.cache(), cache_options).expect("the sizes were checked");
         let mut config = sizes.scheduler();

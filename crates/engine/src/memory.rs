@@ -29,6 +29,8 @@ pub enum Budget {
 pub struct SizeRequest {
     /// Shape of the model's KV.
     pub kv: KvShape,
+    /// Bytes of digests beside one page, over all layers; 0 without top-k attention.
+    pub digest_page_bytes: u64,
     /// Bytes of the weights, as they lie in memory.
     pub weights: u64,
     /// Tokens of the vocabulary.
@@ -165,6 +167,7 @@ impl SizeRequest {
         let kv_heads = u64::from(config.n_kv_heads) * head_dim;
         SizeRequest {
             kv: kv_shape(config, kv_dtype),
+            digest_page_bytes: 0,
             weights: files.weight_bytes(),
             vocab: config.vocab,
             // The residual stream and its norm; q, k and v; the attended heads; gate, up and both
@@ -193,7 +196,7 @@ impl Sizes {
     pub fn compute(request: &SizeRequest) -> Result<Self, MemoryError> {
         check(request)?;
         let kv_budget = kv_budget(request)?;
-        let page_bytes = request.kv.page_bytes() as u64;
+        let page_bytes = request.kv.page_bytes() as u64 + request.digest_page_bytes;
         let page_len = u64::from(request.kv.page_len);
         let n_affordable = kv_budget / page_bytes;
         let may_spill = request.host_reads != HostReads::Never;
@@ -381,6 +384,7 @@ mod tests {
                 page_len: 16,
                 dtype: KvDtype::F16,
             },
+            digest_page_bytes: 0,
             weights: 16 * GIB,
             vocab: 128_256,
             row_floats: 50_000,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use nuthatch_attention::topk::{TopK, TopKLayer, TopKShape};
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Pass, PlanShape};
 use nuthatch_store::KvStore;
 use nuthatch_types::{KvDtype, KvShape, PageShift};
@@ -30,21 +31,25 @@ pub struct BatchLimits {
 pub struct Model<B: Backend> {
     backend: Arc<B>,
     config: ModelConfig,
-    weights: Weights<B>,
-    plan: B::Plan,
-    acts: Activations<B>,
+    pub(crate) weights: Weights<B>,
+    pub(crate) plan: B::Plan,
+    pub(crate) acts: Activations<B>,
+    /// Attention to the tokens that a query needs, instead of to all.
+    topk: Option<TopK>,
+    /// Rows that there is room for.
+    max_rows: usize,
 }
 
 /// Buffers that every step reuses; `T` rows at most.
-struct Activations<B: Backend> {
+pub(crate) struct Activations<B: Backend> {
     /// `[T, d]` the residual stream.
-    x: B::Buf,
+    pub(crate) x: B::Buf,
     /// `[T, d]` its norm.
     h: B::Buf,
     /// `[T, (H + 2 G) D]`, or `[T, H D]` in a layer that owns no KV.
-    qkv: B::Buf,
+    pub(crate) qkv: B::Buf,
     /// `[T, H D]`.
-    attended: B::Buf,
+    pub(crate) attended: B::Buf,
     /// `[T, 2 F]`.
     gate_up: B::Buf,
     /// `[T, F]`.
@@ -53,7 +58,10 @@ struct Activations<B: Backend> {
     last: B::Buf,
     last_h: B::Buf,
     /// `[outputs, V]`.
-    logits: B::Buf,
+    pub(crate) logits: B::Buf,
+    /// Shaped as `qkv`: queries that decide for this layer, and for the next, made from the residual
+    /// stream one layer earlier; there if a policy wants them.
+    deciding: Option<[B::Buf; 2]>,
 }
 
 impl<B: Backend> Model<B> {
@@ -75,7 +83,29 @@ impl<B: Backend> Model<B> {
         };
         let plan = backend.alloc_plan(&shape)?;
         let acts = Activations::new(&*backend, &config, limits)?;
-        Ok(Model { backend, config, weights, plan, acts })
+        let max_rows = limits.max_rows;
+        Ok(Model { backend, config, weights, plan, acts, topk: None, max_rows })
+    }
+
+    /// Attends to what queries need from now on. The store keeps the digests.
+    pub fn set_topk(&mut self, topk: TopK, store: &mut KvStore<B>) -> Result<(), DeviceError> {
+        self.backend.keep_digests(store.device_mut(), topk.digests())?;
+        if topk.speculates() {
+            let len = self.max_rows * (self.config.q_width() + 2 * self.config.kv_width());
+            self.acts.deciding = Some([self.backend.alloc(len)?, self.backend.alloc(len)?]);
+        }
+        self.topk = Some(topk);
+        Ok(())
+    }
+
+    /// Attention to what queries need, if there is such.
+    pub fn topk(&self) -> Option<&TopK> {
+        self.topk.as_ref()
+    }
+
+    /// The same, to tell it about sequences.
+    pub fn topk_mut(&mut self) -> Option<&mut TopK> {
+        self.topk.as_mut()
     }
 
     /// Writes pages of the store anew with their keys at other positions, in order.
@@ -102,6 +132,10 @@ impl<B: Backend> Model<B> {
         &self.acts.last_h
     }
 
+    pub(crate) fn shared_backend(&self) -> Arc<B> {
+        Arc::clone(&self.backend)
+    }
+
     /// Computes the batch's rows, appending their keys and values to the store, and returns the
     /// logits of `layout.output_rows`, `[outputs, V]`.
     pub fn forward(
@@ -110,33 +144,123 @@ impl<B: Backend> Model<B> {
         tables: &B::Tables,
         layout: &BatchLayout,
     ) -> Result<&mut B::Buf, DeviceError> {
-        let (b, acts, plan) = (&*self.backend, &mut self.acts, &mut self.plan);
+        self.plan_batch(tables, layout)?;
+        if self.backend.begin_pass(&mut self.plan, store.device())? == Pass::Queued {
+            return Ok(&mut self.acts.logits);
+        }
+        self.embed()?;
+        for idx in 0..self.weights.layers.len() {
+            self.speculate(idx, store, layout)?;
+            self.project(idx, store, layout)?;
+            self.attend(idx, store)?;
+            self.finish_layer(idx, layout)?;
+        }
+        self.logits(layout)?;
+        self.backend.end_pass(&mut self.plan)?;
+        Ok(&mut self.acts.logits)
+    }
+
+    /// Prepares the plan, and the residual stream by the embedding.
+    pub(crate) fn begin(
+        &mut self,
+        tables: &B::Tables,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        self.plan_batch(tables, layout)?;
+        self.embed()
+    }
+
+    fn plan_batch(&mut self, tables: &B::Tables, layout: &BatchLayout) -> Result<(), DeviceError> {
+        if let Some(topk) = &mut self.topk {
+            topk.begin_step(layout);
+        }
+        self.backend.plan(&mut self.plan, tables, layout)
+    }
+
+    fn embed(&mut self) -> Result<(), DeviceError> {
+        self.backend.embed(&self.weights.embedding, &self.plan, &mut self.acts.x)
+    }
+
+    /// Makes the queries that decide for the next layer from what this one begins with.
+    fn speculate(
+        &mut self,
+        idx: usize,
+        store: &mut KvStore<B>,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
+        let is_wanted = self.topk.as_ref().is_some_and(TopK::is_speculating);
+        let (Some([_, next]), Some(layer), true) =
+            (&mut acts.deciding, self.weights.layers.get(idx + 1), is_wanted)
+        else {
+            return Ok(());
+        };
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
-        let (d, f) = (self.config.hidden as usize, self.config.ff as usize);
-        b.plan(plan, tables, layout)?;
-        if b.begin_pass(plan, store.device())? == Pass::Queued {
-            return Ok(&mut acts.logits);
+        b.norm(&acts.x, &layer.attn_norm, eps, rows, &mut acts.h)?;
+        b.matmul(&layer.qkv, &acts.h, rows, next)?;
+        // This also writes keys and values, which the layer itself writes again before it reads.
+        layer.attention.append(b, plan, store, next)
+    }
+
+    /// A layer's queries, keys and values; the latter go to the store.
+    pub(crate) fn project(
+        &mut self,
+        idx: usize,
+        store: &mut KvStore<B>,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        let (b, acts, layer) = (&*self.backend, &mut self.acts, &self.weights.layers[idx]);
+        let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
+        b.norm(&acts.x, &layer.attn_norm, eps, rows, &mut acts.h)?;
+        b.matmul(&layer.qkv, &acts.h, rows, &mut acts.qkv)?;
+        layer.attention.append(b, &self.plan, store, &mut acts.qkv)
+    }
+
+    /// A layer's attention over the store.
+    fn attend(&mut self, idx: usize, store: &KvStore<B>) -> Result<(), DeviceError> {
+        let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
+        let dense = &self.weights.layers[idx].attention;
+        let Some(topk) = &mut self.topk else {
+            let (spec, kv) = (dense.spec(), store.device());
+            return b.attend(plan, dense.layer, &spec, &acts.qkv, kv, &mut acts.attended);
+        };
+        let ahead = acts.deciding.as_ref().map(|[this, _]| this);
+        let ahead = ahead.filter(|_| idx > 0 && topk.is_speculating());
+        let layer = TopKLayer { idx, dense, ahead };
+        topk.attend(b, plan, &layer, store, (&acts.qkv, &mut acts.attended))?;
+        if let Some(pair) = &mut acts.deciding {
+            pair.swap(0, 1);
         }
-        b.embed(&self.weights.embedding, plan, &mut acts.x)?;
-        for layer in &self.weights.layers {
-            b.norm(&acts.x, &layer.attn_norm, eps, rows, &mut acts.h)?;
-            b.matmul(&layer.qkv, &acts.h, rows, &mut acts.qkv)?;
-            layer.attention.run(b, plan, store, &mut acts.qkv, &mut acts.attended)?;
-            b.matmul_add(&layer.out, &acts.attended, rows, &mut acts.x)?;
-            b.norm(&acts.x, &layer.ffn_norm, eps, rows, &mut acts.h)?;
-            let (gate_up, gated) = (&mut acts.gate_up, &mut acts.gated);
-            b.gated_matmul(&layer.gate_up, &acts.h, f, rows, gate_up, gated)?;
-            b.matmul_add(&layer.down, &acts.gated, rows, &mut acts.x)?;
-        }
-        let outputs = layout.output_rows.len();
+        Ok(())
+    }
+
+    /// The rest of a layer, after attention.
+    pub(crate) fn finish_layer(
+        &mut self,
+        idx: usize,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        let (b, acts, layer) = (&*self.backend, &mut self.acts, &self.weights.layers[idx]);
+        let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
+        b.matmul_add(&layer.out, &acts.attended, rows, &mut acts.x)?;
+        b.norm(&acts.x, &layer.ffn_norm, eps, rows, &mut acts.h)?;
+        let (f, gate_up, gated) = (self.config.ff as usize, &mut acts.gate_up, &mut acts.gated);
+        b.gated_matmul(&layer.gate_up, &acts.h, f, rows, gate_up, gated)?;
+        b.matmul_add(&layer.down, &acts.gated, rows, &mut acts.x)
+    }
+
+    /// The logits of the rows that they are wanted for.
+    pub(crate) fn logits(&mut self, layout: &BatchLayout) -> Result<&B::Buf, DeviceError> {
+        let (b, acts) = (&*self.backend, &mut self.acts);
+        let (outputs, d) = (layout.output_rows.len(), self.config.hidden as usize);
         if outputs > 0 {
             let head = self.weights.output.as_ref().unwrap_or(&self.weights.embedding);
-            b.gather_rows(plan, &acts.x, d, &mut acts.last)?;
+            let eps = self.config.norm_eps;
+            b.gather_rows(&self.plan, &acts.x, d, &mut acts.last)?;
             b.norm(&acts.last, &self.weights.output_norm, eps, outputs, &mut acts.last_h)?;
             b.matmul(head, &acts.last_h, outputs, &mut acts.logits)?;
         }
-        b.end_pass(plan)?;
-        Ok(&mut acts.logits)
+        Ok(&acts.logits)
     }
 }
 
@@ -154,6 +278,7 @@ impl<B: Backend> Activations<B> {
             last: b.alloc(outputs * d)?,
             last_h: b.alloc(outputs * d)?,
             logits: b.alloc(outputs * config.vocab as usize)?,
+            deciding: None,
         })
     }
 }
@@ -166,5 +291,16 @@ pub fn kv_shape(config: &ModelConfig, dtype: KvDtype) -> KvShape {
         head_dim: config.head_dim,
         page_len: PAGE_LEN,
         dtype,
+    }
+}
+
+/// Layers and heads of a model, for top-k attention.
+pub fn topk_shape(config: &ModelConfig) -> TopKShape {
+    TopKShape {
+        n_layers: config.n_layers as usize,
+        n_kv_layers: config.n_kv_layers() as usize,
+        n_kv_heads: config.n_kv_heads as usize,
+        group: (config.n_heads / config.n_kv_heads) as usize,
+        head_dim: config.head_dim as usize,
     }
 }

@@ -10,6 +10,7 @@ mod files;
 mod forward;
 mod gguf;
 mod names;
+mod probe;
 mod random;
 mod rope;
 mod safetensors;
@@ -19,9 +20,10 @@ mod weights;
 pub use config::*;
 pub use error::*;
 pub use files::*;
-pub use forward::{BatchLimits, Model, kv_shape};
+pub use forward::{BatchLimits, Model, kv_shape, topk_shape};
 pub use gguf::*;
 pub use names::*;
+pub use probe::Restriction;
 pub use rope::*;
 
 /// Tokens of a page.

@@ -13,7 +13,7 @@ use crate::kv::PAGE;
 use crate::plan::CHUNK;
 
 /// An element type that sixteen of are loaded as floats.
-trait Element {
+pub(super) trait Element {
     const BYTES: usize;
     /// # Safety
     ///
@@ -21,9 +21,9 @@ trait Element {
     unsafe fn load(source: *const u8) -> __m512;
 }
 
-struct F32;
-struct F16;
-struct Bf16;
+pub(super) struct F32;
+pub(super) struct F16;
+pub(super) struct Bf16;
 
 impl Element for F32 {
     const BYTES: usize = 4;
@@ -57,7 +57,7 @@ impl Element for Bf16 {
 }
 
 /// Cuts `n` rows into blocks of the sizes that kernels are compiled for.
-fn next_block(n: usize, sizes: &[usize]) -> usize {
+pub(super) fn next_block(n: usize, sizes: &[usize]) -> usize {
     *sizes.iter().find(|&&size| size <= n).expect("1 is among the sizes")
 }
 

@@ -17,11 +17,14 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod picks;
 mod portable;
+mod rows;
 mod softmax;
 
 use std::ops::Range;
 
+use nuthatch_backend::Pick;
 use nuthatch_types::KvDtype;
 
 use crate::isa::Isa;
@@ -29,6 +32,9 @@ use crate::kv::{CpuKv, PAGE};
 use crate::mem::SharedMut;
 use crate::plan::{CHUNK, CpuPlan, PlanSeq, Task};
 use crate::pool::Pool;
+use picks::PickWork;
+pub(crate) use rows::{Rows, row_scores};
+pub(crate) use softmax::to_floats;
 use softmax::{merge_row, softmax_row};
 
 const CHUNK_PAGES: usize = CHUNK / PAGE;
@@ -78,39 +84,51 @@ struct Scratch {
 }
 
 impl Attention<'_> {
-    /// Attends for every row of the batch; `out` is `[T, H D]`.
-    pub(crate) fn run(&self, pool: &Pool, out: &mut [f32]) {
+    /// Attends for every row of the batch; `out` is `[T, H D]`. Sequences with picks see what is
+    /// picked, the others everything.
+    pub(crate) fn run(&self, pool: &Pool, picks: &[Pick<'_>], out: &mut [f32]) {
         let n_heads = self.kv.shape.n_kv_heads as usize;
         let plan = self.plan;
         let stride = plan.group() * (self.d() + 2);
+        let work = PickWork::new(plan, picks);
+        let dense_tasks = work.dense_tasks(plan);
+        let n_dense_partials = n_heads * plan.n_partials;
         let mut partials = plan.partials.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let n_partials = n_heads * plan.n_partials * stride;
+        let n_partials = (n_dense_partials + work.chunks.len()) * stride;
         if partials.len() < n_partials {
             partials.resize(n_partials.next_power_of_two(), 0.0);
         }
         let shared_out = SharedMut::new(out);
         let shared_partials = SharedMut::new(&mut partials);
-        pool.run(plan.tasks.len() * n_heads, &|i| {
-            // Heads of one task follow each other, so that threads share the row's queries.
-            let (task, head) = (plan.tasks[i / n_heads], i % n_heads);
-            SCRATCH.with_borrow_mut(|scratch| match task {
-                Task::Tile { seq, start, n } => {
-                    let rows = start..start + n;
-                    self.tile(head, &plan.seqs[seq], rows, scratch, shared_out);
+        #[expect(unsafe_code, reason = "threads write disjoint partials")]
+        // SAFETY: partials of tasks and of chunks of picks are numbered apart, and each is run once.
+        let partial = |i: usize| unsafe { shared_partials.part(i * stride, stride) };
+        let n_dense = dense_tasks.len() * n_heads;
+        pool.run(n_dense + work.chunks.len(), &|i| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                if let Some(chunk) = i.checked_sub(n_dense) {
+                    let target = partial(n_dense_partials + chunk);
+                    return self.pick_chunk(&work.chunks[chunk], scratch, target);
                 }
-                Task::Split { seq, chunk, partial } => {
-                    let at = (head * plan.n_partials + partial) * stride;
-                    #[expect(unsafe_code, reason = "threads write disjoint partials")]
-                    // SAFETY: `partial` is unique to the task, and each (task, head) runs once.
-                    let target = unsafe { shared_partials.part(at, stride) };
-                    self.split(head, &plan.seqs[seq], chunk, scratch, target);
+                // Heads of one task follow each other, so that threads share the row's queries.
+                let (task, head) = (dense_tasks[i / n_heads], i % n_heads);
+                match task {
+                    Task::Tile { seq, start, n } => {
+                        let rows = start..start + n;
+                        self.tile(head, &plan.seqs[seq], rows, scratch, shared_out);
+                    }
+                    Task::Split { seq, chunk, partial: number } => {
+                        let target = partial(head * plan.n_partials + number);
+                        self.split(head, &plan.seqs[seq], chunk, scratch, target);
+                    }
                 }
             });
         });
-        self.merge_splits(&partials, out);
+        self.merge_splits(&work, &partials, out);
+        self.merge_picks(&work, &partials[n_dense_partials * stride..], out);
     }
 
-    fn d(&self) -> usize {
+    pub(crate) fn d(&self) -> usize {
         self.kv.shape.head_dim as usize
     }
 
@@ -172,9 +190,14 @@ impl Attention<'_> {
         // Pages before the window may be gone; only those that are seen are touched.
         let first_page = start / PAGE;
         let n_pages = end.div_ceil(PAGE) - first_page;
-        let (keys, values) = self.addresses(head, seq, first_page, n_pages);
+        let (dtype, (keys, values)) = if self.kv.by_rows {
+            let Scratch { keys, values, .. } = scratch;
+            (KvDtype::F32, self.convert(head, seq, (first_page, n_pages), keys, values))
+        } else {
+            (self.kv.shape.dtype, self.addresses(head, seq, first_page, n_pages))
+        };
         let (keys, values) = (&keys[..n_pages], &values[..n_pages]);
-        let pages = Pages { dtype: self.kv.shape.dtype, d, keys, values };
+        let pages = Pages { dtype, d, keys, values };
         scratch.q.resize(group * d, 0.0);
         scratch.scores.resize(group * CHUNK, 0.0);
         scratch.chunk_out.resize(group * d, 0.0);
@@ -193,14 +216,15 @@ impl Attention<'_> {
     }
 
     /// Merges the partial results of the rows that were split, chunk after chunk.
-    fn merge_splits(&self, partials: &[f32], out: &mut [f32]) {
+    fn merge_splits(&self, work: &PickWork<'_>, partials: &[f32], out: &mut [f32]) {
         let (d, group) = (self.d(), self.plan.group());
         let n_heads = self.kv.shape.n_kv_heads as usize;
         let stride = group * (d + 2);
         let mut partial = 0;
-        for seq in self.plan.seqs.iter().filter(|seq| seq.n_rows == 1) {
+        for (i, seq) in self.plan.seqs.iter().enumerate().filter(|(_, seq)| seq.n_rows == 1) {
             let n_chunks = seq.kv_len().div_ceil(CHUNK);
-            for head in 0..n_heads {
+            let n_merged = if work.has_picks(i) { 0 } else { n_heads };
+            for head in 0..n_merged {
                 for row in 0..group {
                     let at = |chunk: usize| {
                         let first = (head * self.plan.n_partials + partial + chunk) * stride;
@@ -336,12 +360,23 @@ impl Attention<'_> {
         let d = self.d();
         let (mut key_at, mut value_at) = self.addresses(head, seq, first_page, n_pages);
         let dtype = self.kv.shape.dtype;
-        if dtype == KvDtype::F32 {
+        if dtype == KvDtype::F32 && !self.kv.by_rows {
             return (key_at, value_at);
         }
         keys.resize(CHUNK * d, 0.0);
         values.resize(CHUNK * d, 0.0);
         for page in 0..n_pages {
+            if self.kv.by_rows {
+                let range = page * PAGE * d..(page + 1) * PAGE * d;
+                #[expect(unsafe_code, reason = "pages are addressed by pointers here")]
+                // SAFETY: `addresses` points at a page of rows.
+                let source =
+                    unsafe { std::slice::from_raw_parts(key_at[page], self.kv.head_page_bytes()) };
+                let (keys, values) = (&mut keys[range.clone()], &mut values[range]);
+                rows::to_page(self.isa, dtype, source, keys, values);
+                (key_at[page], value_at[page]) = (keys.as_ptr().cast(), values.as_ptr().cast());
+                continue;
+            }
             for (buffer, at) in [(&mut *keys, &mut key_at), (&mut *values, &mut value_at)] {
                 let target = &mut buffer[page * PAGE * d..(page + 1) * PAGE * d];
                 #[expect(unsafe_code, reason = "pages are addressed by pointers here")]

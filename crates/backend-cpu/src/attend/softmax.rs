@@ -70,7 +70,7 @@ fn add_scaled_inner<const FUSED: bool>(sum: &mut [f32], old: f32, chunk: &[f32],
 
 versions! {
     /// Converts stored elements of two bytes to floats.
-    pub(super) fn to_floats(dtype: KvDtype, source: &[u8], target: &mut [f32]) = to_floats_inner;
+    pub(crate) fn to_floats(dtype: KvDtype, source: &[u8], target: &mut [f32]) = to_floats_inner;
 }
 
 #[inline(always)]

@@ -2,7 +2,7 @@
 
 use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageShift, Slot};
 
-use crate::{AttnSpec, Backend, BatchLayout, PlanShape, RopeSpec, RopeStyle};
+use crate::{Ask, AttnSpec, Backend, BatchLayout, Digest, Pick, PlanShape, RopeSpec, RopeStyle};
 
 use super::compare::{download, unwritten, upload};
 use super::inputs::Random;
@@ -193,6 +193,16 @@ pub(super) struct Rig<'a, B: Backend> {
 
 impl<'a, B: Backend> Rig<'a, B> {
     pub(super) fn new(b: &'a B, case: &'a Case, room: Room) -> Self {
+        Self::with_digests(b, case, room, None)
+    }
+
+    /// The same with digests beside the pages.
+    pub(super) fn with_digests(
+        b: &'a B,
+        case: &'a Case,
+        room: Room,
+        digests: Option<&[Digest]>,
+    ) -> Self {
         // The last table is for the sequence that fills the arena.
         let n_tables = room.n_tables as u32 + 1;
         let context = room.max_context.max(room.n_slots * PAGE_LEN);
@@ -216,6 +226,9 @@ impl<'a, B: Backend> Rig<'a, B> {
             plan: b.alloc_plan(&plan_shape).expect("a small plan fits"),
             norms: case.norms.as_ref().map(|(q, k)| (upload(b, q), upload(b, k))),
         };
+        if let Some(digests) = digests {
+            b.keep_digests(&mut rig.kv, digests).expect("small digests fit");
+        }
         let slots: Vec<Slot> = (0..room.n_slots as u32).map(Slot).collect();
         rig.poison(&slots);
         rig
@@ -294,6 +307,27 @@ impl<'a, B: Backend> Rig<'a, B> {
         layer: LayerIdx,
     ) -> Vec<Vec<f32>> {
         self.attend_as(parts, qkv, layer, true)
+    }
+
+    /// The answers to questions about [`LAYER`], with the buffer that [`Rig::rotate`] gave.
+    pub(super) fn score(&self, qkv: &B::Buf, asks: &[Ask], n: usize) -> Vec<u32> {
+        let mut scores = vec![u32::MAX; n];
+        let spec = spec(self.case, &self.norms, true);
+        self.b
+            .score(&self.plan, LAYER, &spec, qkv, &self.kv, asks, &mut scores)
+            .expect("score runs");
+        scores
+    }
+
+    /// Attends on [`LAYER`] to what is picked, with the buffer that [`Rig::rotate`] gave.
+    pub(super) fn attend_picks(&self, qkv: &B::Buf, picks: &[Pick<'_>], rows: usize) -> Vec<f32> {
+        let width = self.case.out_width();
+        let mut out = unwritten(self.b, rows * width);
+        let spec = spec(self.case, &self.norms, true);
+        self.b
+            .attend_picks(&self.plan, LAYER, &spec, qkv, &self.kv, picks, &mut out)
+            .expect("attend_picks runs");
+        download(self.b, &out, rows * width)
     }
 
     fn attend_as(

@@ -4,12 +4,15 @@ use std::fmt;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use nuthatch_engine::topk::Policy;
 use nuthatch_engine::{SharedClock, Submission};
 use nuthatch_types::{Limits, Sampling, TokenId};
 
 use crate::config::WARM_UP_TOKENS;
 use crate::device::AnyEngine;
 use crate::random::Random;
+
+use super::result::TopKResult;
 
 /// What a test measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -60,6 +63,8 @@ pub(super) struct Bench {
     clock: Clock,
     vocab: u32,
     random: Random,
+    /// Of all steps of one token.
+    decode_seconds: f64,
 }
 
 /// [`SharedClock`] with a name to print.
@@ -73,7 +78,7 @@ impl fmt::Debug for Clock {
 
 impl Bench {
     pub(super) fn new(engine: AnyEngine, clock: SharedClock, vocab: u32) -> Self {
-        Bench { engine, clock: Clock(clock), vocab, random: Random::new(1) }
+        Bench { engine, clock: Clock(clock), vocab, random: Random::new(1), decode_seconds: 0.0 }
     }
 
     /// Touches everything once: weights, threads, buffers.
@@ -120,7 +125,9 @@ impl Bench {
             if !ran {
                 break;
             }
-            steps.push(Step { start, n_tokens, seconds: elapsed.as_secs_f64() });
+            let seconds = elapsed.as_secs_f64();
+            self.decode_seconds += if n_tokens == 1 { seconds } else { 0.0 };
+            steps.push(Step { start, n_tokens, seconds });
             start += n_tokens;
             computed = now;
         }
@@ -130,6 +137,22 @@ impl Bench {
 
     fn computed(&self) -> u64 {
         self.engine.stats().scheduler.counters.computed_tokens
+    }
+
+    /// What top-k attention did in all steps, if there was such, and the share of the decode steps'
+    /// time that choosing took.
+    pub(super) fn topk(&self, policy: Option<&Policy>) -> Option<TopKResult> {
+        let stats = self.engine.executor().topk_stats()?;
+        let counts = stats.policies.first()?;
+        let choosing = stats.select_nanos as f64 / 1e9;
+        Some(TopKResult {
+            policy: policy?.to_string(),
+            attended: counts.attended_share(),
+            moved: counts.moved_share(),
+            live_hits: counts.live_hit_ratio(),
+            frozen_hits: counts.frozen_hit_ratio(),
+            choosing: choosing / self.decode_seconds.max(f64::MIN_POSITIVE),
+        })
     }
 
     /// Share of the steps' time that is not the executor's: planning and bookkeeping.

@@ -59,6 +59,7 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
         kv_dtype: prepared.sizes.kv_dtype.to_string(),
         max_batched_tokens: prepared.sizes.max_rows,
         overhead: bench.overhead(),
+        topk: bench.topk(config.engine.sparse.sparse.as_ref()),
         tests,
     };
     print(config.json.as_deref(), &result)

@@ -22,7 +22,42 @@ pub(super) struct BenchResult {
     pub(super) max_batched_tokens: u32,
     /// Share of the steps' time outside the executor.
     pub(super) overhead: f64,
+    /// What top-k attention did, if there was such.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) topk: Option<TopKResult>,
     pub(super) tests: Vec<TestResult>,
+}
+
+/// What top-k attention did. Shares are of the context, for each head and step.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct TopKResult {
+    pub(super) policy: String,
+    /// Rows that were attended.
+    pub(super) attended: Option<f64>,
+    /// Rows that a selection brought.
+    pub(super) moved: Option<f64>,
+    /// Hits among the lookups of live heads, and of frozen ones.
+    pub(super) live_hits: Option<f64>,
+    pub(super) frozen_hits: Option<f64>,
+    /// Time of looking up, scoring and selecting, of the decode steps'.
+    pub(super) choosing: f64,
+}
+
+impl TopKResult {
+    fn line(&self) -> String {
+        let share = |share: Option<f64>| {
+            share.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", 100.0 * share))
+        };
+        format!(
+            "{}: attended {}, moved {}, hits {} (frozen heads {}), choosing took {:.1} % of decode\n",
+            self.policy,
+            share(self.attended),
+            share(self.moved),
+            share(self.live_hits),
+            share(self.frozen_hits),
+            100.0 * self.choosing,
+        )
+    }
 }
 
 /// One test's samples and what they say.
@@ -77,8 +112,9 @@ impl BenchResult {
             ]);
         }
         let commit = self.commit.map(|commit| format!(" ({commit})")).unwrap_or_default();
+        let topk = self.topk.as_ref().map(TopKResult::line).unwrap_or_default();
         format!(
-            "{}\nnuthatch {}{commit}, medians; planning and bookkeeping took {:.2} % of the time\n",
+            "{}\n{topk}nuthatch {}{commit}, medians; planning and bookkeeping took {:.2} % of the time\n",
             table.markdown(),
             self.version,
             self.overhead * 100.0,
@@ -134,6 +170,7 @@ mod tests {
             kv_dtype: "f16".to_owned(),
             max_batched_tokens: 512,
             overhead: 0.0123,
+            topk: None,
             tests: vec![TestResult::new(test, vec![100.0, 110.0, 90.0])],
         };
         let table = result.table();

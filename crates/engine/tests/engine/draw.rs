@@ -32,6 +32,14 @@ impl Forward for Drawing {
         self.0.forward(layout, logits)
     }
 
+    fn hidden_len(&self) -> usize {
+        self.0.hidden_len()
+    }
+
+    fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError> {
+        self.0.hidden(hidden)
+    }
+
     fn draws(&self) -> bool {
         true
     }

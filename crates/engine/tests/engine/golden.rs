@@ -8,7 +8,7 @@ use crossbeam_channel::unbounded;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
     Budget, Engine, EngineHandle, EngineOptions, Eviction, Executor, Hints, LoadedModel, Output,
-    Policy, SizeRequest, Sizes, Submission, Tenant,
+    Policy, SizeRequest, Sizes, Submission, Tenant, TopKOptions,
 };
 use nuthatch_model::ModelFiles;
 use nuthatch_types::{HostReads, KvDtype, Limits, Sampling, SystemClock, TokenId};
@@ -59,20 +59,31 @@ fn load_with(
     pool: Pool,
     options: &EngineOptions,
 ) -> Engine<Executor<LoadedModel<Cpu>>> {
+    load_topk(path, pool, options, 10, None)
+}
+
+/// Steps of `max_rows` tokens, attending to what queries need.
+pub(crate) fn load_topk(
+    path: &Path,
+    pool: Pool,
+    options: &EngineOptions,
+    max_rows: u32,
+    topk: Option<&TopKOptions>,
+) -> Engine<Executor<LoadedModel<Cpu>>> {
     let Pool { kv_pages, host_pages, spill, max_seqs } = pool;
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
     let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
     let (budget, host_bytes) = (Budget::KvBytes(bytes(kv_pages)), bytes(host_pages));
     let host_reads = if spill { HostReads::Near } else { HostReads::Never };
-    let request = SizeRequest { max_seqs, max_rows: 10, budget, host_bytes, host_reads, ..request };
+    let request = SizeRequest { max_seqs, max_rows, budget, host_bytes, host_reads, ..request };
     let sizes = Sizes::compute(&request).unwrap();
     let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
     let clock = Arc::new(SystemClock::start());
-    Engine::load(backend, &files, &sizes, options, clock).unwrap()
+    Engine::load_topk(backend, &files, &sizes, options, clock, topk).unwrap()
 }
 
-fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {
+pub(crate) fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {
     let limits = Limits { max_tokens: 16, ..Limits::default() };
     let sampling = Sampling { n_logprobs: sampling.n_logprobs.or(Some(0)), ..sampling };
     Submission { prompt: prompt.to_vec(), sampling, limits, ..Submission::default() }

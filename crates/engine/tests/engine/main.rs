@@ -11,3 +11,4 @@ mod golden;
 mod samples;
 mod stream;
 mod streaming;
+mod topk;

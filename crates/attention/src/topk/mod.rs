@@ -1,0 +1,40 @@
+//! Top-k attention: which tokens a query needs, whether the last choice still serves, which rows
+//! to bring.
+//!
+//! ```text
+//!   look up ── hit ──────────────────────────────────────────────┐
+//!      └── miss ─► score ─► select ─► working set (moved rows)   │
+//!                                            └─► attend [ sinks | working set | tail ]
+//! ```
+//!
+//! Code map: [`Policy`] says how all of this is done, and `spec` reads it from text; `reuse` decides
+//! whether a selection still serves; `working_set` which rows stay; `head` is what is remembered of
+//! one head of one sequence; `frames` makes what digests project on; [`Profile`] is what was
+//! measured of a model's heads; [`TopK`] runs a layer.
+//!
+//! Every decision is taken from plain values by plain functions, so that a device that decides by
+//! itself can be compared step by step.
+
+mod frames;
+mod head;
+mod policy;
+mod profile;
+mod residency;
+mod reuse;
+mod run;
+mod spec;
+mod stats;
+mod trace;
+mod working_set;
+
+pub use frames::{orthonormal_frame, principal_frame};
+pub use head::{Head, HeadRule, Lookup};
+pub use policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, digest_page_bytes};
+pub use profile::{Calibration, Profile, ProfileError};
+pub use residency::{Residency, prefetchable_heads, residency};
+pub use reuse::{aggregate, cosine, threshold};
+pub use run::{TopK, TopKLayer, TopKShape};
+pub use spec::{GRAMMAR, SpecError};
+pub use stats::{Counts, Stats};
+pub use trace::Decision;
+pub use working_set::WorkingSet;

@@ -1,0 +1,193 @@
+//! How top-k attention is done.
+
+use nuthatch_backend::{Digest, DigestKind};
+use nuthatch_types::KvShape;
+
+/// By what tokens are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retriever {
+    /// All tokens are attended.
+    Full,
+    /// Only sinks and recent tokens are attended.
+    Streaming,
+    /// By exact scores: the yardstick.
+    Exact,
+    /// By hash codes of this many bits.
+    Hata {
+        /// A multiple of 64.
+        bits: u32,
+    },
+    /// By the bounds of the keys of each page.
+    Quest,
+    /// By the first principal channels of the keys.
+    Loki {
+        /// How many.
+        channels: u32,
+    },
+    /// By the channels that matter most to products.
+    DoubleSparsity {
+        /// How many.
+        channels: u32,
+    },
+}
+
+impl Retriever {
+    /// What must be kept of keys for it, and how wide.
+    pub fn digest(self) -> Option<(DigestKind, u32)> {
+        match self {
+            Retriever::Full | Retriever::Streaming | Retriever::Exact => None,
+            Retriever::Hata { bits } => Some((DigestKind::Signs, bits)),
+            Retriever::Quest => Some((DigestKind::Bounds, 0)),
+            Retriever::Loki { channels } | Retriever::DoubleSparsity { channels } => {
+                Some((DigestKind::Channels, channels))
+            }
+        }
+    }
+}
+
+/// Bytes of what these policies keep of the keys of one page, over all layers and heads.
+pub fn digest_page_bytes(policies: &[Policy], shape: &KvShape) -> usize {
+    let mut retrievers: Vec<Retriever> = Vec::new();
+    let mut bytes = 0;
+    for &Policy { retriever, .. } in policies {
+        let Some((kind, width)) = retriever.digest().filter(|_| !retrievers.contains(&retriever))
+        else {
+            continue;
+        };
+        retrievers.push(retriever);
+        let digest = Digest { kind, width: width as usize, frame: Vec::new(), mean: Vec::new() };
+        bytes += digest.page_bytes(shape.page_len as usize, shape.head_dim as usize);
+    }
+    bytes * shape.n_layers as usize * shape.n_kv_heads as usize
+}
+
+/// How many tokens a selection has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Budget {
+    /// Percent of the tokens between sinks and tail.
+    pub percent: f64,
+    /// At least this many.
+    pub min: u32,
+    /// At most this many.
+    pub max: u32,
+}
+
+impl Budget {
+    /// Tokens that are selected of `n`.
+    pub fn rows(&self, n: u32) -> u32 {
+        let wanted = (self.percent * f64::from(n) / 100.0).ceil() as u32;
+        wanted.max(self.min).min(self.max).min(n)
+    }
+}
+
+/// How the similarities of a group's query heads become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Aggregate {
+    /// The harmonic mean, weighted by importance, as published.
+    Harmonic,
+    /// The least: what the papers compare with.
+    Min,
+    /// The mean: the prototype's.
+    Mean,
+}
+
+/// The query-similarity cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Qsac {
+    /// The threshold of a head of importance 1.
+    pub eta: f32,
+    /// The power of importance.
+    pub p: f32,
+    /// Whether thresholds follow importance; otherwise all are `eta`.
+    pub is_adaptive: bool,
+    /// How a group's similarities become one.
+    pub aggregate: Aggregate,
+    /// A selection is made again after this many steps, if given.
+    pub max_age: Option<u32>,
+}
+
+impl Default for Qsac {
+    fn default() -> Self {
+        Qsac { eta: 0.8, p: 3.0, is_adaptive: true, aggregate: Aggregate::Harmonic, max_age: None }
+    }
+}
+
+/// When a selection is made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reuse {
+    /// At each step.
+    Never,
+    /// When the query has turned away from the one that the last selection was made for.
+    Qsac(Qsac),
+    /// At each step, and rows are cached by the page, the least recently used going first
+    /// (RetroInfer's way); only the selection is attended.
+    PageLru {
+        /// Tokens of a page.
+        page: u32,
+        /// Room, in selections.
+        capacity: f32,
+    },
+}
+
+/// What is moved when a selection changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refresh {
+    /// Rows that are not there yet.
+    Delta,
+    /// All rows of the selection.
+    Whole,
+}
+
+/// How top-k attention is done. Read from text by `parse`, see [`GRAMMAR`](super::GRAMMAR).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Policy {
+    /// By what tokens are found.
+    pub retriever: Retriever,
+    /// How many.
+    pub budget: Budget,
+    /// When.
+    pub reuse: Reuse,
+    /// What is moved then.
+    pub refresh: Refresh,
+    /// Rows that stay, in selections, at least 1: those of earlier selections stay by recency and
+    /// are attended too.
+    pub working_set: f32,
+    /// First tokens that are always attended.
+    pub sinks: u32,
+    /// Last tokens that are always attended, counted when a selection is made; those that come
+    /// later are attended until the next one. At least 1.
+    pub recent: u32,
+    /// First layers that attend to everything.
+    pub dense_layers: u32,
+    /// Whether the query of the layer before is used, projected by this layer's weights.
+    pub speculates: bool,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Policy {
+            retriever: Retriever::Hata { bits: 256 },
+            budget: Budget { percent: 10.0, min: 256, max: u32::MAX },
+            reuse: Reuse::Never,
+            refresh: Refresh::Delta,
+            working_set: 1.0,
+            sinks: 16,
+            recent: 64,
+            dense_layers: 0,
+            speculates: false,
+        }
+    }
+}
+
+impl Policy {
+    /// Where the tail begins in a sequence of `kv_len` tokens; before it lie sinks and candidates.
+    pub fn cut(&self, kv_len: u32) -> u32 {
+        kv_len.saturating_sub(self.recent).max(self.sinks.min(kv_len))
+    }
+
+    /// The most rows of one head's working set, of a context of `n` tokens.
+    pub fn rows_max(&self, n: u32) -> u32 {
+        let rows = f64::from(self.budget.rows(n)) * f64::from(self.working_set);
+        (rows.ceil() as u32).min(n)
+    }
+}

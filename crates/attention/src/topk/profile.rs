@@ -1,0 +1,417 @@
+//! What was measured of a model's heads.
+
+use nuthatch_backend::{Digest, DigestKind};
+use serde::{Deserialize, Serialize};
+
+use super::frames::{orthonormal_frame, principal_frame};
+use super::policy::{Policy, Retriever};
+use super::run::TopKShape;
+
+/// The seed of all random frames: digests of one model are the same in every process.
+const FRAME_SEED: u64 = 0x6e75_7468_6174_6368;
+/// First tokens that are left out of averages: their keys are unlike all others.
+const N_SINKS: usize = 16;
+
+/// What was measured of a model's heads. Lists that are empty were not measured; everything works
+/// without them, only less well.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// Of the format; [`Profile::VERSION`].
+    pub version: u32,
+    /// Of the model's files, in hexadecimal.
+    pub fingerprint: String,
+    /// The command that made it.
+    pub command: String,
+    /// Layers of the model.
+    pub n_layers: u32,
+    /// Layers that own keys and values.
+    pub n_kv_layers: u32,
+    /// Query heads of a layer.
+    pub n_heads: u32,
+    /// Key/value heads of a layer.
+    pub n_kv_heads: u32,
+    /// Width of a head.
+    pub head_dim: u32,
+    /// `[layer][H]` how much the output moves when the head sees only sinks and recent tokens, from
+    /// 0 to 1.
+    #[serde(default)]
+    pub importance: Vec<f32>,
+    /// `[layer][H]` the average cosine of the queries of adjacent tokens.
+    #[serde(default)]
+    pub similarity: Vec<f32>,
+    /// `[kv layer][G][D]` the average key.
+    #[serde(default)]
+    pub mean: Vec<f32>,
+    /// `[kv layer][G][D]` channels, those that matter most to products first.
+    #[serde(default)]
+    pub channels: Vec<u16>,
+    /// `[kv layer][G][D][D]` directions in which keys are longest, longest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub principal: Vec<f32>,
+}
+
+/// A profile that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// It is no JSON of this form.
+    #[error("not a head profile: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Another version of the format.
+    #[error("a head profile of version {found}; this program reads version {}", Profile::VERSION)]
+    Version {
+        /// Of the profile.
+        found: u32,
+    },
+    /// A list has the wrong length, or a number in it makes no sense.
+    #[error(
+        "{list} of the head profile has {found} numbers where {expected} finite ones were expected"
+    )]
+    List {
+        /// Which list.
+        list: &'static str,
+        /// Numbers that are finite.
+        found: usize,
+        /// Numbers that there should be.
+        expected: usize,
+    },
+    /// It was made for a model of another shape.
+    #[error("the head profile is of a model with {found}, not {expected}")]
+    Shape {
+        /// Layers, heads and widths of the profile.
+        found: String,
+        /// Those of the model.
+        expected: String,
+    },
+    /// A line of a table of importances cannot be read.
+    #[error("line {line} of the table is not {expected} numbers")]
+    Table {
+        /// Counted from 1.
+        line: usize,
+        /// Numbers that a line should have.
+        expected: usize,
+    },
+}
+
+impl Profile {
+    /// Of the format.
+    pub const VERSION: u32 = 1;
+
+    /// A profile of which nothing was measured.
+    pub fn empty(shape: &TopKShape) -> Self {
+        Profile {
+            version: Self::VERSION,
+            n_layers: shape.n_layers as u32,
+            n_kv_layers: shape.n_kv_layers as u32,
+            n_heads: (shape.n_kv_heads * shape.group) as u32,
+            n_kv_heads: shape.n_kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            ..Profile::default()
+        }
+    }
+
+    /// Reads a profile and checks every list of it.
+    pub fn from_json(text: &str) -> Result<Self, ProfileError> {
+        let profile: Profile = serde_json::from_str(text)?;
+        if profile.version != Self::VERSION {
+            return Err(ProfileError::Version { found: profile.version });
+        }
+        profile.check()?;
+        Ok(profile)
+    }
+
+    fn check(&self) -> Result<(), ProfileError> {
+        // In 64 bits no product of three of these overflows, and what is compared was allocated.
+        let [layers, kv_layers, heads, kv_heads, d] =
+            [self.n_layers, self.n_kv_layers, self.n_heads, self.n_kv_heads, self.head_dim]
+                .map(|n| (n as usize).min(1 << 12));
+        let floats = |list, values: &[f32], expected: usize| {
+            let found = values.iter().filter(|x| x.is_finite()).count();
+            if values.is_empty() || (found == expected && values.len() == expected) {
+                Ok(())
+            } else {
+                Err(ProfileError::List { list, found, expected })
+            }
+        };
+        floats("importance", &self.importance, layers * heads)?;
+        floats("similarity", &self.similarity, layers * heads)?;
+        floats("mean", &self.mean, kv_layers * kv_heads * d)?;
+        floats("principal", &self.principal, kv_layers * kv_heads * d * d)?;
+        let expected = kv_layers * kv_heads * d;
+        let found = self.channels.iter().filter(|&&c| usize::from(c) < d).count();
+        if !self.channels.is_empty() && (found != expected || self.channels.len() != expected) {
+            return Err(ProfileError::List { list: "channels", found, expected });
+        }
+        Ok(())
+    }
+
+    /// An error if the profile is of a model of another shape.
+    pub fn check_shape(&self, shape: &TopKShape) -> Result<(), ProfileError> {
+        let words = |p: &Profile| {
+            format!(
+                "{} layers ({} with KV), {} heads over {}, width {}",
+                p.n_layers, p.n_kv_layers, p.n_heads, p.n_kv_heads, p.head_dim
+            )
+        };
+        let (found, expected) = (words(self), words(&Profile::empty(shape)));
+        if found == expected { Ok(()) } else { Err(ProfileError::Shape { found, expected }) }
+    }
+
+    /// Takes over importances per key/value head from a table of DuoAttention: a line for each
+    /// layer, a number for each head, between tabs.
+    pub fn import_table(&mut self, table: &str) -> Result<(), ProfileError> {
+        let group = self.n_heads / self.n_kv_heads.max(1);
+        let expected = self.n_kv_heads as usize;
+        let mut importance = Vec::new();
+        let lines = table.lines().filter(|line| !line.trim().is_empty());
+        for (i, line) in lines.enumerate() {
+            let numbers = line.split_whitespace().map(str::parse::<f32>);
+            let numbers = numbers.collect::<Result<Vec<_>, _>>().unwrap_or_default();
+            if numbers.len() != expected || numbers.iter().any(|x| !x.is_finite()) {
+                return Err(ProfileError::Table { line: i + 1, expected });
+            }
+            for x in numbers {
+                // Training leaves tiny negative ones.
+                importance.extend(std::iter::repeat_n(x.clamp(0.0, 1.0), group as usize));
+            }
+        }
+        let expected = self.n_layers as usize * self.n_heads as usize;
+        if importance.len() != expected {
+            let found = importance.len();
+            return Err(ProfileError::List { list: "importance", found, expected });
+        }
+        self.importance = importance;
+        Ok(())
+    }
+
+    /// Importances of the query heads of one key/value head; 1 where nothing was measured.
+    pub fn importances(&self, layer: usize, head: usize) -> Vec<f32> {
+        let group = (self.n_heads / self.n_kv_heads.max(1)) as usize;
+        let start = layer * self.n_heads as usize + head * group;
+        match self.importance.get(start..start + group) {
+            Some(importances) => importances.to_vec(),
+            None => vec![1.0; group],
+        }
+    }
+
+    /// Whether it has what the policy's digest needs.
+    pub fn serves(&self, policy: &Policy) -> bool {
+        match policy.retriever {
+            Retriever::Full | Retriever::Streaming | Retriever::Exact | Retriever::Quest => true,
+            Retriever::Hata { .. } => !self.mean.is_empty(),
+            Retriever::Loki { .. } => !self.principal.is_empty(),
+            Retriever::DoubleSparsity { .. } => !self.channels.is_empty(),
+        }
+    }
+
+    /// The digest that a retriever needs, if it needs one. What was not measured is left out: keys
+    /// are not centred, channels are the first ones.
+    pub fn digest(&self, retriever: Retriever) -> Option<Digest> {
+        let (kind, width) = retriever.digest()?;
+        let d = self.head_dim as usize;
+        let heads = self.n_kv_layers as usize * self.n_kv_heads as usize;
+        let width = match kind {
+            DigestKind::Signs => width as usize,
+            DigestKind::Channels => (width as usize).min(d),
+            DigestKind::Bounds => 0,
+        };
+        let frame = match retriever {
+            Retriever::Hata { .. } => orthonormal_frame(width, d, FRAME_SEED),
+            Retriever::Loki { .. } => self.first_rows(heads, width, |head, row, e| {
+                self.principal.get((head * d + row) * d + e).copied()
+            }),
+            Retriever::DoubleSparsity { .. } => self.first_rows(heads, width, |head, row, e| {
+                let channel = self.channels.get(head * d + row)?;
+                Some(if usize::from(*channel) == e { 1.0 } else { 0.0 })
+            }),
+            Retriever::Full | Retriever::Streaming | Retriever::Exact | Retriever::Quest => {
+                Vec::new()
+            }
+        };
+        let mean = match kind {
+            DigestKind::Signs if self.mean.is_empty() => vec![0.0; heads * d],
+            DigestKind::Signs => self.mean.clone(),
+            DigestKind::Channels | DigestKind::Bounds => Vec::new(),
+        };
+        Some(Digest { kind, width, frame, mean })
+    }
+
+    /// A frame of some rows for each head; the first axes where there is nothing better.
+    fn first_rows(
+        &self,
+        heads: usize,
+        width: usize,
+        element: impl Fn(usize, usize, usize) -> Option<f32>,
+    ) -> Vec<f32> {
+        let d = self.head_dim as usize;
+        let mut frame = Vec::with_capacity(heads * width * d);
+        for (head, row) in (0..heads).flat_map(|head| (0..width).map(move |row| (head, row))) {
+            frame.extend(
+                (0..d).map(|e| element(head, row, e).unwrap_or(if e == row { 1.0 } else { 0.0 })),
+            );
+        }
+        frame
+    }
+}
+
+/// Sums over the queries and keys of a text, from which a profile's averages are made.
+#[derive(Clone, Debug)]
+pub struct Calibration {
+    shape: TopKShape,
+    /// `[kv layer][G]`.
+    heads: Vec<HeadSums>,
+    /// `[layer][H]` sums of cosines of adjacent queries, and how many.
+    similarity: Vec<(f64, u32)>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct HeadSums {
+    n: u32,
+    /// `[D]`.
+    sum: Vec<f64>,
+    /// `[D][D]`.
+    moments: Vec<f64>,
+    /// `[D]` of absolute values.
+    keys: Vec<f64>,
+    queries: Vec<f64>,
+}
+
+impl Calibration {
+    /// Sums over nothing.
+    pub fn new(shape: TopKShape) -> Self {
+        let d = shape.head_dim;
+        let sums = HeadSums {
+            n: 0,
+            sum: vec![0.0; d],
+            moments: vec![0.0; d * d],
+            keys: vec![0.0; d],
+            queries: vec![0.0; d],
+        };
+        Calibration {
+            heads: vec![sums; shape.n_kv_layers * shape.n_kv_heads],
+            similarity: vec![(0.0, 0); shape.n_layers * shape.n_kv_heads * shape.group],
+            shape,
+        }
+    }
+
+    /// Adds the queries of one layer, `[T][H D]`, of adjacent tokens of a text from place `start` on.
+    pub fn add_queries(&mut self, layer: usize, kv_layer: usize, queries: &[f32], start: usize) {
+        let TopKShape { n_kv_heads, group, head_dim: d, .. } = self.shape;
+        let n_heads = n_kv_heads * group;
+        let n_sinks = N_SINKS.saturating_sub(start);
+        let rows: Vec<&[f32]> = queries.chunks_exact(n_heads * d).skip(n_sinks).collect();
+        for (row, next) in rows.iter().zip(rows.iter().skip(1)) {
+            for head in 0..n_heads {
+                let range = head * d..(head + 1) * d;
+                let cosine = super::reuse::cosine(&row[range.clone()], &next[range]);
+                let (sum, n) = &mut self.similarity[layer * n_heads + head];
+                (*sum, *n) = (*sum + f64::from(cosine), *n + 1);
+            }
+        }
+        for row in &rows {
+            for (head, query) in row.chunks_exact(d).enumerate() {
+                let sums = &mut self.heads[kv_layer * n_kv_heads + head / group];
+                sums.queries.iter_mut().zip(query).for_each(|(s, x)| *s += f64::from(x.abs()));
+            }
+        }
+    }
+
+    /// Adds the keys of one head, `[T][D]`, of a text from place `start` on.
+    pub fn add_keys(&mut self, kv_layer: usize, head: usize, keys: &[f32], start: usize) {
+        let d = self.shape.head_dim;
+        let sums = &mut self.heads[kv_layer * self.shape.n_kv_heads + head];
+        for key in keys.chunks_exact(d).skip(N_SINKS.saturating_sub(start)) {
+            sums.n += 1;
+            for (i, &a) in key.iter().enumerate() {
+                sums.sum[i] += f64::from(a);
+                sums.keys[i] += f64::from(a.abs());
+                for (moment, &b) in sums.moments[i * d..(i + 1) * d].iter_mut().zip(key) {
+                    *moment += f64::from(a) * f64::from(b);
+                }
+            }
+        }
+    }
+
+    /// Writes the averages to a profile of the same shape.
+    pub fn finish(&self, profile: &mut Profile) {
+        let d = self.shape.head_dim;
+        let average = |&(sum, n): &(f64, u32)| (sum / f64::from(n.max(1))) as f32;
+        profile.similarity = self.similarity.iter().map(average).collect();
+        (profile.mean, profile.channels, profile.principal) = Default::default();
+        for sums in &self.heads {
+            let n = f64::from(sums.n.max(1));
+            profile.mean.extend(sums.sum.iter().map(|x| (x / n) as f32));
+            let mut channels: Vec<u16> = (0..d as u16).collect();
+            let weight = |c: u16| sums.queries[usize::from(c)] * sums.keys[usize::from(c)];
+            channels.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
+            profile.channels.extend(channels);
+            profile.principal.extend(principal_frame(&sums.moments, d, d));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: TopKShape =
+        TopKShape { n_layers: 2, n_kv_layers: 1, n_kv_heads: 2, group: 2, head_dim: 4 };
+
+    #[test]
+    fn a_profile_is_read_as_it_was_written() {
+        let mut profile = Profile::empty(&SHAPE);
+        profile.importance = vec![0.25; 8];
+        profile.mean = vec![1.5; 8];
+        let text = serde_json::to_string(&profile).unwrap();
+        assert_eq!(Profile::from_json(&text).unwrap(), profile);
+        assert!(profile.check_shape(&SHAPE).is_ok());
+        assert!(profile.check_shape(&TopKShape { n_layers: 3, ..SHAPE }).is_err());
+        for (from, to) in [
+            ("\"version\":1", "\"version\":2"),
+            ("0.25,", ""),
+            ("0.25,", "1e300,"),
+            ("\"n_heads\":4", "\"n_heads\":5"),
+            ("\"command\"", "\"comand\""),
+            ("{", "["),
+        ] {
+            let bad = text.replacen(from, to, 1);
+            assert_ne!(bad, text);
+            assert!(Profile::from_json(&bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_table_of_duo_attention_is_taken_over() {
+        let mut profile = Profile::empty(&SHAPE);
+        profile.import_table("0.5\t-0.001\n1.0\t0.25\n").unwrap();
+        assert_eq!(profile.importance, [0.5, 0.5, 0.0, 0.0, 1.0, 1.0, 0.25, 0.25]);
+        assert_eq!(profile.importances(1, 1), [0.25, 0.25]);
+        for bad in ["0.5\n", "0.5\tx\n1\t1\n", "1\t1\n", "1\tnan\n1\t1\n", ""] {
+            assert!(profile.import_table(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn averages_are_those_of_the_tokens_after_the_sinks() {
+        let mut calibration = Calibration::new(SHAPE);
+        let mut keys = vec![100.0; N_SINKS * 4];
+        keys.extend([1.0, 0.0, -3.0, 0.0, 3.0, 0.0, -5.0, 0.5]);
+        // In two pieces.
+        calibration.add_keys(0, 1, &keys[..9 * 4], 0);
+        calibration.add_keys(0, 1, &keys[9 * 4..], 9);
+        let mut queries = vec![7.0; N_SINKS * 16];
+        queries.extend([1.0; 16]);
+        queries.extend([1.0, -1.0, 1.0, -1.0].repeat(4));
+        calibration.add_queries(1, 0, &queries, 0);
+        let mut profile = Profile::empty(&SHAPE);
+        calibration.finish(&mut profile);
+        assert_eq!(profile.mean[4..], [2.0, 0.0, -4.0, 0.25]);
+        assert_eq!(profile.channels[4..], [2, 0, 3, 1]);
+        assert_eq!(profile.similarity[4..], [0.0; 4]);
+        let first = &profile.principal[16..20];
+        assert!(first[2].abs() > 0.8 && first[0] * first[2] < 0.0, "{first:?}");
+        assert!(profile.check().is_ok());
+        let digest = profile.digest(Retriever::DoubleSparsity { channels: 2 }).unwrap();
+        assert_eq!(digest.frame_of(1, 4), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]);
+    }
+}

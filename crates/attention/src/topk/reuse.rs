@@ -1,0 +1,110 @@
+//! Whether a selection still serves: similarities of queries, and the thresholds they must reach.
+
+use super::policy::{Aggregate, Qsac};
+
+/// The cosine of the angle between two vectors; 0 if one of them has no direction.
+pub fn cosine(a: &[f32], b: &[f32]) -> f32 {
+    let (mut ab, mut aa, mut bb) = (0.0f32, 0.0f32, 0.0f32);
+    for (&a, &b) in a.iter().zip(b) {
+        ab += a * b;
+        aa += a * a;
+        bb += b * b;
+    }
+    let cosine = ab / (aa * bb).sqrt();
+    if cosine.is_finite() { cosine } else { 0.0 }
+}
+
+/// The similarity that a head of this importance must keep.
+///
+/// An angle between that of `eta`, for importance 1, and a half turn, for importance 0.
+pub fn threshold(importance: f32, qsac: &Qsac) -> f32 {
+    if !qsac.is_adaptive {
+        return qsac.eta;
+    }
+    let lambda = importance.clamp(0.0, 1.0).powf(qsac.p);
+    let theta = lambda * qsac.eta.clamp(-1.0, 1.0).acos() + (1.0 - lambda) * std::f32::consts::PI;
+    theta.cos()
+}
+
+/// One similarity of a group's, or nothing where one of them is not above 0 and the mean is
+/// harmonic: queries that have turned by a right angle have nothing in common, and a harmonic mean
+/// of such numbers means nothing.
+pub fn aggregate(similarities: &[f32], importances: &[f32], how: Aggregate) -> Option<f32> {
+    match how {
+        Aggregate::Min => similarities.iter().copied().reduce(f32::min),
+        Aggregate::Mean => {
+            Some(similarities.iter().sum::<f32>() / similarities.len().max(1) as f32)
+        }
+        Aggregate::Harmonic => {
+            if similarities.iter().any(|&similarity| similarity <= 0.0) {
+                return None;
+            }
+            // Heads that matter to nobody weigh the same.
+            let total: f32 = importances.iter().sum();
+            let weight = |i: usize| if total > 0.0 { importances[i] / total } else { 1.0 };
+            let (mut weights, mut sum) = (0.0, 0.0);
+            for (i, &similarity) in similarities.iter().enumerate() {
+                weights += weight(i);
+                sum += weight(i) / similarity;
+            }
+            Some(weights / sum)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn thresholds_are_those_of_the_paper() {
+        let qsac = Qsac::default();
+        for (importance, tau) in
+            [(0.0, -1.0), (0.5, -0.95), (0.8, -0.29), (0.85, -0.04), (0.9, 0.25), (0.95, 0.54)]
+        {
+            let found = threshold(importance, &qsac);
+            assert!((found - tau).abs() < 0.006, "{importance}: {found}");
+        }
+        assert!((threshold(1.0, &qsac) - 0.8).abs() < 1e-6);
+        let fixed = Qsac { is_adaptive: false, ..qsac };
+        assert_eq!(threshold(0.1, &fixed), 0.8);
+    }
+
+    #[test]
+    fn a_right_angle_is_a_miss_and_no_number() {
+        assert_eq!(aggregate(&[0.9, 0.0], &[1.0, 0.0], Aggregate::Harmonic), None);
+        assert_eq!(aggregate(&[0.9, -0.5], &[1.0, 1.0], Aggregate::Harmonic), None);
+        assert_eq!(aggregate(&[0.9, -0.5], &[1.0, 1.0], Aggregate::Min), Some(-0.5));
+        assert_eq!(cosine(&[0.0, 0.0], &[1.0, 0.0]), 0.0);
+    }
+
+    proptest! {
+        #[test]
+        fn a_mean_lies_between_and_leans_to_the_least(
+            pairs in prop::collection::vec((0.01f32..1.0, 0.0f32..1.0), 1..8)
+        ) {
+            let (sims, weights): (Vec<f32>, Vec<f32>) = pairs.into_iter().unzip();
+            let harmonic = aggregate(&sims, &weights, Aggregate::Harmonic).unwrap();
+            let least = aggregate(&sims, &weights, Aggregate::Min).unwrap();
+            let most = sims.iter().copied().fold(0.0, f32::max);
+            prop_assert!(harmonic >= least - 1e-5 && harmonic <= most + 1e-5);
+            let equal = vec![1.0; sims.len()];
+            let harmonic = aggregate(&sims, &equal, Aggregate::Harmonic).unwrap();
+            let mean = aggregate(&sims, &equal, Aggregate::Mean).unwrap();
+            prop_assert!(harmonic <= mean + 1e-5);
+            let same = vec![sims[0]; sims.len()];
+            let found = aggregate(&same, &weights, Aggregate::Harmonic).unwrap();
+            prop_assert!((found - sims[0]).abs() < 1e-5);
+        }
+
+        #[test]
+        fn thresholds_grow_with_importance(a in 0.0f32..1.0, b in 0.0f32..1.0, p in 0.5f32..4.0) {
+            let qsac = Qsac { p, ..Qsac::default() };
+            let (low, high) = if a < b { (a, b) } else { (b, a) };
+            prop_assert!(threshold(low, &qsac) <= threshold(high, &qsac) + 1e-6);
+            prop_assert!(threshold(high, &qsac) <= 0.8 + 1e-6);
+        }
+    }
+}

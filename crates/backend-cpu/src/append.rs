@@ -1,0 +1,106 @@
+//! Writing a step's keys and values, and their digests.
+
+use nuthatch_backend::AttnSpec;
+
+use crate::Cpu;
+use crate::isa::Isa;
+use crate::kv::{CpuKv, PAGE, TokenPlace, write_token};
+use crate::mem::SharedMut;
+use crate::plan::{CpuPlan, PageRun};
+use crate::rows::{Prepare, prepare_head};
+use crate::topk::{Encoding, PageTokens};
+
+/// One layer's rows on their way to the pages.
+pub(crate) struct Append<'a> {
+    isa: Isa,
+    plan: &'a CpuPlan,
+    spec: &'a AttnSpec<'a, Cpu>,
+    /// `[T][width]`.
+    qkv: SharedMut<'a, f32>,
+    pub(crate) width: usize,
+    bytes: SharedMut<'a, u8>,
+    /// First byte of each head's pages, and its number among all heads.
+    heads: Vec<(usize, usize)>,
+    page_bytes: usize,
+    by_rows: bool,
+    encoding: Encoding<'a>,
+}
+
+impl<'a> Append<'a> {
+    pub(crate) fn new(
+        isa: Isa,
+        plan: &'a CpuPlan,
+        layer: usize,
+        spec: &'a AttnSpec<'a, Cpu>,
+        (qkv, kv): (&'a mut [f32], &'a mut CpuKv),
+    ) -> Self {
+        let (shape, d) = (kv.shape, kv.shape.head_dim as usize);
+        let n_kv = if spec.owns_kv { shape.n_kv_heads as usize } else { 0 };
+        let heads = (0..n_kv).map(|head| (kv.head_start(layer, head), kv.head_number(layer, head)));
+        let heads: Vec<(usize, usize)> = heads.collect();
+        let (page_bytes, by_rows) = (kv.head_page_bytes(), kv.by_rows);
+        Append {
+            isa,
+            plan,
+            spec,
+            qkv: SharedMut::new(qkv),
+            width: (spec.n_heads as usize + 2 * n_kv) * d,
+            bytes: SharedMut::new(&mut kv.bytes),
+            heads,
+            page_bytes,
+            by_rows,
+            encoding: Encoding::new(isa, shape.dtype, d, &mut kv.digests),
+        }
+    }
+
+    /// Writes the rows of one run; each run is given to one thread.
+    pub(crate) fn run(&self, run: &PageRun) {
+        let seq = &self.plan.seqs[run.seq];
+        let place = seq.place + run.start;
+        let slot = self.plan.slots[seq.first_slot + place / PAGE] as usize;
+        for i in 0..run.n {
+            self.row(seq.first_row + run.start + i, slot, place % PAGE + i);
+        }
+        if !self.by_rows {
+            return;
+        }
+        for &(first, head) in &self.heads {
+            #[expect(unsafe_code, reason = "threads read disjoint pages")]
+            // SAFETY: a run's page belongs to this thread, which has just written it.
+            let page = unsafe { self.bytes.part(first + slot * self.page_bytes, self.page_bytes) };
+            let (start, end) = (place % PAGE, place % PAGE + run.n);
+            self.encoding.run(PageTokens { head, slot, start, end }, page);
+        }
+    }
+
+    /// Prepares one row of the batch and writes its keys and values.
+    fn row(&self, batch_row: usize, slot: usize, offset: usize) {
+        let (plan, spec) = (self.plan, self.spec);
+        let (dtype, d) = (plan.shape.kv.dtype, plan.shape.kv.head_dim as usize);
+        #[expect(unsafe_code, reason = "threads write disjoint rows")]
+        // SAFETY: each row belongs to one run, and each run is handled once.
+        let qkv = unsafe { self.qkv.part(batch_row * self.width, self.width) };
+        let half = plan.shape.rope.inv_freq.len();
+        let angles = batch_row * half..(batch_row + 1) * half;
+        let mut prepare = Prepare {
+            norm: spec.head_norms.map(|(q, _)| &q[..]),
+            eps: spec.eps,
+            cos: &plan.cos[angles.clone()],
+            sin: &plan.sin[angles],
+            halves: plan.halves(),
+        };
+        let (q, kv) = qkv.split_at_mut(spec.n_heads as usize * d);
+        let (k, v) = kv.split_at_mut(self.heads.len() * d);
+        for head in q.chunks_exact_mut(d) {
+            prepare_head(self.isa, head, &prepare);
+        }
+        prepare.norm = spec.head_norms.map(|(_, k)| &k[..]);
+        let by_rows = self.by_rows;
+        let pairs = k.chunks_exact_mut(d).zip(v.chunks_exact(d));
+        for (&(first, _), (k, v)) in self.heads.iter().zip(pairs) {
+            prepare_head(self.isa, k, &prepare);
+            let page = first + slot * self.page_bytes;
+            write_token(self.bytes, TokenPlace { page, offset, dtype, by_rows }, k, v);
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Top-k attention: digests beside the pages, scores by them, and the choice of the best.
+//!
+//! The arena of a digest is `[layer][kv head][slot]`, as that of the keys is, and inside a page
+//!
+//! ```text
+//!   signs      [width / 64][16 tokens]   words of 64 bits
+//!   channels   [width][16 tokens]        f16
+//!   bounds     [min|max][D]              f16
+//! ```
+//!
+//! so that sixteen tokens are scored at once. Digests are taken from keys as they are stored, so
+//! that it does not matter when a page's digest is made.
+
+mod score;
+mod select;
+
+use std::ops::Range;
+
+use half::f16;
+use nuthatch_backend::{DeviceError, Digest, DigestKind};
+use nuthatch_types::{KvDtype, PageCopy};
+
+use crate::attend::to_floats;
+use crate::isa::Isa;
+use crate::kv::{CpuKv, PAGE};
+use crate::mem::{Region, SharedMut};
+use crate::pool::Pool;
+use crate::versions::{fma, versions};
+
+pub(crate) use score::Scoring;
+pub(crate) use select::select;
+
+/// One digest of all pages.
+pub(crate) struct DigestPages {
+    pub(crate) encoder: Encoder,
+    pub(crate) bytes: Region<u8>,
+}
+
+/// How a digest is taken.
+pub(crate) struct Encoder {
+    pub(crate) kind: DigestKind,
+    pub(crate) width: usize,
+    d: usize,
+    n_slots: usize,
+    pub(crate) page_bytes: usize,
+    /// `[head][D][width]`, so that one element of the key meets many rows of the frame; or
+    /// `[D][width]` for all heads.
+    frame: Vec<f32>,
+    /// `[head][D]`.
+    mean: Vec<f32>,
+}
+
+impl DigestPages {
+    pub(crate) fn new(
+        digest: &Digest,
+        heads: usize,
+        n_slots: usize,
+        d: usize,
+    ) -> Result<Self, DeviceError> {
+        let width = digest.width;
+        let n_frames = if digest.has_one_frame(d) { 1 } else { heads };
+        assert_eq!(digest.frame.len(), n_frames * width * d, "a frame for each head");
+        assert!(digest.kind != DigestKind::Signs || width.is_multiple_of(64), "whole words");
+        assert!(digest.kind != DigestKind::Signs || digest.mean.len() == heads * d, "a mean each");
+        let mut frame = vec![0.0; digest.frame.len()];
+        for head in 0..n_frames {
+            let (source, start) = (digest.frame_of(head, d), head * width * d);
+            for (row, e) in (0..width).flat_map(|row| (0..d).map(move |e| (row, e))) {
+                frame[start + e * width + row] = source[row * d + e];
+            }
+        }
+        let page_bytes = digest.page_bytes(PAGE, d);
+        let mean = digest.mean.clone();
+        let encoder = Encoder { kind: digest.kind, width, d, n_slots, page_bytes, frame, mean };
+        let bytes = page_bytes.saturating_mul(n_slots).saturating_mul(heads);
+        Ok(DigestPages { encoder, bytes: Region::zeroed(bytes, "digests of the KV cache")? })
+    }
+
+    pub(crate) fn copy_pages(&mut self, heads: usize, copies: &[PageCopy]) {
+        let page = self.encoder.page_bytes;
+        for head in 0..heads {
+            for copy in copies {
+                let source = self.encoder.page_start(head, copy.source.0 as usize);
+                let target = self.encoder.page_start(head, copy.target.0 as usize);
+                self.bytes.copy_within(source..source + page, target);
+            }
+        }
+    }
+}
+
+impl Encoder {
+    /// First byte of a page; `head` counts layers and heads together.
+    pub(crate) fn page_start(&self, head: usize, slot: usize) -> usize {
+        assert!(slot < self.n_slots, "slot outside the arena");
+        (head * self.n_slots + slot) * self.page_bytes
+    }
+
+    /// The products of one vector with the head's frame, `[width]`.
+    pub(crate) fn project(&self, isa: Isa, head: usize, x: &[f32], out: &mut [f32]) {
+        let size = self.d * self.width;
+        let start = if self.frame.len() == size { 0 } else { head * size };
+        project(isa, &self.frame[start..start + size], x, &mut out[..self.width]);
+    }
+
+    /// Writes the digest of some tokens of a page; `page` is `[16][K|V][D]`.
+    fn encode(&self, isa: Isa, head: usize, keys: &Keys<'_>, tokens: Range<usize>, out: &mut [u8]) {
+        let mut key = vec![0.0; self.d];
+        let mut products = vec![0.0; self.width];
+        match self.kind {
+            DigestKind::Signs => {
+                let mean = &self.mean[head * self.d..][..self.d];
+                for token in tokens {
+                    keys.read(isa, token, &mut key);
+                    key.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+                    self.project(isa, head, &key, &mut products);
+                    for (word, products) in products.as_chunks::<64>().0.iter().enumerate() {
+                        let at = (word * PAGE + token) * 8;
+                        out[at..at + 8].copy_from_slice(&signs(products).to_le_bytes());
+                    }
+                }
+            }
+            DigestKind::Channels => {
+                for token in tokens {
+                    keys.read(isa, token, &mut key);
+                    self.project(isa, head, &key, &mut products);
+                    for (channel, &x) in products.iter().enumerate() {
+                        let at = (channel * PAGE + token) * 2;
+                        out[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
+                    }
+                }
+            }
+            DigestKind::Bounds => {
+                // From the page's first token on, whatever was appended last.
+                let (mut least, mut most) =
+                    (vec![f32::INFINITY; self.d], vec![f32::NEG_INFINITY; self.d]);
+                for token in 0..tokens.end {
+                    keys.read(isa, token, &mut key);
+                    least.iter_mut().zip(&key).for_each(|(a, &b)| *a = a.min(b));
+                    most.iter_mut().zip(&key).for_each(|(a, &b)| *a = a.max(b));
+                }
+                for (out, x) in out.as_chunks_mut::<2>().0.iter_mut().zip(least.iter().chain(&most))
+                {
+                    *out = f16::from_f32(*x).to_le_bytes();
+                }
+            }
+        }
+    }
+}
+
+/// Bits of the products that are above 0.
+pub(crate) fn signs(products: &[f32; 64]) -> u64 {
+    let mut word = 0;
+    for (bit, &x) in products.iter().enumerate() {
+        word |= u64::from(x > 0.0) << bit;
+    }
+    word
+}
+
+versions! {
+    /// `out[r] = sum over e of frame[e][r] x[e]`.
+    fn project(frame: &[f32], x: &[f32], out: &mut [f32]) = project_inner;
+}
+
+#[inline(always)]
+fn project_inner<const FUSED: bool>(frame: &[f32], x: &[f32], out: &mut [f32]) {
+    let width = out.len();
+    let (blocks, _) = out.as_chunks_mut::<64>();
+    for (block, out) in blocks.iter_mut().enumerate() {
+        let mut sums = [0.0; 64];
+        for (row, &x) in frame.chunks_exact(width).zip(x) {
+            let row = &row[block * 64..block * 64 + 64];
+            for (sum, &w) in sums.iter_mut().zip(row) {
+                *sum = fma::<FUSED>(w, x, *sum);
+            }
+        }
+        *out = sums;
+    }
+    for r in width / 64 * 64..width {
+        let mut sum = 0.0;
+        for (row, &x) in frame.chunks_exact(width).zip(x) {
+            sum = fma::<FUSED>(row[r], x, sum);
+        }
+        out[r] = sum;
+    }
+}
+
+/// The keys of one page of one head, in rows.
+struct Keys<'a> {
+    page: &'a [u8],
+    dtype: KvDtype,
+    d: usize,
+}
+
+impl Keys<'_> {
+    fn read(&self, isa: Isa, token: usize, key: &mut [f32]) {
+        let size = self.dtype.bytes();
+        let bytes = &self.page[token * 2 * self.d * size..][..self.d * size];
+        row_to_floats(isa, self.dtype, bytes, key);
+    }
+}
+
+/// Converts stored elements to floats.
+pub(crate) fn row_to_floats(isa: Isa, dtype: KvDtype, bytes: &[u8], out: &mut [f32]) {
+    if dtype == KvDtype::F32 {
+        for (out, &word) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+            *out = f32::from_le_bytes(word);
+        }
+    } else {
+        to_floats(isa, dtype, bytes, out);
+    }
+}
+
+/// Tokens of one page whose digests are to be made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PageTokens {
+    /// Layers and heads counted together.
+    pub(crate) head: usize,
+    pub(crate) slot: usize,
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+}
+
+/// All digests of an arena, written by several threads.
+pub(crate) struct Encoding<'a> {
+    isa: Isa,
+    dtype: KvDtype,
+    d: usize,
+    digests: Vec<(&'a Encoder, SharedMut<'a, u8>)>,
+}
+
+impl<'a> Encoding<'a> {
+    /// The digests of an arena of this shape.
+    pub(crate) fn new(isa: Isa, dtype: KvDtype, d: usize, digests: &'a mut [DigestPages]) -> Self {
+        let digests = digests
+            .iter_mut()
+            .map(|digest| (&digest.encoder, SharedMut::new(&mut digest.bytes[..])))
+            .collect();
+        Encoding { isa, dtype, d, digests }
+    }
+
+    /// Makes the digests of some tokens of one page, whose bytes are `page`. Each page of each head
+    /// is given to one thread at a time.
+    pub(crate) fn run(&self, at: PageTokens, page: &[u8]) {
+        let keys = Keys { page, dtype: self.dtype, d: self.d };
+        for (encoder, bytes) in &self.digests {
+            let start = encoder.page_start(at.head, at.slot);
+            #[expect(unsafe_code, reason = "threads write disjoint pages")]
+            // SAFETY: the caller gives each page of each head to one thread, and pages do not
+            // overlap.
+            let out = unsafe { bytes.part(start, encoder.page_bytes) };
+            encoder.encode(self.isa, at.head, &keys, at.start..at.end, out);
+        }
+    }
+}
+
+/// Makes the digests of whole pages again, of all layers and heads.
+pub(crate) fn encode_pages(isa: Isa, pool: &Pool, kv: &mut CpuKv, slots: &[usize]) {
+    if kv.digests.is_empty() {
+        return;
+    }
+    let heads = kv.shape.n_layers as usize * kv.shape.n_kv_heads as usize;
+    let (page_bytes, n_slots) = (kv.head_page_bytes(), kv.n_slots);
+    let (dtype, d) = (kv.shape.dtype, kv.shape.head_dim as usize);
+    let encoding = Encoding::new(isa, dtype, d, &mut kv.digests);
+    let bytes = &kv.bytes;
+    pool.run(heads, &|head| {
+        for &slot in slots {
+            let page = &bytes[(head * n_slots + slot) * page_bytes..][..page_bytes];
+            encoding.run(PageTokens { head, slot, start: 0, end: PAGE }, page);
+        }
+    });
+}

@@ -1,0 +1,305 @@
+//! Top-k attention: digests follow their pages, scores are what they say, and a head sees what is
+//! picked for it and nothing else. These checks are for devices that have it.
+
+use half::{bf16, f16};
+use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
+
+use crate::topk::{agreement, signs};
+use crate::{Ask, Backend, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
+
+use super::compare::same_bits;
+use super::inputs::Random;
+use super::rig::{Case, LAYER, N_LAYERS, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
+
+/// Heads of odd shapes and of usual ones.
+fn cases() -> Vec<Case> {
+    vec![
+        Case::new(KvDtype::F16, 3, 2, 64),
+        Case::new(KvDtype::Bf16, 1, 1, 24),
+        Case::new(KvDtype::F32, 5, 1, 32),
+        Case::new(KvDtype::F16, 8, 2, 80),
+    ]
+}
+
+/// A sequence of small whole numbers: sums of their products are exact in any order.
+fn whole_numbers(random: &mut Random, case: &Case, rows: usize) -> Sequence {
+    let n = rows * case.qkv_width();
+    let qkv = (0..n).map(|_| random.below(7) as f32 - 3.0).collect();
+    Sequence { first: 0, turn: 0, qkv, rows }
+}
+
+/// A digest of each kind, of whole numbers.
+fn digests(random: &mut Random, case: &Case) -> Vec<Digest> {
+    let (d, heads) = (case.d(), N_LAYERS as usize * case.n_kv_heads());
+    let mut numbers = |n: usize| (0..n).map(|_| random.below(5) as f32 - 2.0).collect::<Vec<_>>();
+    // Few products in a sum, so that its softmax is not all on one place.
+    let sparse = |mut frame: Vec<f32>| {
+        frame.iter_mut().enumerate().filter(|(i, _)| i % 5 > 0).for_each(|(_, x)| *x = 0.0);
+        frame
+    };
+    let signs = |width, frame, mean| Digest { kind: DigestKind::Signs, width, frame, mean };
+    let channels =
+        |width, frame| Digest { kind: DigestKind::Channels, width, frame, mean: Vec::new() };
+    vec![
+        signs(128, numbers(heads * 128 * d), numbers(heads * d)),
+        signs(64, numbers(64 * d), vec![0.5; heads * d]),
+        channels(7, sparse(numbers(heads * 7 * d))),
+        Digest { kind: DigestKind::Bounds, width: 0, frame: Vec::new(), mean: Vec::new() },
+    ]
+}
+
+fn room(rows: usize) -> Room {
+    Room { n_slots: rows.div_ceil(PAGE_LEN) + 2, n_tables: 2, max_rows: rows, max_context: rows }
+}
+
+/// Attention to everything gives the same bits whether an arena keeps digests or not.
+pub fn row_pages_agree<B: Backend>(b: &B) {
+    let mut random = Random::new(71);
+    for case in cases() {
+        let width = case.d() / 2 * 2;
+        let case = case.rotated(RopeStyle::Halves, width);
+        let rows = 600;
+        let seq = Sequence::new(&mut random, &case, rows);
+        let slots = shuffled_slots(&mut random, rows.div_ceil(PAGE_LEN));
+        let run = |digests: Option<&[Digest]>| {
+            let mut rig = Rig::with_digests(b, &case, room(rows), digests);
+            rig.write_table(0, 0, &slots);
+            let mut out = Vec::new();
+            for (start, end) in [(0, 300), (300, 301), (301, 599), (599, 600)] {
+                out.extend(rig.step(&[Part { seq: &seq, table: 0, start, end }]));
+            }
+            out.concat()
+        };
+        let (plain, kept) = (run(None), run(Some(&digests(&mut random, &case))));
+        same_bits(&kept, &plain, &|| format!("with digests, {}", case.name()));
+    }
+}
+
+/// The key of one head at one place, as whole numbers that every type holds.
+fn key<'a>(case: &Case, seq: &'a Sequence, head: usize, place: usize) -> &'a [f32] {
+    let start = place * case.qkv_width() + (case.n_heads + head) * case.d();
+    &seq.qkv[start..start + case.d()]
+}
+
+fn value(case: &Case, seq: &Sequence, head: usize, place: usize) -> Vec<f64> {
+    let start = place * case.qkv_width() + (case.n_heads + case.n_kv_heads() + head) * case.d();
+    seq.qkv[start..start + case.d()].iter().map(|&x| f64::from(x)).collect()
+}
+
+fn query<'a>(case: &Case, seq: &'a Sequence, head: usize, place: usize) -> &'a [f32] {
+    let start = place * case.qkv_width() + head * case.d();
+    &seq.qkv[start..start + case.d()]
+}
+
+fn product(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}
+
+/// Scores by every digest and by keys are those of the definition, wherever pages have been.
+pub fn scores_match<B: Backend>(b: &B) {
+    let mut random = Random::new(72);
+    for case in cases() {
+        let rows = 165;
+        let seq = whole_numbers(&mut random, &case, rows);
+        let digests = digests(&mut random, &case);
+        let mut rig = Rig::with_digests(b, &case, room(rows), Some(&digests));
+        let n_pages = rows.div_ceil(PAGE_LEN);
+        let mut slots = shuffled_slots(&mut random, n_pages);
+        rig.write_table(0, 0, &slots);
+        // In uneven steps, so that pages are filled by and by.
+        for (start, end) in [(0, 50), (50, 51), (51, 55), (55, rows - 1)] {
+            rig.rotate(&[Part { seq: &seq, table: 0, start, end }], LAYER);
+        }
+        // One page is copied, another written anew at the same positions.
+        let (spare, other) = (Slot(n_pages as u32), Slot(n_pages as u32 + 1));
+        let copy = PageCopy { source: slots[2], target: spare };
+        b.copy_pages(&mut rig.kv, &[copy]).expect("copy_pages runs");
+        rig.shift(&[PageShift { source: slots[3], target: other, by: 0 }]);
+        let gone = [slots[2], slots[3]];
+        (slots[2], slots[3]) = (spare, other);
+        rig.poison(&gone);
+        rig.write_table(0, 0, &slots);
+        let last = [Part { seq: &seq, table: 0, start: rows - 1, end: rows }];
+        let qkv = rig.rotate(&last, LAYER);
+        for n in [rows, rows - 5, 16, 1] {
+            let mut asks = Vec::new();
+            let by = (0..digests.len()).map(ScoreBy::Digest).chain([ScoreBy::Keys]);
+            for (i, by) in by.enumerate() {
+                for head in 0..case.n_kv_heads() {
+                    let at = (i * case.n_kv_heads() + head) * n;
+                    asks.push(Ask { seq: 0, head: head as u32, by, n: n as u32, at });
+                }
+            }
+            let scores = rig.score(&qkv, &asks, asks.len() * n);
+            for ask in &asks {
+                let got = &scores[ask.at..ask.at + n];
+                check_scores(&case, &seq, &digests, ask, got);
+            }
+        }
+    }
+}
+
+fn check_scores(case: &Case, seq: &Sequence, digests: &[Digest], ask: &Ask, got: &[u32]) {
+    let (d, head, n) = (case.d(), ask.head as usize, ask.n as usize);
+    let number = LAYER.0 as usize * case.n_kv_heads() + head;
+    let last = seq.rows - 1;
+    let group = head * case.group()..(head + 1) * case.group();
+    let queries: Vec<&[f32]> = group.map(|head| query(case, seq, head, last)).collect();
+    let digest = match ask.by {
+        ScoreBy::Keys => None,
+        ScoreBy::Digest(i) => Some(&digests[i]),
+    };
+    if let Some(digest) = digest.filter(|digest| digest.kind == DigestKind::Signs) {
+        let (frame, mean) = (digest.frame_of(number, d), digest.mean_of(number, d));
+        for (place, &got) in got.iter().enumerate() {
+            let code = signs(frame, Some(mean), key(case, seq, head, place));
+            let expected: u32 =
+                queries.iter().map(|q| agreement(&signs(frame, None, q), &code)).sum();
+            assert_eq!(got, expected, "{ask:?}, place {place}, {}", case.name());
+        }
+        return;
+    }
+    let mut expected = vec![0.0f64; n];
+    for q in &queries {
+        let raw: Vec<f64> = (0..n)
+            .map(|place| {
+                let scale = f64::from(case.scale());
+                scale * raw_score(case, seq, digest, (head, number, n), (q, place))
+            })
+            .collect();
+        let max = raw.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = raw.iter().map(|x| (x - max).exp()).sum();
+        expected.iter_mut().zip(&raw).for_each(|(sum, x)| *sum += (x - max).exp() / total);
+    }
+    for (place, (&got, expected)) in got.iter().zip(expected).enumerate() {
+        let off = (f64::from(f32::from_bits(got)) - expected).abs();
+        assert!(off <= 1e-3 * expected + 1e-9, "{ask:?}, place {place}: {off} of {expected}");
+    }
+}
+
+/// What stands for the product of a query and the key at one place.
+fn raw_score(
+    case: &Case,
+    seq: &Sequence,
+    digest: Option<&Digest>,
+    (head, number, _n): (usize, usize, usize),
+    (q, place): (&[f32], usize),
+) -> f64 {
+    let d = case.d();
+    let Some(digest) = digest else { return product(q, key(case, seq, head, place)) };
+    match digest.kind {
+        DigestKind::Channels => {
+            let rows = digest.frame_of(number, d).chunks_exact(d);
+            rows.map(|row| product(row, q) * product(row, key(case, seq, head, place))).sum()
+        }
+        DigestKind::Bounds => {
+            let first = place / PAGE_LEN * PAGE_LEN;
+            // The page's tokens that were written, asked for or not.
+            let tokens = first..seq.rows.min(first + PAGE_LEN);
+            (0..d)
+                .map(|e| {
+                    let products =
+                        tokens.clone().map(|t| f64::from(q[e] * key(case, seq, head, t)[e]));
+                    products.fold(f64::NEG_INFINITY, f64::max)
+                })
+                .sum()
+        }
+        DigestKind::Signs => unreachable!("signs are compared exactly"),
+    }
+}
+
+/// A value as the arena holds it.
+fn stored(dtype: KvDtype, x: f32) -> f32 {
+    match dtype {
+        KvDtype::F32 => x,
+        KvDtype::F16 => f16::from_f32(x).to_f32(),
+        KvDtype::Bf16 => bf16::from_f32(x).to_f32(),
+    }
+}
+
+/// Each head sees its own picks and nothing else, beside a sequence that sees everything.
+pub fn picks_match<B: Backend>(b: &B) {
+    let mut random = Random::new(73);
+    for case in cases() {
+        let rows = 700;
+        let mut seq = Sequence::new(&mut random, &case, rows);
+        for x in &mut seq.qkv {
+            *x = stored(case.kv.dtype, x.clamp(-4.0, 4.0));
+        }
+        let mut rig = Rig::with_digests(b, &case, room(rows + 40), Some(&[]));
+        let slots = shuffled_slots(&mut random, rows.div_ceil(PAGE_LEN));
+        rig.write_table(0, 0, &slots);
+        rig.append(&seq, 0, rows - 1, LAYER);
+        let part = Part { seq: &seq, table: 0, start: rows - 1, end: rows };
+        let qkv = rig.rotate(&[part], LAYER);
+        for (n_first, share, tail) in [(16, 2, 640), (0, 9, 699), (0, 1000, 700), (300, 3, 301)] {
+            let places: Vec<Vec<u32>> = (0..case.n_kv_heads())
+                .map(|_| (n_first..tail).filter(|_| random.below(share) == 0).collect())
+                .collect();
+            let picks: Vec<Pick<'_>> = (0u32..)
+                .zip(&places)
+                .map(|(head, places)| Pick { seq: 0, head, n_first, places, tail })
+                .collect();
+            if picks.iter().any(|pick| pick.places.is_empty() && n_first == 0 && tail == 700) {
+                continue;
+            }
+            let got = rig.attend_picks(&qkv, &picks, 1);
+            for head in 0..case.n_heads {
+                let pick = &picks[head / case.group()];
+                let mut seen: Vec<usize> = (0..pick.n_first as usize).collect();
+                seen.extend(pick.places.iter().map(|&place| place as usize));
+                seen.extend(pick.tail as usize..rows);
+                check_head(&case, &seq, head, &seen, &got[head * case.d()..][..case.d()]);
+            }
+        }
+    }
+}
+
+fn check_head(case: &Case, seq: &Sequence, head: usize, seen: &[usize], got: &[f32]) {
+    let q = query(case, seq, head, seq.rows - 1);
+    let kv_head = head / case.group();
+    let score = |place: usize| f64::from(case.scale()) * product(q, key(case, seq, kv_head, place));
+    let max = seen.iter().map(|&place| score(place)).fold(f64::NEG_INFINITY, f64::max);
+    let (mut total, mut sum) = (0.0, vec![0.0; case.d()]);
+    for &place in seen {
+        let p = (score(place) - max).exp();
+        total += p;
+        sum.iter_mut().zip(value(case, seq, kv_head, place)).for_each(|(sum, v)| *sum += p * v);
+    }
+    for (e, (&got, sum)) in got.iter().zip(&sum).enumerate() {
+        let expected = sum / total;
+        let off = (f64::from(got) - expected).abs();
+        assert!(off <= 1e-4, "head {head}, element {e}: {got} for {expected}, {}", case.name());
+    }
+}
+
+/// What a row with picks gets does not depend on who else is in the batch, and those others get what
+/// they get without it.
+pub fn picks_rows_agree<B: Backend>(b: &B) {
+    let mut random = Random::new(74);
+    let case = Case::new(KvDtype::F16, 3, 2, 64).rotated(RopeStyle::Halves, 64);
+    let (rows, others) = (300, 40);
+    let seqs = [rows, others].map(|rows| Sequence::new(&mut random, &case, rows));
+    let digests = digests(&mut random, &case);
+    let mut rig = Rig::with_digests(b, &case, room(rows + others), Some(&digests));
+    let slots = shuffled_slots(&mut random, room(rows + others).n_slots);
+    let (first, second) = slots.split_at(rows.div_ceil(PAGE_LEN));
+    rig.write_table(0, 0, first);
+    rig.write_table(1, 0, second);
+    for layer in 0..N_LAYERS {
+        rig.append(&seqs[0], 0, rows - 1, LayerIdx(layer));
+    }
+    let one = Part { seq: &seqs[0], table: 0, start: rows - 1, end: rows };
+    let two = Part { seq: &seqs[1], table: 1, start: 0, end: others };
+    let places: Vec<u32> = (10..250).filter(|_| random.below(3) == 0).collect();
+    let picks =
+        |seq: u32| [0, 1].map(|head| Pick { seq, head, n_first: 10, places: &places, tail: 280 });
+    let width = case.out_width();
+    let qkv = rig.rotate(&[one], LAYER);
+    let alone = rig.attend_picks(&qkv, &picks(0), 1);
+    let dense = rig.step(&[two]).concat();
+    let qkv = rig.rotate(&[two, one], LAYER);
+    let both = rig.attend_picks(&qkv, &picks(1), others + 1);
+    same_bits(&both[others * width..], &alone, &|| "a row with picks, in company".to_owned());
+    same_bits(&both[..others * width], &dense, &|| "rows beside one with picks".to_owned());
+}

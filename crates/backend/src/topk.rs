@@ -1,0 +1,230 @@
+//! Top-k attention: what a device keeps beside the keys, what it is asked, and the plainest answers.
+//!
+//! ```text
+//!   rope_append   writes K and V, and the digests of the keys beside their pages
+//!   score         how well each place of a sequence fits the queries of one head
+//!   select        the places with the best scores
+//!   attend_picks  attention over the places that were picked
+//! ```
+//!
+//! What to ask and what to do with the answers is decided elsewhere. The functions of this module
+//! are the reference that judges devices; [`select`] is also what a device gets by default.
+
+/// What is kept of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DigestKind {
+    /// One bit for each row of the frame: whether the centred key lies on its positive side (HATA).
+    Signs,
+    /// The key's products with the rows of the frame (Loki, Double Sparsity).
+    Channels,
+    /// The least and the largest of each element over the keys of a page (Quest); has no frame.
+    Bounds,
+}
+
+/// One way to find keys again, for all layers and heads that own KV.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Digest {
+    /// What is kept.
+    pub kind: DigestKind,
+    /// Rows of a frame: a multiple of 64 for [`DigestKind::Signs`]; 0 for [`DigestKind::Bounds`].
+    pub width: usize,
+    /// `[layer][G][width][D]`, or `[width][D]` for all heads alike.
+    pub frame: Vec<f32>,
+    /// `[layer][G][D]`, subtracted from keys before their signs are taken. The order of products
+    /// with a query is the same with and without it, and signs say more about centred keys.
+    pub mean: Vec<f32>,
+}
+
+impl Digest {
+    /// Bytes beside one head's part of a page.
+    pub fn page_bytes(&self, page_len: usize, d: usize) -> usize {
+        match self.kind {
+            DigestKind::Signs => page_len * self.width / 8,
+            DigestKind::Channels => page_len * self.width * 2,
+            DigestKind::Bounds => 2 * d * 2,
+        }
+    }
+
+    /// Whether all heads have the same frame.
+    pub fn has_one_frame(&self, d: usize) -> bool {
+        self.frame.len() == self.width * d
+    }
+
+    /// The frame of one head, `[width][D]`; `head` counts layers and heads together.
+    pub fn frame_of(&self, head: usize, d: usize) -> &[f32] {
+        let head = if self.has_one_frame(d) { 0 } else { head };
+        &self.frame[head * self.width * d..][..self.width * d]
+    }
+
+    /// The mean of one head, `[D]`.
+    pub fn mean_of(&self, head: usize, d: usize) -> &[f32] {
+        &self.mean[head * d..][..d]
+    }
+}
+
+/// By what places are scored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScoreBy {
+    /// By the keys themselves: the yardstick.
+    Keys,
+    /// By the digest of this number, in the order in which the device was given them.
+    Digest(usize),
+}
+
+/// One question: how well the first places of a sequence fit the queries of one key/value head.
+///
+/// The answer is one number for each place, larger for better ones:
+///
+/// - signs: how many bits agree, summed over the query heads of the group;
+/// - keys and channels: the bits of an `f32`, the sum over the group of the softmax over all places
+///   that were asked for, of scaled products;
+/// - bounds: the same of the largest product that a key of the page could have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ask {
+    /// The sequence's number in the batch; it has one row there.
+    pub seq: u32,
+    /// The key/value head.
+    pub head: u32,
+    /// By what.
+    pub by: ScoreBy,
+    /// Places `0..n` are scored.
+    pub n: u32,
+    /// Where the answer begins.
+    pub at: usize,
+}
+
+/// What one key/value head of a sequence's only row sees.
+///
+/// ```text
+///   [ 0 .. n_first )  [ places, ascending ]  [ tail .. kv_len )
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pick<'a> {
+    /// The sequence's number in the batch; it has one row there.
+    pub seq: u32,
+    /// The key/value head.
+    pub head: u32,
+    /// Places before this are seen.
+    pub n_first: u32,
+    /// Places between, ascending, each once.
+    pub places: &'a [u32],
+    /// Places from here on are seen.
+    pub tail: u32,
+}
+
+/// The `k` places with the largest scores among `first..scores.len()`, ascending; of equal scores
+/// the first. All of them if there are not more than `k`.
+pub fn select(scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
+    chosen.clear();
+    let middle = &scores[(first as usize).min(scores.len())..];
+    if k >= middle.len() {
+        chosen.extend(first..first + middle.len() as u32);
+        return;
+    }
+    if k == 0 {
+        return;
+    }
+    // The largest threshold that at least k scores reach.
+    let (mut low, mut high) = (0, u32::MAX);
+    while low < high {
+        let middle_value = low + (high - low).div_ceil(2);
+        let n = middle.iter().filter(|&&score| score >= middle_value).count();
+        if n >= k {
+            low = middle_value;
+        } else {
+            high = middle_value - 1;
+        }
+    }
+    let n_above = middle.iter().filter(|&&score| score > low).count();
+    let mut n_equal = k - n_above;
+    for (place, &score) in (first..).zip(middle) {
+        if score > low {
+            chosen.push(place);
+        } else if score == low && n_equal > 0 {
+            chosen.push(place);
+            n_equal -= 1;
+        }
+    }
+}
+
+/// The signs of a key, or of a query with no mean, in words of 64 bits.
+pub fn signs(frame: &[f32], mean: Option<&[f32]>, x: &[f32]) -> Vec<u64> {
+    let d = x.len();
+    let mut words = vec![0u64; frame.len() / d / 64];
+    for (bit, row) in frame.chunks_exact(d).enumerate() {
+        let mut sum = 0.0f32;
+        for (e, (&w, &x)) in row.iter().zip(x).enumerate() {
+            sum += w * (x - mean.map_or(0.0, |mean| mean[e]));
+        }
+        words[bit / 64] |= u64::from(sum > 0.0) << (bit % 64);
+    }
+    words
+}
+
+/// Bits that agree.
+pub fn agreement(a: &[u64], b: &[u64]) -> u32 {
+    a.iter().zip(b).map(|(a, b)| (!(a ^ b)).count_ones()).sum()
+}
+
+/// Turns the group's raw scores of all places, `[group][n]`, into the answer.
+pub fn softmax_scores(raw: &mut [f32], scores: &mut [u32]) {
+    let n = scores.len();
+    if n == 0 {
+        return;
+    }
+    let mut sums = vec![0.0f32; n];
+    for row in raw.chunks_exact_mut(n) {
+        let max = row.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+        let mut total = 0.0;
+        for x in row.iter_mut() {
+            *x = (*x - max).exp();
+            total += *x;
+        }
+        for (sum, &x) in sums.iter_mut().zip(&*row) {
+            *sum += x / total;
+        }
+    }
+    for (score, sum) in scores.iter_mut().zip(sums) {
+        // Positive floats are ordered as their bits are.
+        *score = if sum.is_nan() { 0 } else { sum.to_bits() };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_are_chosen_and_ties_go_to_the_first() {
+        let mut chosen = Vec::new();
+        let mut state = 7u32;
+        for n in 0..60u32 {
+            for k in [0, 1, 2, 7, 30, 59, 60, 100] {
+                for first in [0, 1, 5] {
+                    let mut scores = Vec::new();
+                    for _ in 0..n {
+                        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                        scores.push(if k % 2 == 0 { (state >> 24) % 9 } else { state });
+                    }
+                    select(&scores, first, k, &mut chosen);
+                    let mut naive: Vec<u32> = (first..n.max(first)).collect();
+                    naive.sort_by_key(|&i| (std::cmp::Reverse(scores[i as usize]), i));
+                    naive.truncate(k);
+                    naive.sort_unstable();
+                    assert_eq!(chosen, naive, "{scores:?} from {first}, {k}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn signs_of_centred_keys() {
+        // Two frames' rows along the axes; 64 rows in all.
+        let mut frame = vec![0.0; 128];
+        (frame[0], frame[3]) = (1.0, 1.0);
+        let words = signs(&frame, Some(&[1.0, -1.0]), &[1.5, -2.0]);
+        assert_eq!(words, [0b01]);
+        assert_eq!(signs(&frame, None, &[1.5, 2.0]), [0b11]);
+        assert_eq!(agreement(&[0b01], &[0b11]), 63);
+    }
+}

@@ -1,0 +1,64 @@
+//! Flags of `nuthatch eval`.
+
+use std::path::PathBuf;
+
+use clap::Args as ClapArgs;
+use nuthatch_engine::topk::Policy;
+
+use super::EngineArgs;
+use crate::eval::TaskName;
+use crate::size::parse_tokens;
+
+const EVAL_EXAMPLES: &str = "\
+Each prompt is computed once, exactly, and then continued by every policy. Tasks are made like
+RULER's: TASKS. `ppl` continues a text and measures perplexity and the distance from exact
+attention.
+
+Examples:
+  nuthatch eval --task niah_single_1,vt --length 2K,4K --samples 24 \\
+      --policy full --policy hata:256,k=10% --policy quest --json results.json
+  nuthatch eval --task ppl --text book.txt --length 8K --mass";
+
+#[derive(Debug, ClapArgs)]
+#[command(after_help = EVAL_EXAMPLES.replace("TASKS", &TaskName::list()))]
+pub(crate) struct EvalArgs {
+    /// File, directory, hub id or short name
+    #[arg(value_name = "MODEL")]
+    pub(crate) first: Option<String>,
+    /// The model, said explicitly
+    #[arg(short, long, value_name = "MODEL")]
+    pub(crate) model: Option<String>,
+    /// What is asked; `all` for everything
+    #[arg(long, value_name = "TASK,...", value_delimiter = ',', default_value = "niah_single_1")]
+    pub(crate) task: Vec<String>,
+    /// Tokens of prompt and answer together
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2K")]
+    #[arg(value_parser = parse_tokens)]
+    pub(crate) length: Vec<u32>,
+    /// Prompts of each task and length
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub(crate) samples: u32,
+    /// How tokens are chosen, as --sparse has it; may be given more than once
+    #[arg(long, value_name = "POLICY", default_values = ["full", "hata:256"])]
+    pub(crate) policy: Vec<Policy>,
+    /// Prose that needles are hidden in [default: a short text that comes with the program]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Prompts are the same for the same seed
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub(crate) seed: u64,
+    /// Also measure which share of attention falls on the chosen tokens; slow
+    #[arg(long)]
+    pub(crate) mass: bool,
+    /// Keep results here, and go on with what is there
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Write every decision of every step, layer and head, as JSON lines; large
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(crate) record_trace: Option<PathBuf>,
+    /// Draw accuracy against length
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+}

@@ -1,0 +1,314 @@
+//! `nuthatch eval`: what policies of top-k attention do to answers.
+//!
+//! `tasks` makes prompts like RULER's, `runner` lets every policy continue each of them, `results`
+//! keeps what was found. A run that was interrupted goes on where it stopped.
+
+mod results;
+mod runner;
+mod tasks;
+mod words;
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, ensure};
+use nuthatch_backend::Backend;
+use nuthatch_engine::topk::{Counts, Decision};
+use nuthatch_model::ModelFiles;
+use nuthatch_tokens::{Conversation, DecodeOptions, EncodeOptions, Message, Words};
+use nuthatch_types::{KvDtype, TokenId};
+
+use crate::args::EvalArgs;
+use crate::config::EngineConfig;
+use crate::device::{Device, DeviceConfig};
+use crate::fetch::{self, Fetch};
+use crate::load;
+use crate::resolve::ModelSpec;
+use crate::sparse;
+use crate::text;
+use results::{Record, Results};
+use runner::{Continuation, Ending, Runner};
+use tasks::Sample;
+pub(crate) use tasks::TaskName;
+
+/// Tokens that are continued with and measured, of a text.
+const N_MEASURED: usize = 256;
+/// Characters of an answer that are kept.
+const ANSWER_CHARS: usize = 160;
+
+/// Everything that stays the same.
+struct Eval<'a> {
+    args: &'a EvalArgs,
+    tasks: Vec<TaskName>,
+    policies: Vec<String>,
+    prompts: Prompts,
+    fetch: &'a Fetch<'a>,
+}
+
+/// A model's words, and the prose that haystacks are made of.
+pub(crate) struct Prompts {
+    text: Words,
+    prose: String,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> anyhow::Result<()> {
+    let spec = args.model.as_deref().or(args.first.as_deref());
+    let spec = spec.map_or_else(|| Ok(ModelSpec::default_model()), ModelSpec::parse)?;
+    let tasks = TaskName::parse_all(&args.task).map_err(anyhow::Error::msg)?;
+    let mut files = ModelFiles::open(&fetch::fetch(&spec, fetch)?)?;
+    files.override_rope(&config.rope)?;
+    let prompts = Prompts::load(&files, args.text.as_deref())?;
+    let policies = args.policy.iter().map(ToString::to_string).collect();
+    let new = Results {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: load::model_name(files.path()),
+        fingerprint: sparse::fingerprint(&files)?,
+        seed: args.seed,
+        records: Vec::new(),
+    };
+    let mut results = match &args.json {
+        Some(path) => Results::resume(path, new)?,
+        None => new,
+    };
+    let eval = Eval { args, tasks, policies, prompts, fetch };
+    let device = Device::open(&DeviceConfig {
+        device: config.device,
+        threads: config.threads,
+        is_exact: config.is_exact,
+        kernel_dir: fetch.env.kernel_dir(),
+    })?;
+    match device {
+        Device::Cpu(cpu) => eval.all(cpu, &files, config, &mut results)?,
+        Device::Cuda(cuda) => eval.all(cuda, &files, config, &mut results)?,
+    }
+    if let Some(path) = &args.plot {
+        std::fs::write(path, results.figure(&eval.policies).svg())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(io::stdout().lock().write_all(results.table(&eval.policies).as_bytes())?)
+}
+
+impl Eval<'_> {
+    fn all<B: Backend>(
+        &self,
+        backend: Arc<B>,
+        files: &ModelFiles,
+        config: &EngineConfig,
+        results: &mut Results,
+    ) -> anyhow::Result<()> {
+        let longest = self.args.length.iter().copied().max().unwrap_or(0);
+        let context = files.config().max_context;
+        ensure!(longest <= context, "--length is {longest}, but the model's context {context}");
+        let profile = config.sparse.head_profile.as_deref();
+        let options = sparse::options_of(files, &self.args.policy, profile, self.fetch.env)?;
+        let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
+        let mut runner = Runner::new(backend, files, &options, sizes, self.args.mass)?;
+        let mut trace = Trace::open(self.args.record_trace.as_deref())?;
+        if trace.file.is_some() {
+            runner.record();
+        }
+        let _running = self.fetch.interrupt.begin();
+        for &length in &self.args.length {
+            for &task in &self.tasks {
+                for sample in 0..self.args.samples {
+                    let is_done = |policy| results.has(task.name(), length, sample, policy);
+                    if self.policies.iter().all(|policy| is_done(policy)) {
+                        continue;
+                    }
+                    if self.fetch.interrupt.requested() {
+                        return Ok(());
+                    }
+                    results.replace(self.one(&mut runner, task, length, sample)?);
+                    trace.write(&runner.take_trace())?;
+                    if let Some(path) = &self.args.json {
+                        results.save(path)?;
+                    }
+                }
+                // A closed stderr is no reason to stop.
+                let _ = writeln!(io::stderr(), "{} @ {length}: done", task.name());
+            }
+        }
+        Ok(())
+    }
+
+    fn one<B: Backend>(
+        &self,
+        runner: &mut Runner<B>,
+        task: TaskName,
+        length: u32,
+        sample: u32,
+    ) -> anyhow::Result<Vec<Record>> {
+        // Another seed for each prompt, whatever the other tasks and lengths are.
+        let seed = self.args.seed.wrapping_mul(1_000_003).wrapping_add(u64::from(sample));
+        if task == TaskName::Perplexity {
+            return self.continue_text(runner, length, sample);
+        }
+        let (made, prompt) = self.prompts.fit(task, length, seed)?;
+        let n_tokens = made.n_answer as usize;
+        let ending = Ending { n_tokens, ends: &self.prompts.text.ends, given: None };
+        let found = runner.run(&prompt, &ending)?;
+        let records = self.policies.iter().zip(&found).map(|(policy, found)| {
+            let answer =
+                self.prompts.text.tokenizer.decode(&found.tokens, DecodeOptions::default());
+            Record {
+                score: made.score(&answer),
+                answer: answer.chars().take(ANSWER_CHARS).collect(),
+                ..record(task, (length, sample), policy, &prompt, found)
+            }
+        });
+        Ok(records.collect())
+    }
+
+    /// Continues a part of the text with its own tokens.
+    fn continue_text<B: Backend>(
+        &self,
+        runner: &mut Runner<B>,
+        length: u32,
+        sample: u32,
+    ) -> anyhow::Result<Vec<Record>> {
+        let all = self.prompts.prose_tokens()?;
+        let n = length as usize;
+        ensure!(n > N_MEASURED && all.len() >= n, "the text has {} tokens, not {n}", all.len());
+        let room = all.len() - n;
+        let start = room * sample as usize / self.args.samples.max(1) as usize;
+        let (prompt, rest) = all[start..start + n].split_at(n - N_MEASURED);
+        let ending = Ending { n_tokens: N_MEASURED, ends: &[], given: Some(rest) };
+        let found = runner.run(prompt, &ending)?;
+        let per_token = |sum: f64| sum / N_MEASURED as f64;
+        let records = self.policies.iter().zip(&found).map(|(policy, found)| Record {
+            score: per_token(found.nll),
+            kl: Some(per_token(found.kl)),
+            ..record(TaskName::Perplexity, (length, sample), policy, prompt, found)
+        });
+        Ok(records.collect())
+    }
+}
+
+/// Where decisions are written, if anywhere.
+struct Trace {
+    file: Option<BufWriter<File>>,
+}
+
+impl Trace {
+    fn open(path: Option<&Path>) -> anyhow::Result<Self> {
+        let create = |path: &Path| {
+            File::create(path).with_context(|| format!("cannot write {}", path.display()))
+        };
+        Ok(Trace { file: path.map(create).transpose()?.map(BufWriter::new) })
+    }
+
+    fn write(&mut self, decisions: &[Decision]) -> anyhow::Result<()> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        for decision in decisions {
+            serde_json::to_writer(&mut *file, decision)?;
+            file.write_all(b"\n")?;
+        }
+        Ok(file.flush()?)
+    }
+}
+
+impl Prompts {
+    /// Reads the model's words, and the prose from a file if there is one.
+    pub(crate) fn load(files: &ModelFiles, path: Option<&Path>) -> anyhow::Result<Self> {
+        let prose = match path {
+            Some(path) => std::fs::read_to_string(path)
+                .with_context(|| format!("cannot read {}", path.display()))?,
+            None => words::PROSE.to_owned(),
+        };
+        ensure!(!prose.trim().is_empty(), "the text is empty");
+        Ok(Prompts { text: text::load(files, false)?.words, prose })
+    }
+
+    /// All of the prose.
+    pub(crate) fn prose_tokens(&self) -> anyhow::Result<Vec<TokenId>> {
+        Ok(self.text.raw(&self.prose)?)
+    }
+
+    /// A question of a task, up to where its answer begins.
+    pub(crate) fn question(
+        &self,
+        task: TaskName,
+        length: u32,
+        seed: u64,
+    ) -> anyhow::Result<Vec<TokenId>> {
+        self.fit(task, length, seed).map(|(_, prompt)| prompt)
+    }
+
+    /// The longest prompt of the task that leaves room for the answer.
+    fn fit(
+        &self,
+        task: TaskName,
+        length: u32,
+        seed: u64,
+    ) -> anyhow::Result<(Sample, Vec<TokenId>)> {
+        let build = |size: usize| {
+            let sample = task.sample(size, seed, &self.prose);
+            self.prompt(&sample).map(|tokens| (sample, tokens))
+        };
+        let fits = |(sample, tokens): &(Sample, Vec<TokenId>)| {
+            tokens.len() + sample.n_answer as usize <= length as usize
+        };
+        let mut best = build(1)?;
+        ensure!(fits(&best), "{} does not fit into {length} tokens", task.name());
+        let (mut low, mut high) = (1, 2);
+        loop {
+            let next = build(high)?;
+            if !fits(&next) || high > length as usize {
+                break;
+            }
+            (best, low, high) = (next, high, 2 * high);
+        }
+        // Prompts grow with their size, but not evenly; a few tokens more or less do not matter.
+        while high - low > 1 + low / 64 {
+            let middle = low.midpoint(high);
+            let next = build(middle)?;
+            if fits(&next) {
+                (best, low) = (next, middle);
+            } else {
+                high = middle;
+            }
+        }
+        Ok(best)
+    }
+
+    /// The sample as a conversation, with the answer begun.
+    fn prompt(&self, sample: &Sample) -> anyhow::Result<Vec<TokenId>> {
+        if self.text.template.is_none() {
+            return Ok(self.text.raw(&format!("{}{}", sample.prompt, sample.answer))?);
+        }
+        let messages = vec![Message::new("user", sample.prompt.as_str())];
+        let mut tokens = self.text.conversation(&Conversation::Plain(messages))?;
+        let begun = sample.answer.trim_start();
+        tokens.extend(self.text.tokenizer.encode(begun, EncodeOptions::default())?);
+        Ok(tokens)
+    }
+}
+
+fn record(
+    task: TaskName,
+    (length, sample): (u32, u32),
+    policy: &str,
+    prompt: &[TokenId],
+    found: &Continuation,
+) -> Record {
+    let counts: &Counts = &found.counts;
+    Record {
+        task: task.name().to_owned(),
+        length,
+        sample,
+        policy: policy.to_owned(),
+        n_prompt: prompt.len() as u32,
+        n_answer: found.tokens.len() as u32,
+        score: 0.0,
+        kl: None,
+        live_hits: counts.live_hit_ratio(),
+        frozen_hits: counts.frozen_hit_ratio(),
+        attended: counts.attended_share(),
+        moved: counts.moved_share(),
+        mass: counts.mass_recall(),
+        answer: String::new(),
+    }
+}

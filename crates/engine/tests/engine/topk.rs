@@ -1,0 +1,128 @@
+//! Top-k attention together with everything else: prefix hits, forks, swaps, chunks, cancelling.
+
+use nuthatch_engine::{EngineHandle, EngineOptions, TopKOptions};
+use nuthatch_types::{Sampling, TokenId};
+
+use crate::echo::{Answer, receive_all};
+use crate::golden::{Pool, folder, golden, load_topk, request};
+
+fn options(policy: &str) -> TopKOptions {
+    let text = (0..64).map(|i| TokenId(i * 7 % 90)).collect();
+    TopKOptions { policies: vec![policy.parse().unwrap()], profile: None, text }
+}
+
+fn spawn(name: &str, pool: Pool, max_rows: u32, policy: Option<&str>) -> EngineHandle {
+    let topk = policy.map(options);
+    let path = folder(name);
+    load_topk(&path, pool, &EngineOptions::default(), max_rows, topk.as_ref()).spawn().unwrap()
+}
+
+const POOL: Pool = Pool { kv_pages: 16, host_pages: 0, spill: false, max_seqs: 4 };
+
+/// Policies that remember nothing from step to step: what they choose depends on the tokens alone.
+const FORGETFUL: [&str; 5] = [
+    "exact,k=12,sinks=4,recent=8",
+    "hata:64,k=12,sinks=4,recent=8",
+    "quest,k=12,sinks=4,recent=8,refresh=whole",
+    "loki:4,k=12,sinks=4,recent=8,reuse=lru(page=8,capacity=3)",
+    "ds:4,k=12,sinks=4,recent=8",
+];
+
+/// Policies that do.
+const REMEMBERING: [&str; 3] = [
+    "hata:128,k=8,sinks=4,recent=8,reuse=qsac(eta=0.9,p=3)",
+    "hata:64,k=6,sinks=0,recent=1,working_set=2,reuse=qsac(eta=0.5,p=3,max_age=3)",
+    "exact,k=8,recent=4,working_set=1.5,speculate=on",
+];
+
+fn ask(handle: &EngineHandle, prompt: &[TokenId]) -> Answer {
+    let ticket = handle.submit(request(prompt, Sampling::greedy())).unwrap();
+    Answer::receive(&ticket).unwrap()
+}
+
+/// A policy that attends to everything gives the exact answer: the same bits, if it says so itself,
+/// and the golden tokens, if it merely chooses all.
+#[test]
+fn everything_chosen_is_exact() {
+    for name in ["llama3", "qwen3", "mistral-window", "kv-shared", "kv-shared-window"] {
+        let (prompt, greedy) = golden(name);
+        let exact = ask(&spawn(name, POOL, 10, None), &prompt);
+        assert_eq!(exact.tokens, greedy);
+        let full = ask(&spawn(name, POOL, 10, Some("full")), &prompt);
+        assert_eq!((full.tokens, full.logprobs), (exact.tokens, exact.logprobs), "{name}");
+        for policy in ["exact,k=100%", "hata:64,k=4000", "quest,k_min=4000", "loki:4", "ds:4"] {
+            assert_eq!(ask(&spawn(name, POOL, 10, Some(policy)), &prompt).tokens, greedy, "{name}");
+        }
+    }
+}
+
+#[test]
+fn policies_choose_and_answers_differ_from_streaming() {
+    let (prompt, _) = golden("llama3");
+    let exact = ask(&spawn("llama3", POOL, 10, None), &prompt);
+    let streaming = ask(&spawn("llama3", POOL, 10, Some("streaming,sinks=4,recent=8")), &prompt);
+    assert_ne!(streaming.logprobs, exact.logprobs);
+    for policy in FORGETFUL {
+        let answer = ask(&spawn("llama3", POOL, 10, Some(policy)), &prompt);
+        assert_eq!(answer.tokens.len(), exact.tokens.len());
+        assert_ne!(answer.logprobs, exact.logprobs, "{policy} attends to everything");
+        assert_ne!(answer.logprobs, streaming.logprobs, "{policy} attends to nothing");
+        // The first token comes from the prompt's last row, which is exact.
+        assert_eq!(answer.tokens[0], exact.tokens[0]);
+    }
+}
+
+/// However a prompt was cut, and whether its pages were computed or found, decoding is the same.
+#[test]
+fn chunks_and_prefix_hits_change_nothing() {
+    let (prompt, _) = golden("llama3");
+    for policy in FORGETFUL.into_iter().chain(REMEMBERING) {
+        let handle = spawn("llama3", POOL, 10, Some(policy));
+        let cold = ask(&handle, &prompt);
+        let ticket = handle.submit(request(&prompt, Sampling::greedy())).unwrap();
+        let (warm, _) = receive_all(&ticket).unwrap().remove(0);
+        assert!(warm.usage.cached_tokens > 0);
+        assert_eq!((&warm.tokens, &warm.logprobs), (&cold.tokens, &cold.logprobs), "{policy}");
+        for max_rows in [4, prompt.len() as u32 - 1, prompt.len() as u32] {
+            let other = ask(&spawn("llama3", POOL, max_rows, Some(policy)), &prompt);
+            assert_eq!(
+                (other.tokens, other.logprobs),
+                (cold.tokens.clone(), cold.logprobs.clone())
+            );
+        }
+    }
+}
+
+/// Sequences in company, which fork each other's pages and give way to each other. A sequence that
+/// comes back with its pages goes on as if it had never left, if its policy remembers nothing; one
+/// that is computed again gets exact keys where it had others, and may answer otherwise.
+#[test]
+fn company_changes_nothing_and_everybody_finishes() {
+    let (prompt, _) = golden("llama3");
+    for policy in FORGETFUL.into_iter().chain(REMEMBERING) {
+        let alone: Vec<Answer> =
+            (0..6).map(|i| ask(&spawn("llama3", POOL, 10, Some(policy)), &prompt[i..])).collect();
+        for (kv_pages, host_pages, spill) in
+            [(40, 0, false), (7, 30, false), (7, 30, true), (7, 0, false)]
+        {
+            let pool = Pool { kv_pages, host_pages, spill, max_seqs: 4 };
+            let handle = spawn("llama3", pool, 10, Some(policy));
+            let tickets: Vec<_> = (0..6)
+                .map(|i| handle.submit(request(&prompt[i..], Sampling::greedy())).unwrap())
+                .collect();
+            // One that nobody waits for any more.
+            drop(handle.submit(request(&prompt[9..], Sampling::greedy())).unwrap());
+            for (ticket, alone) in tickets.iter().zip(&alone) {
+                let together = Answer::receive(ticket).unwrap();
+                assert_eq!(together.tokens.len(), alone.tokens.len());
+                if kv_pages == 40 {
+                    assert_eq!(together.tokens, alone.tokens, "{policy}");
+                    assert_eq!(together.logprobs, alone.logprobs, "{policy}");
+                }
+            }
+            let cache = handle.stats().unwrap().scheduler.cache;
+            assert_eq!(cache.pages_used, 0, "{policy}: {cache:?}");
+            handle.shutdown().unwrap();
+        }
+    }
+}
