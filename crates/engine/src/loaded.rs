@@ -193,7 +193,8 @@ impl<B: Backend> Forward for LoadedModel<B> {
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
         let device_logits = self.model.forward(&mut self.store, &self.tables, layout)?;
         if logits.is_empty() {
-            return Ok(());
+            // A step takes as long as its computation, whether anybody asks for its result or not.
+            return self.backend.wait();
         }
         self.backend.read(device_logits, logits)
     }
@@ -218,6 +219,9 @@ impl<B: Backend> Forward for LoadedModel<B> {
     ) -> Result<(), DeviceError> {
         let vocab = self.model.config().vocab as usize;
         let logits = self.model.forward(&mut self.store, &self.tables, layout)?;
+        if draws.is_empty() {
+            return self.backend.wait();
+        }
         self.backend.draw(logits, vocab, draws, tokens)
     }
 }
