@@ -179,8 +179,8 @@ struct Splitter {
         barrier_expect(ready, HALF_BYTES);
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
-            bulk_copy_once(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES,
-                           HALF_PAGE, ready, once_policy());
+            bulk_copy(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES, HALF_PAGE,
+                      ready);
 #else
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)

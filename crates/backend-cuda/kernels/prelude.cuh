@@ -154,21 +154,6 @@ DEVICE void bulk_copy(u32 shared, const void* global, u32 n_bytes, u32 barrier) 
         : "memory");
 }
 
-// What is read once need not stay in the second-level cache.
-DEVICE u64 once_policy() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-DEVICE void bulk_copy_once(u32 shared, const void* global, u32 n_bytes, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-        "[%1], %2, [%3], %4;" ::"r"(shared),
-        "l"(global), "r"(n_bytes), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
 // Brings a run into the second-level cache, and tells nobody.
 DEVICE void bulk_prefetch(const void* global, u32 n_bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(n_bytes)

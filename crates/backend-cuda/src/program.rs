@@ -153,7 +153,7 @@ impl Program {
         ];
         let packed = WeightType::ALL.into_iter().filter(|&dtype| dtype != WeightType::F32);
         let (weights, pages): (Vec<WeightType>, Vec<_>) = match extent {
-            Extent::Few => (vec![WeightType::BF16, WeightType::Q4_K], FEW.to_vec()),
+            Extent::Few => (vec![WeightType::BF16], FEW.to_vec()),
             Extent::Usual => (packed.collect(), [FEW, USUAL].concat()),
             Extent::Every => (packed.collect(), [FEW, USUAL, EVERY].concat()),
         };

@@ -126,9 +126,10 @@ params! {
 
 impl Cuts {
     /// Short sequences of models with few KV heads would leave the device empty with longer chunks;
-    /// every chunk costs a partial result. Chosen by a few runs on one H200.
+    /// every chunk costs a partial result. Measured on one H200: `eval/results` has the
+    /// alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
-        let (small_end, middle_end) = if n_kv_heads <= 4 { (8192, 32768) } else { (2048, 16384) };
+        let (small_end, middle_end) = if n_kv_heads < 4 { (8192, 32768) } else { (1024, 8192) };
         Cuts { small_end, middle_end }
     }
 
