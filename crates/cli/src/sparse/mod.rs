@@ -2,8 +2,7 @@
 //! heads, which is found by the model's fingerprint.
 //!
 //! ```text
-//!   --head-profile FILE  ->  <data>/profiles/<fingerprint>.json  ->  those that come with the
-//!                                                                    program  ->  none
+//!   --head-profile FILE  ->  <data>/profiles/<fingerprint>.json  ->  none
 //! ```
 
 use std::path::{Path, PathBuf};
