@@ -113,10 +113,11 @@ mod tests {
     /// Admits, fills, seals and perhaps releases one sequence.
     fn pass(cache: &mut Cache, seq: u64, tokens: &[TokenId], salt: Salt, is_kept: bool) {
         let seq = SeqId(seq);
-        let prompt = Prompt { tokens, salt, retention: Retention::default(), window: None };
+        let retention = Retention::default();
+        let prompt = Prompt { tokens, salt, retention, window: None, may_spill: false };
         let admission = cache.plan_admit(seq, prompt);
         let n_found = cache.admit(admission).n_found;
-        let extend = cache.plan_extend(seq, tokens.len() as u32 - n_found).unwrap();
+        let extend = cache.plan_extend(seq, tokens.len() as u32 - n_found, 0).unwrap();
         cache.apply(extend);
         cache.seal(seq, tokens);
         if !is_kept {

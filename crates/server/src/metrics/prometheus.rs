@@ -191,6 +191,7 @@ fn moves(page: &mut Page, cache: &CacheStats) {
             ("promoted", cache.counters.pages_promoted),
             ("swapped_out", cache.counters.pages_swapped_out),
             ("swapped_in", cache.counters.pages_swapped_in),
+            ("spilled", cache.counters.pages_spilled),
         ],
     );
     page.counter("nuthatch:pages_evicted", "KV pages given up.", cache.counters.pages_evicted);
