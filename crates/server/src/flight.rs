@@ -99,7 +99,7 @@ impl Drop for Flight {
         if self.n_open > 0 {
             self.cancel();
             if self.app.is_alive() {
-                self.app.metrics.client_left();
+                self.app.metrics.client_left(self.n_open);
             }
         }
     }

@@ -385,6 +385,7 @@ fn a_client_that_leaves_frees_its_place() {
     drop(stream);
     serve.wait_for("vllm:num_requests_running", |n| n == 0.0);
     assert_eq!(serve.metric("nuthatch:clients_left_total", ""), 2.0);
+    assert_eq!(serve.metric("vllm:request_success_total", "finished_reason=\"abort\""), 2.0);
     let tokens = serve.metric("vllm:generation_tokens_total", "");
     assert!(tokens < 59000.0, "{tokens} tokens were computed for nobody");
 }

@@ -107,8 +107,11 @@ impl Metrics {
         *self.lock().responses.entry(status).or_default() += 1;
     }
 
-    pub(crate) fn client_left(&self) {
-        self.lock().clients_left += 1;
+    /// A client left, and so many of its answers were ended for that.
+    pub(crate) fn client_left(&self, n_answers: usize) {
+        let counts = &mut *self.lock();
+        counts.clients_left += 1;
+        counts.ended[reason_idx(FinishReason::Cancelled)] += n_answers as u64;
     }
 
     pub(crate) fn panicked(&self) {
