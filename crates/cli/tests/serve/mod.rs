@@ -148,12 +148,12 @@ fn the_best_of_several_has_the_highest_mean() {
 
 #[test]
 fn answers_keep_the_form_that_is_asked_for() {
-    let serve = Serve::start(&["--tool-call-parser", "llama3_json"]);
+    let serve = Serve::start(&[&["--tool-call-parser", "llama3_json"], &LONG[..]].concat());
     let schema = json!({"type": "object", "properties": {"a": {"type": "boolean"}},
                         "required": ["a"], "additionalProperties": false});
     let json_schema =
         json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
-    let base = with(&hello(), &json!({"max_tokens": 60, "temperature": 2}));
+    let base = with(&hello(), &json!({"max_tokens": 1000, "temperature": 2}));
     let ask = |more: &Value| serve.post(CHAT, &with(&base, more)).json();
     for seed in 0..4 {
         let text = |more: Value| text_of(&ask(&with(&more, &json!({ "seed": seed }))));
@@ -163,7 +163,8 @@ fn answers_keep_the_form_that_is_asked_for() {
         let choice = text(json!({"structured_outputs": {"choice": ["yes", "no \"way\""]}}));
         assert!(["yes", "no \"way\""].contains(&choice.as_str()), "{choice}");
         let json = text(json!({ "response_format": json_schema }));
-        assert!(["{\"a\": true}", "{\"a\": false}"].contains(&json.as_str()), "{json}");
+        let object: Value = serde_json::from_str(&json).unwrap();
+        assert!(object["a"].is_boolean() && object.as_object().unwrap().len() == 1, "{json}");
         assert_eq!(
             text(json!({"guided_grammar": "start: \"a\" b\nb: \"c\" | \"c\" \"c\""}))[..2],
             *"ac"
