@@ -11,7 +11,7 @@ use nuthatch_types::{FastMap, PageCopy, PageId, SeqId, Slot, TokenId};
 
 use crate::hash::Chain;
 use crate::load::{LoadId, Pending};
-use crate::page::{FullPage, OpenPage, SharedPage};
+use crate::page::{FullPage, SharedPage};
 use crate::pages::{Pages, Released, State, Tier};
 use crate::pin::PinId;
 use crate::prefix::{Parent, Prefix, Published};
@@ -178,14 +178,17 @@ impl Cache {
     pub fn apply(&mut self, extend: Extend) {
         assert_eq!(extend.version, self.version, "the cache changed after the decision");
         self.version += 1;
-        let mut fresh: Vec<OpenPage> = (0..extend.n_host).map(|_| self.open_host_page()).collect();
-        fresh.extend((0..extend.n_pages).map(|_| self.open_page()));
         self.open_tokens += extend.n_tokens;
         self.n_spilled += extend.n_host;
         self.counters.pages_spilled += u64::from(extend.n_host);
         let table = self.table_mut(extend.seq);
         table.n_spilled += extend.n_host;
-        table.extend(extend.n_tokens, fresh.into_iter());
+        let mut left = table.fill(extend.n_tokens);
+        for i in 0..extend.n_host + extend.n_pages {
+            let page = if i < extend.n_host { self.open_host_page() } else { self.open_page() };
+            left = self.table_mut(extend.seq).append(page, left);
+        }
+        assert_eq!(left, 0, "every token has a place");
     }
 
     /// [`Cache::plan_extend`] and [`Cache::apply`] in one: all of the tokens find places, or nothing
@@ -196,7 +199,7 @@ impl Cache {
             // The way of nearly every decoded token.
             self.version += 1;
             self.open_tokens += n_tokens;
-            table.extend(n_tokens, std::iter::empty());
+            table.fill(n_tokens);
             return Ok(table.n_pages());
         }
         let extend = self.plan_extend(seq, n_tokens, n_host)?;

@@ -111,7 +111,7 @@ impl Cache {
         for (i, page) in load.pages.into_iter().enumerate() {
             match seq {
                 Some(seq) if i < n_pages as usize => {
-                    self.table_mut(seq).extend(page_len, std::iter::once(page));
+                    self.table_mut(seq).append(page, page_len);
                     self.open_tokens += page_len;
                     self.counters.pages_loaded += 1;
                 }

@@ -139,20 +139,22 @@ impl Table {
         self.open.push_back(page);
     }
 
-    /// Gives places to `n_tokens` more tokens, first in the last page, then in `fresh` ones, which
-    /// must be exactly as many as [`Table::pages_needed`] said.
-    pub(crate) fn extend(&mut self, n_tokens: u32, fresh: impl Iterator<Item = OpenPage>) {
-        let mut left = n_tokens;
-        if let Some(last) = self.open.back_mut() {
-            left = last.advance(left);
-        }
-        for mut page in fresh {
-            assert!(left > 0, "a page without a token is not needed");
-            left = page.advance(left);
-            self.open.push_back(page);
-        }
-        assert_eq!(left, 0, "every token has a place");
-        self.len += n_tokens;
+    /// Gives places in the last page to the first of `n_tokens` more tokens, and says how many are
+    /// left.
+    pub(crate) fn fill(&mut self, n_tokens: u32) -> u32 {
+        let left = self.open.back_mut().map_or(n_tokens, |last| last.advance(n_tokens));
+        self.len += n_tokens - left;
+        left
+    }
+
+    /// Appends an empty page, for the first of `n_tokens` more tokens, and says how many are left. No
+    /// page may have room.
+    pub(crate) fn append(&mut self, mut page: OpenPage, n_tokens: u32) -> u32 {
+        assert!(n_tokens > 0 && self.room() == 0, "a page without a token is not needed");
+        let left = page.advance(n_tokens);
+        self.len += n_tokens - left;
+        self.open.push_back(page);
+        left
     }
 
     /// Takes out the first open page if it lies wholly in the first `n_computed` tokens. The caller
@@ -274,13 +276,15 @@ mod tests {
     fn tokens_are_found_where_they_were_put() {
         let mut table = Table::new(4, Salt::default(), Retention::default());
         assert_eq!([0, 4, 5].map(|n| table.pages_needed(n)), [0, 1, 2]);
-        table.extend(6, [9, 5].map(|i| OpenPage::new(PageId(i), 4)).into_iter());
+        assert_eq!(table.fill(6), 6);
+        assert_eq!(table.append(OpenPage::new(PageId(9), 4), 6), 2);
+        assert_eq!(table.append(OpenPage::new(PageId(5), 4), 2), 0);
         assert_eq!(table.room(), 2);
-        table.extend(2, std::iter::empty());
+        assert_eq!(table.fill(2), 0);
         let full = table.take_full(7).expect("four tokens are computed");
         table.put_full(SharedPage::new(full.id()));
         assert!(table.take_full(7).is_none());
-        table.extend(1, std::iter::once(OpenPage::new(PageId(6), 4)));
+        assert_eq!(table.append(OpenPage::new(PageId(6), 4), 1), 0);
         assert!(table.is_sound());
         assert_eq!(table.locate(0), Some((PageId(9), 0)));
         assert_eq!(table.locate(7), Some((PageId(5), 3)));

@@ -38,7 +38,7 @@ impl Batch {
     }
 
     /// Adds one sequence's tokens, whose table is in `table_row`.
-    pub(crate) fn push(&mut self, step: &SeqStep, table_row: u32) {
+    pub(crate) fn push(&mut self, step: SeqStep<'_>, table_row: u32) {
         let layout = &mut self.layout;
         let end = step.start + step.tokens.len() as u32;
         layout.tokens.extend(step.tokens.iter().map(|&TokenId(token)| token));
@@ -66,21 +66,23 @@ mod tests {
 
     #[test]
     fn rows_follow_the_plan() {
-        let step = |start: u32, tokens: &[u32], sample| SeqStep {
+        let table = TableChange::default();
+        let step = |start, tokens, sample| SeqStep {
             seq: SeqId(0),
             start,
             shift: 0,
-            tokens: tokens.iter().map(|&t| TokenId(t)).collect(),
-            table: TableChange::default(),
+            tokens,
+            table,
             sample,
         };
+        let tokens = [10, 11, 12, 13, 14, 15].map(TokenId);
         let mut batch = Batch::with_capacity(8, 4);
         for _ in 0..2 {
             batch.clear();
-            batch.push(&step(4, &[10, 11, 12], true), 2);
-            batch.push(&step(90, &[13], true), 0);
+            batch.push(step(4, &tokens[..3], true), 2);
+            batch.push(step(90, &tokens[3..4], true), 0);
             // A sequence that has dropped 32 tokens.
-            batch.push(&SeqStep { shift: 32, ..step(0, &[14, 15], false) }, 1);
+            batch.push(SeqStep { shift: 32, ..step(0, &tokens[4..], false) }, 1);
             let expected = BatchLayout {
                 tokens: vec![10, 11, 12, 13, 14, 15],
                 positions: vec![4, 5, 6, 90, 32, 33],

@@ -8,7 +8,8 @@ use nuthatch_backend::DeviceError;
 use nuthatch_cache::{Branch, Salt, SlotUse};
 use nuthatch_scheduler::{Output as News, Scheduler};
 use nuthatch_types::{
-    BeamParams, Clock, FinishReason, Limits, Sampling, SeqId, StepPlan, StepResult, TokenId,
+    BeamParams, Clock, FinishReason, Limits, Sampled, Sampling, SeqId, StepPlan, StepResult,
+    TokenId,
 };
 
 use crate::beam::{BeamSearch, Move};
@@ -329,7 +330,7 @@ impl<E: Execute> Engine<E> {
         let now = self.clock.now();
         for news in news {
             match news {
-                News::Token { seq, token, logprob, top } => {
+                News::Token(Sampled { seq, token, logprob, top }) => {
                     let sent = self.requests.send(seq, (token, logprob, top), now);
                     if let Err(Gone(request)) = sent {
                         self.forget(request);

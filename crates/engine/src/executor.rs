@@ -134,7 +134,7 @@ impl Known {
     /// Remembers the step's tokens that the sampler has not seen, and gives the position of the token
     /// after them. What the sampler drew it knows; what the caller chose comes here for the first
     /// time.
-    fn catch_up(&mut self, step: &SeqStep) -> u32 {
+    fn catch_up(&mut self, step: SeqStep<'_>) -> u32 {
         let start = step.start + step.shift;
         let position = start + step.tokens.len() as u32;
         for &token in step.tokens.iter().skip(self.n_known.saturating_sub(start) as usize) {
@@ -145,7 +145,7 @@ impl Known {
     }
 
     /// Remembers the token that the device chose after those of `step`.
-    fn chosen(&mut self, step: &SeqStep, token: TokenId) {
+    fn chosen(&mut self, step: SeqStep<'_>, token: TokenId) {
         self.sampler.remember(token);
         self.n_known = step.start + step.shift + step.tokens.len() as u32 + 1;
     }
@@ -153,7 +153,7 @@ impl Known {
     /// Chooses the token after those of `step`.
     fn sample(
         &mut self,
-        step: &SeqStep,
+        step: SeqStep<'_>,
         logits: &mut [f32],
         scratch: &mut Scratch,
     ) -> Result<Choice, SampleError> {
@@ -221,7 +221,7 @@ impl<F: Forward> Executor<F> {
             self.shift_pages(&plan.shifts)?;
         }
         self.batch.clear();
-        for step in &plan.seqs {
+        for step in plan.seqs.iter() {
             let row = self.change_table(step)?;
             self.batch.push(step, row);
         }
@@ -273,7 +273,7 @@ impl<F: Forward> Executor<F> {
     }
 
     /// Checks a sequence's step, brings its table up to date, and returns the table's row.
-    fn change_table(&mut self, step: &SeqStep) -> Result<u32, DeviceError> {
+    fn change_table(&mut self, step: SeqStep<'_>) -> Result<u32, DeviceError> {
         let Capacity { n_slots, page_len, .. } = self.capacity;
         let vocab = self.forward.vocab();
         let known = self.seqs.get_mut(&step.seq).expect("a sequence starts before it runs");
@@ -282,7 +282,7 @@ impl<F: Forward> Executor<F> {
         assert!(!step.tokens.is_empty(), "a step computes at least one token");
         assert!(step.tokens.iter().all(|token| token.0 < vocab), "a token of the vocabulary");
 
-        let change = &step.table;
+        let change = step.table;
         assert!(change.keep <= known.table_len, "only entries that are there can stay");
         assert!(change.push.iter().all(|slot| slot.0 < n_slots), "slot outside the arena");
         let table_len = change.keep + change.push.len() as u32;
@@ -292,7 +292,7 @@ impl<F: Forward> Executor<F> {
         assert!(end <= room, "every token has a page");
         known.table_len = table_len;
         if !change.push.is_empty() {
-            self.forward.write_table(known.row, change.keep, &change.push)?;
+            self.forward.write_table(known.row, change.keep, change.push)?;
         }
         Ok(known.row)
     }
@@ -303,7 +303,7 @@ impl<F: Forward> Executor<F> {
             return Ok(());
         }
         let len = self.forward.hidden_len();
-        for (row, step) in plan.seqs.iter().filter(|step| step.sample).enumerate() {
+        for (row, step) in plan.seqs.sampled().enumerate() {
             let attachment = self.attachments.get_mut(&step.seq);
             let Some(sink) = attachment.and_then(|own| own.hidden.take()) else { continue };
             // Rare enough that the rows before it may be read too.
@@ -333,24 +333,24 @@ impl<F: Forward> Executor<F> {
     /// How the device chooses the plan's tokens, if it can choose all of them.
     fn draws(&mut self, plan: &StepPlan) -> Option<Vec<Draw>> {
         // A constraint is the host's, and looks at all logits.
-        let is_constrained = |step: &SeqStep| {
+        let is_constrained = |step: SeqStep<'_>| {
             self.attachments.get(&step.seq).is_some_and(|own| own.constraint.is_some())
         };
         if !self.forward.draws() || plan.seqs.iter().any(is_constrained) {
             return None;
         }
-        let draw = |step: &SeqStep| {
+        let draw = |step: SeqStep<'_>| {
             let known = self.seqs.get_mut(&step.seq).expect("a sequence starts before it runs");
             let position = known.catch_up(step);
             known.sampler.draw(position)
         };
-        plan.seqs.iter().filter(|step| step.sample).map(draw).collect()
+        plan.seqs.sampled().map(draw).collect()
     }
 
     /// The tokens that the device chose, and the sequences for which there was none.
     fn take(&mut self, plan: &StepPlan, tokens: &[Option<u32>]) -> (Vec<Sampled>, Vec<SeqId>) {
         let (mut sampled, mut failed) = (Vec::with_capacity(tokens.len()), Vec::new());
-        for (step, &token) in plan.seqs.iter().filter(|step| step.sample).zip(tokens) {
+        for (step, &token) in plan.seqs.sampled().zip(tokens) {
             let seq = step.seq;
             let Some(token) = token.map(TokenId) else {
                 tracing::error!(seq = seq.0, "no token can be chosen");
@@ -370,7 +370,7 @@ impl<F: Forward> Executor<F> {
         let n_sampled = self.batch.layout().output_rows.len();
         let (mut sampled, mut failed) = (Vec::with_capacity(n_sampled), Vec::new());
         let mut rows = self.logits.chunks_exact_mut(vocab);
-        for step in plan.seqs.iter().filter(|step| step.sample) {
+        for step in plan.seqs.sampled() {
             let logits = rows.next().expect("one row of logits for each sample");
             let known = self.seqs.get_mut(&step.seq).expect("the sequence was just computed");
             let seq = step.seq;

@@ -102,7 +102,7 @@ fn answer(plan: &StepPlan, n_step: u32) -> StepResult {
         let token = TokenId(seq.0 as u32 + n_step);
         Sampled { seq, token, logprob: None, top: Vec::new() }
     };
-    let asked = plan.seqs.iter().filter(|step| step.sample);
+    let asked = plan.seqs.sampled();
     let sampled = asked.map(|step| sample(step.seq)).collect();
     StepResult { sampled, ..StepResult::default() }
 }

@@ -281,6 +281,6 @@ impl Scheduler {
 
 fn prompt(sequence: &Sequence, window: Option<Window>) -> Prompt<'_> {
     let Hints { salt, retention, .. } = *sequence.hints;
-    let tokens = &sequence.tokens[..sequence.n_sharable()];
+    let tokens = &sequence.tokens.settled()[..sequence.n_sharable()];
     Prompt { tokens, salt, retention, window, may_spill: sequence.stream.is_none() }
 }

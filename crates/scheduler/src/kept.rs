@@ -94,7 +94,7 @@ impl Scheduler {
     /// Pages that a running sequence still needs for the tokens it has.
     pub(crate) fn pages_outstanding(&self, seq: SeqId) -> u32 {
         let sequence = self.seq(seq);
-        let n_tokens = sequence.tokens.len() as u32 - sequence.dropped;
+        let n_tokens = sequence.tokens.len() - sequence.dropped;
         let n_kept = sequence.stream.map_or(n_tokens, |stream| n_tokens.min(stream.max_len));
         let n_pages = self.cache.n_outstanding(seq, n_kept) + sequence.n_roll_pages();
         n_pages.saturating_sub(sequence.n_loading)
@@ -111,7 +111,7 @@ impl Sequence {
     /// a token whose place a page still takes that others hold.
     pub(crate) fn n_roll_pages(&self) -> u32 {
         let Some(stream) = self.stream else { return 0 };
-        if self.tokens.len() as u32 - self.dropped <= stream.max_len {
+        if self.tokens.len() - self.dropped <= stream.max_len {
             return 0;
         }
         if self.dropped == 0 { stream.n_sinks + 1 } else { 1 }
@@ -119,6 +119,8 @@ impl Sequence {
 
     /// The most of its tokens that other sequences' pages can serve for.
     pub(crate) fn n_sharable(&self) -> usize {
-        self.stream.map_or(usize::MAX, |stream| stream.max_len as usize).min(self.tokens.len())
+        self.stream
+            .map_or(usize::MAX, |stream| stream.max_len as usize)
+            .min(self.tokens.len() as usize)
     }
 }

@@ -40,11 +40,11 @@
 //! })?;
 //!
 //! let plan = scheduler.plan().expect("one sequence is waiting");
-//! assert_eq!(plan.seqs[0].tokens.len(), 20);
+//! assert_eq!(plan.seqs.get(0).tokens.len(), 20);
 //! let sampled = Sampled { seq: SeqId(1), token: TokenId(9), logprob: None, top: vec![] };
 //! let result = StepResult { sampled: vec![sampled], ..StepResult::default() };
 //! let outputs = scheduler.commit(result);
-//! assert!(matches!(outputs[..], [Output::Token { .. }, Output::Finished { .. }]));
+//! assert!(matches!(outputs[..], [Output::Token(_), Output::Finished { .. }]));
 //! assert!(scheduler.is_idle());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -64,6 +64,7 @@ mod sequence;
 mod spill;
 mod stats;
 mod step;
+mod tokens;
 mod verify;
 
 pub use config::{Config, ConfigError};

@@ -27,7 +27,7 @@ impl Scheduler {
     pub fn complete_load(&mut self, id: LoadId, outcome: Outcome) {
         let seq = self.cache.waits_for(id);
         let sequence = seq.and_then(|seq| self.seqs.get_mut(&seq));
-        let tokens = sequence.as_ref().map_or(&[][..], |sequence| &sequence.tokens);
+        let tokens = sequence.as_ref().map_or(&[][..], |sequence| sequence.tokens.settled());
         self.cache.complete_load(id, outcome, tokens);
         let Some(sequence) = sequence else { return };
         sequence.computed = self.cache.len(sequence.id);
@@ -59,7 +59,7 @@ impl Scheduler {
         if sequence.stream.is_some() || self.config.window.is_some() {
             return 0;
         }
-        let limit = sequence.n_prompt.min(sequence.tokens.len() as u32 - 1);
+        let limit = sequence.n_prompt.min(sequence.tokens.len() - 1);
         sequence.hints.n_stored.min(limit) / self.cache.config().page_len
     }
 }

@@ -1,22 +1,12 @@
 //! What a step gives to the callers, as plain data.
 
-use nuthatch_types::{FinishReason, SeqId, TokenId};
+use nuthatch_types::{FinishReason, Sampled, SeqId, TokenId};
 
 /// News of one sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
     /// The next token of the answer.
-    Token {
-        /// The sequence.
-        seq: SeqId,
-        /// The token.
-        token: TokenId,
-        /// Natural logarithm of the token's probability before penalties, temperature and filters,
-        /// if it was asked for.
-        logprob: Option<f32>,
-        /// The most probable tokens and their logarithms, best first.
-        top: Vec<(TokenId, f32)>,
-    },
+    Token(Sampled),
     /// The sequence is paused until the caller has chosen: see [`crate::Scheduler::proceed`].
     Candidates {
         /// The sequence.
@@ -39,7 +29,7 @@ impl Output {
     /// The sequence of which this is news.
     pub fn seq(&self) -> SeqId {
         match *self {
-            Output::Token { seq, .. }
+            Output::Token(Sampled { seq, .. })
             | Output::Candidates { seq, .. }
             | Output::Finished { seq, .. } => seq,
         }

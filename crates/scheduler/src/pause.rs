@@ -71,7 +71,7 @@ impl Scheduler {
         let n_step = self.counters.steps;
         let source = self.seq(source);
         let request = source.rank.arrival.request;
-        let n_common = source.tokens.len() as u32;
+        let n_common = source.tokens.len();
         let mut sequence = Sequence {
             id: seq,
             rank: Rank { arrival: Arrival { request, fork }, ..source.rank },
@@ -244,7 +244,8 @@ impl Sequence {
     fn choose(&mut self, token: TokenId) {
         let is_waiting = self.place == Place::Parked || self.is_paused();
         assert!(self.is_guided && is_waiting, "{:?} does not wait for a token", self.id);
-        assert!((self.tokens.len() as u32) < self.max_len, "{:?} is as long as it may be", self.id);
+        assert!(self.tokens.len() < self.max_len, "{:?} is as long as it may be", self.id);
         self.push(token);
+        self.tokens.settle();
     }
 }

@@ -253,7 +253,7 @@ impl Scheduler {
                 && source.hints.streaming.is_some() == hints.streaming.is_some()
         };
         let source = source.filter(is_alike);
-        let n_common = source.map_or(0, |source| common(&prompt, &source.tokens));
+        let n_common = source.map_or(0, |source| common(&prompt, source));
         let hints = Hints { fork_of: source.map(|source| source.id), ..hints };
         self.n_arrivals += 1;
         let n_prompt = prompt.len() as u32;
@@ -266,7 +266,7 @@ impl Scheduler {
             since: self.counters.steps,
             n_prompt,
             newest: prompt.last().copied().unwrap_or_default(),
-            tokens: prompt,
+            tokens: prompt.into(),
             computed: 0,
             dropped: 0,
             cached: 0,
@@ -474,7 +474,7 @@ impl Scheduler {
 
 /// How many tokens two sequences begin with in common, without the last of the first one: that one
 /// is always computed, because it gives the logits.
-fn common(fork: &[TokenId], source: &[TokenId]) -> u32 {
+fn common(fork: &[TokenId], source: &Sequence) -> u32 {
     let fork = &fork[..fork.len().saturating_sub(1)];
-    fork.iter().zip(source).take_while(|(a, b)| a == b).count() as u32
+    fork.iter().zip(source.tokens.iter()).take_while(|(a, b)| a == b).count() as u32
 }

@@ -13,6 +13,7 @@ use nuthatch_types::{Limits, Sampling, SeqId, TokenId};
 
 use crate::kept::Stream;
 use crate::policy::{Rank, Waiter};
+use crate::tokens::Tokens;
 use crate::{Hints, Usage};
 
 /// What is known of one request.
@@ -26,8 +27,8 @@ pub(crate) struct Sequence {
     /// The step since which it waits, if it does.
     pub(crate) since: u64,
     /// The prompt, then what was sampled; changed by [`Sequence::push`] only.
-    pub(crate) tokens: Vec<TokenId>,
-    /// The last of `tokens`, so that a decode step does not read their memory.
+    pub(crate) tokens: Tokens,
+    /// The last of `tokens`.
     pub(crate) newest: TokenId,
     pub(crate) n_prompt: u32,
     /// Tokens whose KV is in the cache, or was before it was given back.
@@ -117,7 +118,7 @@ impl Sequence {
 
     /// Tokens that are not computed.
     pub(crate) fn pending(&self) -> u32 {
-        self.tokens.len() as u32 - self.computed
+        self.tokens.len() - self.computed
     }
 
     /// Whether it has pages and waits for the caller to choose its next token.
@@ -132,7 +133,7 @@ impl Sequence {
 
     /// Tokens sampled so far.
     pub(crate) fn n_sampled(&self) -> u32 {
-        self.tokens.len() as u32 - self.n_prompt
+        self.tokens.len() - self.n_prompt
     }
 
     /// Whether a sampled token ends the sequence and is not part of the answer.
@@ -157,6 +158,7 @@ impl Sequence {
 
     /// Forgets what is in the cache. The tokens stay.
     pub(crate) fn reset(&mut self, loss: Loss) {
+        self.tokens.settle();
         self.computed = 0;
         self.dropped = 0;
         self.n_spare = 0;

@@ -1,6 +1,8 @@
 //! Filling one plan: decoding sequences first, then prompts that were begun, then new ones.
 
-use nuthatch_types::{PageCopy, SeqId, SeqStart, SeqStep, StepPlan, StepTokens, TableChange};
+use nuthatch_types::{
+    PageCopy, SeqId, SeqStart, SeqStep, SeqSteps, StepPlan, TableChange, TokenId,
+};
 
 use crate::Scheduler;
 use crate::cost::Work;
@@ -51,7 +53,7 @@ impl Scheduler {
         self.counters.steps += 1;
         let n_running = self.running.len();
         let mut step = Step {
-            plan: StepPlan { seqs: Vec::with_capacity(n_running), ..StepPlan::default() },
+            plan: StepPlan { seqs: SeqSteps::with_capacity(n_running), ..StepPlan::default() },
             flights: Vec::with_capacity(n_running),
             work: Work::default(),
             n_tokens: 0,
@@ -134,7 +136,9 @@ impl Scheduler {
                 // The way of nearly every decoded token.
                 sequence.n_spare -= 1;
                 self.n_spare -= 1;
-                step.push_next(sequence, n_step);
+                sequence.last_step = n_step;
+                let table = TableChange { keep: sequence.table_known, push: &[] };
+                step.push(sequence, &[sequence.newest], table);
             } else {
                 self.plan_or_preempt(seq, 1, step);
             }
@@ -189,41 +193,32 @@ impl Scheduler {
             step.plan.started.push(SeqStart {
                 seq,
                 sampling: (*sequence.sampling).clone(),
-                history: sequence.tokens.clone(),
+                history: sequence.tokens.settle().to_vec(),
                 n_prompt: sequence.n_prompt,
             });
             self.n_started += 1;
             self.n_unstarted -= 1;
         }
         let keep = std::mem::replace(&mut sequence.table_known, n_pages);
-        let is_same = keep == n_pages;
-        let push = if is_same { vec![] } else { self.cache.slots(seq, keep).collect() };
-        let tokens = sequence.tokens[start as usize..end as usize].into();
-        step.push(sequence, tokens, TableChange { keep, push }, n_step);
+        sequence.last_step = n_step;
+        sequence.tokens.settle();
+        let tokens = &sequence.tokens.settled()[start as usize..end as usize];
+        step.push(sequence, tokens, TableChange { keep, push: &[] });
+        if keep != n_pages {
+            step.plan.seqs.push_slots(self.cache.slots(seq, keep));
+        }
         true
     }
 }
 
 impl Step {
-    /// Adds the one token that a decoding sequence has not computed, which has a place in a table
-    /// that the executor knows.
-    fn push_next(&mut self, sequence: &mut Sequence, n_step: u64) {
-        let table = TableChange { keep: sequence.table_known, push: Vec::new() };
-        self.push(sequence, sequence.newest.into(), table, n_step);
-    }
-
     /// Adds the next tokens of a sequence.
-    fn push(
-        &mut self,
-        sequence: &mut Sequence,
-        tokens: StepTokens,
-        table: TableChange,
-        n_step: u64,
-    ) {
+    // Inlined for the usual case of one token.
+    #[inline(always)]
+    fn push(&mut self, sequence: &Sequence, tokens: &[TokenId], table: TableChange<'_>) {
         let (seq, shift, n_tokens) = (sequence.id, sequence.dropped, tokens.len() as u32);
         let start = sequence.computed - shift;
-        let sample = (sequence.computed + n_tokens) as usize == sequence.tokens.len();
-        sequence.last_step = n_step;
+        let sample = sequence.computed + n_tokens == sequence.tokens.len();
         self.budget -= n_tokens;
         self.n_tokens += n_tokens;
         self.work.add(Work::of(start..start + n_tokens));

@@ -34,7 +34,7 @@ fn step(scheduler: &mut Scheduler) -> (StepPlan, Vec<Output>) {
     let plan = scheduler.plan().expect("there is work");
     let top = vec![(TokenId(7), -0.5), (TokenId(8), -1.5)];
     let sample = |seq: SeqId| Sampled { seq, token: TokenId(7), logprob: None, top: top.clone() };
-    let asked = plan.seqs.iter().filter(|step| step.sample);
+    let asked = plan.seqs.sampled();
     let sampled = asked.map(|step| sample(step.seq)).collect();
     let outputs = scheduler.commit(StepResult { sampled, ..StepResult::default() });
     scheduler.verify().expect("sound after a commit");

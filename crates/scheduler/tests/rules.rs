@@ -34,7 +34,7 @@ fn shape(plan: &StepPlan) -> Vec<(u64, u32, usize, bool)> {
 
 /// Gives `token` to every sequence that asked for one.
 fn answer(scheduler: &mut Scheduler, plan: &StepPlan, token: TokenId) -> Vec<Output> {
-    let asked = plan.seqs.iter().filter(|step| step.sample);
+    let asked = plan.seqs.sampled();
     let sample = |seq| Sampled { seq, token, logprob: None, top: vec![] };
     let sampled = asked.map(|step| sample(step.seq)).collect();
     let outputs = scheduler.commit(StepResult { sampled, ..StepResult::default() });
@@ -69,12 +69,12 @@ fn a_decode_step_names_only_what_changes() {
     scheduler.submit(request(1, 7, 10)).expect("fits");
     let (plan, _) = step(&mut scheduler, TokenId(9));
     assert_eq!(plan.started[0].history.len(), 7);
-    assert_eq!(plan.seqs[0].table, TableChange { keep: 0, push: vec![Slot(0), Slot(1)] });
+    assert_eq!(plan.seqs.get(0).table, TableChange { keep: 0, push: &[Slot(0), Slot(1)] });
     let (plan, _) = step(&mut scheduler, TokenId(9));
     assert!(plan.started.is_empty());
-    assert_eq!(plan.seqs[0].table, TableChange { keep: 2, push: vec![] });
+    assert_eq!(plan.seqs.get(0).table, TableChange { keep: 2, push: &[] });
     let (plan, _) = step(&mut scheduler, TokenId(9));
-    assert_eq!(plan.seqs[0].table, TableChange { keep: 2, push: vec![Slot(2)] });
+    assert_eq!(plan.seqs.get(0).table, TableChange { keep: 2, push: &[Slot(2)] });
 }
 
 #[test]
@@ -90,13 +90,13 @@ fn the_youngest_gives_way_and_is_computed_again() {
     assert_eq!(scheduler.stats().counters.preemptions, 1);
     assert_eq!(scheduler.stats().waiting, 1);
     let mut plan = plan;
-    while plan.seqs[0].seq == SeqId(1) {
+    while plan.seqs.get(0).seq == SeqId(1) {
         plan = step(&mut scheduler, TokenId(5)).0;
     }
     // The first took every page, so prompt and both sampled tokens are computed again, into a new
     // table; the sampler is still there.
     assert_eq!(shape(&plan), [(2, 0, 9, true)]);
-    assert_eq!(plan.seqs[0].table.keep, 0);
+    assert_eq!(plan.seqs.get(0).table.keep, 0);
     assert_eq!((plan.ended, plan.started), (vec![SeqId(1)], vec![]));
     assert_eq!(scheduler.stats().counters.recomputed_tokens, 8);
 }
@@ -150,7 +150,7 @@ fn a_stop_token_ends_the_answer_once_it_is_long_enough() {
     submission.limits.min_tokens = 1;
     scheduler.submit(submission).expect("fits");
     let (_, outputs) = step(&mut scheduler, EOS);
-    assert!(matches!(outputs[..], [Output::Token { token: EOS, .. }]));
+    assert!(matches!(outputs[..], [Output::Token(Sampled { token: EOS, .. })]));
     let (_, outputs) = step(&mut scheduler, EOS);
     let usage = Usage { prompt_tokens: 4, cached_tokens: 0, completion_tokens: 1 };
     assert_eq!(outputs, [Output::Finished { seq: SeqId(1), reason: FinishReason::Stop, usage }]);
@@ -242,7 +242,7 @@ fn a_second_request_computes_only_what_the_first_did_not() {
     let (plan, _) = step(&mut scheduler, TokenId(5));
     assert_eq!(shape(&plan), [(3, 6, 1, true)]);
     assert_eq!(plan.copies.len(), 1);
-    assert_eq!(plan.copies[0].target, plan.seqs[0].table.push[1]);
+    assert_eq!(plan.copies[0].target, plan.seqs.get(0).table.push[1]);
 }
 
 #[test]
@@ -253,11 +253,11 @@ fn equal_prompts_computed_at_the_same_time_end_up_in_the_same_pages() {
     let (plan, _) = step(&mut scheduler, TokenId(5));
     assert_eq!(shape(&plan), [(1, 0, 10, true), (2, 0, 10, true)]);
     assert_eq!(scheduler.stats().cache.counters.pages_merged, 2);
-    let (first, second) = (plan.seqs[0].table.push.clone(), plan.seqs[1].table.push.clone());
+    let (first, second) = (plan.seqs.get(0).table.push, plan.seqs.get(1).table.push);
     // The executor is told where the second one's tokens are now.
-    let (plan, _) = step(&mut scheduler, TokenId(5));
-    let table = TableChange { keep: 0, push: vec![first[0], first[1], second[2]] };
-    assert_eq!(plan.seqs[1].table, table);
+    let (next, _) = step(&mut scheduler, TokenId(5));
+    let table = TableChange { keep: 0, push: &[first[0], first[1], second[2]] };
+    assert_eq!(next.seqs.get(1).table, table);
 }
 
 #[test]
@@ -309,17 +309,17 @@ fn who_gives_way_takes_its_pages_to_the_host_and_computes_nothing_again() {
     // The last page first. The first sequence's third page is where one of the second's was.
     let copy = |source, target| PageCopy { source, target: Slot(target) };
     assert_eq!(plan.copies, [copy(pages[1], 4), copy(pages[0], 5)]);
-    assert!(pages.contains(&plan.seqs[0].table.push[0]));
+    assert!(pages.contains(&plan.seqs.get(0).table.push[0]));
     let stats = scheduler.stats();
     assert_eq!((stats.swapped, stats.cache.host_used), (1, 2));
     assert_eq!((stats.counters.preemptions_swap, stats.counters.preemptions_short), (1, 1));
     let mut plan = plan;
-    while plan.seqs[0].seq == SeqId(1) {
+    while plan.seqs.get(0).seq == SeqId(1) {
         plan = step(&mut scheduler, TokenId(5)).0;
     }
     assert_eq!(shape(&plan), [(2, 8, 1, true)]);
     assert_eq!(plan.copies.iter().filter(|copy| copy.source.0 >= 4).count(), 2);
-    assert_eq!(plan.seqs[0].table.push.len(), 3);
+    assert_eq!(plan.seqs.get(0).table.push.len(), 3);
     let stats = scheduler.stats();
     assert_eq!((stats.swapped, stats.counters.recomputed_tokens), (0, 0));
     assert_eq!(stats.cache.counters.pages_swapped_in, 2);
@@ -381,7 +381,7 @@ fn pages_are_computed_again_when_the_host_has_no_room_or_copies_are_dear() {
             scheduler.submit(request(2, 7, 5)).expect("fits");
         }
         let plan = scheduler.plan().expect("there is work");
-        let sampled = plan.seqs.iter().filter(|step| step.sample).map(|step| Sampled {
+        let sampled = plan.seqs.sampled().map(|step| Sampled {
             seq: step.seq,
             token: TokenId(5),
             logprob: None,
@@ -435,7 +435,7 @@ fn a_sequence_waits_for_its_load_and_computes_what_does_not_come() {
     scheduler.verify().expect("sound after a load");
     let (plan, _) = step(&mut scheduler, TokenId(5));
     assert_eq!(shape(&plan), [(2, 3, 1, true), (1, 4, 8, true)]);
-    assert_eq!(plan.seqs[1].table.push[0], load.slots[0]);
+    assert_eq!(plan.seqs.get(1).table.push[0], load.slots[0]);
 }
 
 #[test]
@@ -466,7 +466,7 @@ fn a_late_load_is_not_waited_for() {
     scheduler.complete_load(load.id, Outcome::Late);
     let (plan, _) = step(&mut scheduler, TokenId(5));
     assert_eq!(shape(&plan), [(1, 0, 12, true)]);
-    assert!(load.slots.iter().all(|slot| !plan.seqs[0].table.push.contains(slot)));
+    assert!(load.slots.iter().all(|slot| !plan.seqs.get(0).table.push.contains(slot)));
     scheduler.complete_load(load.id, Outcome::Ended { n_pages: 2 });
     scheduler.verify().expect("sound after a load");
     assert_eq!(scheduler.stats().cache.counters.pages_not_loaded, 2);
@@ -489,7 +489,7 @@ fn a_window_frees_its_pages_in_the_step_in_which_they_fall_out() {
     let mut n_tokens = 0;
     while !scheduler.is_idle() {
         let (_, outputs) = step(&mut scheduler, TokenId(9));
-        n_tokens += outputs.iter().filter(|o| matches!(o, Output::Token { .. })).count();
+        n_tokens += outputs.iter().filter(|o| matches!(o, Output::Token(_))).count();
         assert!(scheduler.stats().cache.pages_used <= 3);
     }
     assert_eq!(n_tokens, 10);
@@ -525,28 +525,28 @@ fn a_stream_drops_its_oldest_page_and_turns_its_sinks() {
     // A full table first, although the budget has room for the whole prompt.
     let (plan, _) = step(&mut scheduler, TokenId(9));
     assert_eq!(shape(&plan), [(1, 0, 12, false)]);
-    assert_eq!(plan.seqs[0].table.push, [0, 1, 2].map(Slot));
+    assert_eq!(plan.seqs.get(0).table.push, [0, 1, 2].map(Slot));
     // The second page goes, and stays findable. The first is written anew to a page of the
     // sequence's own.
     let (plan, _) = step(&mut scheduler, TokenId(9));
     assert_eq!(plan.shifts, [PageShift { source: Slot(0), target: Slot(3), by: 4 }]);
     assert_eq!(shape(&plan), [(1, 8, 2, true)]);
-    assert_eq!((plan.seqs[0].shift, plan.seqs[0].table.keep), (4, 0));
-    assert_eq!(plan.seqs[0].table.push, [3, 2, 4].map(Slot));
+    assert_eq!((plan.seqs.get(0).shift, plan.seqs.get(0).table.keep), (4, 0));
+    assert_eq!(plan.seqs.get(0).table.push, [3, 2, 4].map(Slot));
     for (start, shift) in [(10, 4), (11, 4), (8, 8), (9, 8), (10, 8), (11, 8), (8, 12)] {
         let (plan, _) = step(&mut scheduler, TokenId(9));
-        assert_eq!((plan.seqs[0].start, plan.seqs[0].shift), (start, shift));
+        assert_eq!((plan.seqs.get(0).start, plan.seqs.get(0).shift), (start, shift));
         assert_eq!(scheduler.stats().cache.pages_used, 4);
         let is_full = start == 8;
         let sink = PageShift { source: Slot(0), target: Slot(3), by: shift as i32 };
         assert_eq!(plan.shifts, vec![sink; usize::from(is_full)]);
         let push = if is_full { 2 } else { 0 };
-        assert_eq!(plan.seqs[0].table.push.len(), push);
+        assert_eq!(plan.seqs.get(0).table.push.len(), push);
     }
     let mut n_tokens = 8;
     while !scheduler.is_idle() {
         let (_, outputs) = step(&mut scheduler, TokenId(9));
-        n_tokens += outputs.iter().filter(|o| matches!(o, Output::Token { .. })).count();
+        n_tokens += outputs.iter().filter(|o| matches!(o, Output::Token(_))).count();
     }
     assert_eq!(n_tokens, 30, "neither the context nor the cache ends it");
     // Only the three pages that saw everything were ever findable.

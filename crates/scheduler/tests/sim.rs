@@ -316,7 +316,7 @@ impl World {
 
     fn step(&mut self) -> bool {
         let Some(plan) = self.scheduler.plan() else { return false };
-        let n_tokens: usize = plan.seqs.iter().map(|step| step.tokens.len()).sum();
+        let n_tokens: usize = plan.seqs.n_tokens();
         assert!(n_tokens <= self.config.max_batched_tokens as usize);
         assert!(plan.seqs.len() <= self.config.max_seqs as usize);
         self.scheduler.verify().expect("sound while a step is in flight");
@@ -422,7 +422,7 @@ impl World {
             let request = self.requests.get_mut(&output.seq()).expect("a known sequence");
             assert_eq!(request.finished, None, "no news after the last");
             match output {
-                Output::Token { token, .. } => request.answer.push(token),
+                Output::Token(sampled) => request.answer.push(sampled.token),
                 Output::Candidates { .. } => panic!("nobody asked to choose"),
                 Output::Finished { reason, usage, .. } => {
                     request.finished = Some(reason);

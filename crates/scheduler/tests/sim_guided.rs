@@ -13,7 +13,9 @@ use nuthatch_cache::{Cache, Options};
 use nuthatch_scheduler::{Config, Hints, Output, Policy, Scheduler, Submission};
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone, candidates_after};
 use nuthatch_types::HostReads::{Far, Near, Never};
-use nuthatch_types::{FinishReason, Limits, PageCopy, Sampling, SeqId, StepPlan, TokenId, Window};
+use nuthatch_types::{
+    FinishReason, Limits, PageCopy, Sampled, Sampling, SeqId, StepPlan, TokenId, Window,
+};
 
 const N_VOCAB: u32 = 50;
 
@@ -183,7 +185,7 @@ impl World {
 
     fn take(&mut self, output: Output) {
         match output {
-            Output::Token { seq, token, .. } => {
+            Output::Token(Sampled { seq, token, .. }) => {
                 self.ordinary.get_mut(&seq).expect("it is alive").answer.push(token);
             }
             Output::Candidates { seq, top } => {

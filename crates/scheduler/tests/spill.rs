@@ -37,7 +37,7 @@ fn slots(scheduler: &Scheduler, seq: u64) -> Vec<u32> {
 fn step_of(scheduler: &mut Scheduler, n_copies: f64) -> (StepPlan, Vec<Output>) {
     let plan = scheduler.plan().expect("there is work");
     scheduler.verify().expect("sound while a step is in flight");
-    let asked = plan.seqs.iter().filter(|step| step.sample);
+    let asked = plan.seqs.sampled();
     let sample = |seq| Sampled { seq, token: TokenId(5), logprob: None, top: vec![] };
     let sampled = asked.map(|step| sample(step.seq)).collect();
     let compute_nanos = (n_copies * scheduler.rates().page_nanos) as u64;
@@ -66,7 +66,7 @@ fn a_prompt_larger_than_the_free_pages_starts_at_once() {
             assert_eq!(shape(&plan), [(1, 6, 1), (2, 0, 15)]);
             // Its first pages are on the host, and the last ones on the device.
             let push = [4, 5, 2, 3].map(Slot).to_vec();
-            assert_eq!(plan.seqs[1].table, TableChange { keep: 0, push });
+            assert_eq!(plan.seqs.get(1).table, TableChange { keep: 0, push: &push });
             let cache = scheduler.stats().cache;
             assert_eq!((cache.spilled, cache.host_used, cache.counters.pages_spilled), (2, 2, 2));
         } else {
@@ -91,10 +91,10 @@ fn pages_come_to_the_device_when_others_leave_it_the_last_first_and_few_in_a_ste
     let copy = PageCopy { source: Slot(5), target: plan.copies[0].target };
     assert!(copy.target.0 < 4);
     assert_eq!(plan.copies, [copy]);
-    let table = TableChange { keep: 1, push: [copy.target, Slot(2), Slot(3)].to_vec() };
-    assert_eq!(plan.seqs[0].table, table);
+    let table = TableChange { keep: 1, push: &[copy.target, Slot(2), Slot(3)] };
+    assert_eq!(plan.seqs.get(0).table, table);
     let plan = step(&mut scheduler);
-    assert_eq!((plan.copies, plan.seqs[0].table.keep), (vec![], 4));
+    assert_eq!((plan.copies, plan.seqs.get(0).table.keep), (vec![], 4));
     let cache = scheduler.stats().cache;
     assert_eq!((cache.spilled, cache.counters.pages_unspilled), (1, 1));
 }
@@ -108,7 +108,7 @@ fn a_request_may_need_both_tiers_and_no_more() {
     );
     scheduler.submit(request(1, 20, 99)).expect("fits on both");
     let plan = step(&mut scheduler);
-    assert_eq!(plan.seqs[0].table.push, [4, 0, 1, 2, 3].map(Slot));
+    assert_eq!(plan.seqs.get(0).table.push, [4, 0, 1, 2, 3].map(Slot));
     // It goes on until both are full.
     let finished = loop {
         let (_, outputs) = step_of(&mut scheduler, 1.0);

@@ -158,7 +158,7 @@ impl FakeExecutor {
         plan.seqs.iter().for_each(|step| self.write(step, &mut written));
         // Everything is written before anything is read, as on a device that works layer by layer.
         let sampled = plan.seqs.iter().filter_map(|step| self.read(step)).collect();
-        let n_tokens: usize = plan.seqs.iter().map(|step| step.tokens.len()).sum();
+        let n_tokens = plan.seqs.n_tokens();
         StepResult {
             sampled,
             failed: Vec::new(),
@@ -204,13 +204,13 @@ impl FakeExecutor {
         self.arena[shift.target.0 as usize] = page;
     }
 
-    fn write(&mut self, step: &SeqStep, written: &mut FastSet<(Slot, usize)>) {
+    fn write(&mut self, step: SeqStep<'_>, written: &mut FastSet<(Slot, usize)>) {
         let id = step.seq;
         let seq = self.seqs.get_mut(&id).unwrap_or_else(|| panic!("{id:?} was not started"));
         let keep = step.table.keep as usize;
         assert!(keep <= seq.table.len(), "{id:?} keeps {keep} of {} entries", seq.table.len());
         seq.table.truncate(keep);
-        seq.table.extend(&step.table.push);
+        seq.table.extend(step.table.push);
 
         let on_host = seq.table.iter().find(|slot| slot.0 >= self.n_device);
         assert!(on_host.is_none() || self.may_spill, "{id:?} runs on the host");
@@ -239,7 +239,7 @@ impl FakeExecutor {
         }
     }
 
-    fn read(&mut self, step: &SeqStep) -> Option<Sampled> {
+    fn read(&mut self, step: SeqStep<'_>) -> Option<Sampled> {
         let id = step.seq;
         let n_sinks = match self.streaming.get(&id) {
             Some(streaming) if step.shift > 0 => {
@@ -345,11 +345,13 @@ mod tests {
 
     use super::*;
 
-    fn plan(push: Vec<Slot>, start: u32, tokens: &[TokenId], sample: bool) -> StepPlan {
+    fn step<'a>(push: &'a [Slot], start: u32, tokens: &'a [TokenId], sample: bool) -> SeqStep<'a> {
         let table = TableChange { keep: 0, push };
-        let tokens = tokens.into();
-        let step = SeqStep { seq: SeqId(1), start, shift: 0, tokens, table, sample };
-        StepPlan { seqs: vec![step], ..StepPlan::default() }
+        SeqStep { seq: SeqId(1), start, shift: 0, tokens, table, sample }
+    }
+
+    fn plan(step: SeqStep<'_>) -> StepPlan {
+        StepPlan { seqs: [step].into(), ..StepPlan::default() }
     }
 
     fn start(mut plan: StepPlan, history: &[TokenId]) -> StepPlan {
@@ -369,9 +371,9 @@ mod tests {
         let limits = Limits { max_tokens: 1, ..Limits::default() };
         let alone = answer_alone(&prompt, &Sampling::default(), &limits, 99, 50, None);
         let mut executor = FakeExecutor::new(2, 8, 50);
-        executor.run(&start(plan(vec![Slot(7), Slot(2)], 0, &prompt[..3], false), &prompt));
-        let slots = vec![Slot(7), Slot(2), Slot(0)];
-        let result = executor.run(&plan(slots, 3, &prompt[3..], true));
+        executor.run(&start(plan(step(&[Slot(7), Slot(2)], 0, &prompt[..3], false)), &prompt));
+        let slots = [Slot(7), Slot(2), Slot(0)];
+        let result = executor.run(&plan(step(&slots, 3, &prompt[3..], true)));
         assert_eq!(result.sampled[0].token, alone[0]);
     }
 
@@ -380,8 +382,8 @@ mod tests {
     fn a_wrong_table_is_noticed() {
         let prompt = [3, 1, 4].map(TokenId);
         let mut executor = FakeExecutor::new(2, 8, 50);
-        executor.run(&start(plan(vec![Slot(7)], 0, &prompt[..2], false), &prompt));
-        executor.run(&plan(vec![Slot(6), Slot(2)], 2, &prompt[2..], true));
+        executor.run(&start(plan(step(&[Slot(7)], 0, &prompt[..2], false)), &prompt));
+        executor.run(&plan(step(&[Slot(6), Slot(2)], 2, &prompt[2..], true)));
     }
 
     #[test]
@@ -390,10 +392,9 @@ mod tests {
         let prompt: Vec<TokenId> = (0..7).map(TokenId).collect();
         let mut executor = FakeExecutor::new(2, 8, 50);
         executor.expect_streaming(SeqId(1), Streaming { n_sinks: 2, window: 4 });
-        let slots = vec![Slot(7), Slot(2), Slot(0)];
-        executor.run(&start(plan(slots, 0, &prompt[..6], false), &prompt));
-        let mut next = plan(vec![Slot(7), Slot(0), Slot(1)], 4, &prompt[6..], true);
-        next.seqs[0].shift = 2;
-        executor.run(&next);
+        let slots = [Slot(7), Slot(2), Slot(0)];
+        executor.run(&start(plan(step(&slots, 0, &prompt[..6], false)), &prompt));
+        let slots = [Slot(7), Slot(0), Slot(1)];
+        executor.run(&plan(SeqStep { shift: 2, ..step(&slots, 4, &prompt[6..], true) }));
     }
 }

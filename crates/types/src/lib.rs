@@ -9,17 +9,15 @@ mod id;
 mod kept;
 mod plan;
 mod sampling;
+mod seq_steps;
 mod shape;
-mod step_tokens;
 
 pub use beam::{BeamParams, EarlyStopping};
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use fast_map::{FastMap, FastSet};
 pub use id::{LayerIdx, PageId, SeqId, Slot, TokenId};
 pub use kept::{Streaming, Window};
-pub use plan::{
-    PageCopy, PageShift, Sampled, SeqStart, SeqStep, StepPlan, StepResult, TableChange,
-};
+pub use plan::{PageCopy, PageShift, Sampled, SeqStart, StepPlan, StepResult};
 pub use sampling::{FinishReason, Limits, Sampling, SamplingError};
+pub use seq_steps::{SeqStep, SeqSteps, TableChange};
 pub use shape::{HostReads, KvDtype, KvShape, KvSlots};
-pub use step_tokens::StepTokens;

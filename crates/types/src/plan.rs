@@ -3,7 +3,7 @@
 //! A plan says only what changes. The executor keeps each sequence's table of slots and its
 //! sampler, so that a decode step costs the same at any context length.
 
-use crate::{Sampling, SeqId, Slot, StepTokens, TokenId};
+use crate::{Sampling, SeqId, SeqSteps, Slot, TokenId};
 
 /// Everything the executor needs for one forward pass, in the order in which it is applied:
 /// `ended`, `started`, `copies`, `shifts`, `seqs`.
@@ -19,7 +19,7 @@ pub struct StepPlan {
     /// Pages of the device that are written anew, their keys at other positions, in order.
     pub shifts: Vec<PageShift>,
     /// The batch. It is empty when there are only copies to make.
-    pub seqs: Vec<SeqStep>,
+    pub seqs: SeqSteps,
 }
 
 /// A sequence that the executor has not seen before.
@@ -35,33 +35,6 @@ pub struct SeqStart {
     pub history: Vec<TokenId>,
     /// How many of `history` are the prompt's.
     pub n_prompt: u32,
-}
-
-/// What one sequence does in one step.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SeqStep {
-    /// The sequence.
-    pub seq: SeqId,
-    /// Place of the first of `tokens` in the table; everything before it is in the cache.
-    pub start: u32,
-    /// Tokens that were dropped from the table. The first of `tokens` is at `start + shift` of the
-    /// sequence, and is rotated by that.
-    pub shift: u32,
-    /// The tokens to compute, at least one.
-    pub tokens: StepTokens,
-    /// How the sequence's table of slots changes before the pass.
-    pub table: TableChange,
-    /// Whether a token is sampled after the last of `tokens`.
-    pub sample: bool,
-}
-
-/// A change of a sequence's table: the first `keep` entries stay, the rest is replaced by `push`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TableChange {
-    /// Entries that stay.
-    pub keep: u32,
-    /// Slots that follow them. An entry before the window is any slot: nobody reads it.
-    pub push: Vec<Slot>,
 }
 
 /// One page's bytes copied from slot to slot. The slots' numbers say in which tiers they are: see

@@ -150,8 +150,9 @@ impl Tree {
         let facts = Facts { depth, ..Facts::default() };
         let (tokens, children) = (tokens.into(), Vec::new());
         let node = Node { hash, parent, tokens, children, n_idle: [0; 2], facts };
-        let before = self.nodes[page.0 as usize].replace(node);
-        assert!(before.is_none(), "{page:?} is cached once");
+        let place = &mut self.nodes[page.0 as usize];
+        assert!(place.is_none(), "{page:?} is cached once");
+        *place = Some(node);
         self.index.insert(hash, page);
         self.n_nodes += 1;
         true

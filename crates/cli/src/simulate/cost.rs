@@ -91,11 +91,11 @@ impl Cost {
     pub(super) fn of(
         &self,
         plan: &StepPlan,
-        n_prompt: impl Fn(&SeqStep) -> u32,
-        n_host: impl Fn(&SeqStep) -> u32,
+        n_prompt: impl Fn(SeqStep<'_>) -> u32,
+        n_host: impl Fn(SeqStep<'_>) -> u32,
     ) -> Took {
         let mut micros = self.step;
-        for step in &plan.seqs {
+        for step in plan.seqs.iter() {
             micros += self.host * f64::from(n_host(step));
             let (n, start) = (step.tokens.len() as f64, f64::from(step.start));
             if n == 1.0 && step.start >= n_prompt(step) {
@@ -132,12 +132,13 @@ mod tests {
 
     #[test]
     fn a_step_is_the_sum_of_its_parts() {
-        let step = |start, n: u32| SeqStep {
+        let (tokens, table) = ([TokenId(0); 4], TableChange::default());
+        let step = |start, n: usize| SeqStep {
             seq: SeqId(0),
             start,
             shift: 0,
-            tokens: (0..n).map(TokenId).collect(),
-            table: TableChange::default(),
+            tokens: &tokens[..n],
+            table,
             sample: true,
         };
         let cost =
@@ -145,7 +146,7 @@ mod tests {
         let cost = cost.unwrap();
         let copy = PageCopy { source: Slot(0), target: Slot(1) };
         let plan = StepPlan {
-            seqs: vec![step(10, 1), step(0, 4), step(6, 1)],
+            seqs: [step(10, 1), step(0, 4), step(6, 1)].into(),
             copies: vec![copy, copy],
             ..StepPlan::default()
         };

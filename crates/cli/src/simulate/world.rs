@@ -169,7 +169,7 @@ impl World<'_> {
 
     /// The tokens that the workload has foreseen. The times tell the scheduler whether to swap.
     fn result(&self, plan: &StepPlan, took: Took) -> StepResult {
-        let sampled = plan.seqs.iter().filter(|step| step.sample).map(|step| {
+        let sampled = plan.seqs.sampled().map(|step| {
             let request = &self.workload.requests[step.seq.0 as usize];
             let position = step.start as usize + step.tokens.len() - request.prompt.len();
             let token = request.answer[position];
@@ -187,7 +187,7 @@ impl World<'_> {
         let i = output.seq().0 as usize;
         let times = self.times[i].as_mut().expect("it was submitted");
         match output {
-            Output::Token { .. } => {
+            Output::Token(_) => {
                 if times.first == Duration::ZERO {
                     times.first = self.now;
                 }

@@ -102,7 +102,7 @@ fn a_device_that_chooses_gives_the_same_tokens() {
         let mut there = Executor::new(Drawing(Echo::new(CAPACITY, Script::default())), CAPACITY);
         let mut plan = StepPlan {
             started: vec![start(1, &sampling, &request.prompt)],
-            seqs: vec![step(1, 0, &request.prompt, &[1, 2, 3, 4, 5])],
+            seqs: [step(1, 0, &request.prompt, &[1, 2, 3, 4, 5].map(Slot))].into(),
             ..StepPlan::default()
         };
         let other = Sampling { n_logprobs: Some(2), ..Sampling::greedy() };
@@ -111,12 +111,12 @@ fn a_device_that_chooses_gives_the_same_tokens() {
             assert_eq!(got, expected, "token {i} of {sampling:?}");
             let next = expected.sampled[0].token;
             plan = StepPlan::default();
-            plan.seqs.push(step(1, 6 + i, &[next], &[1, 2, 3, 4, 5]));
+            plan.seqs.push(step(1, 6 + i, &[next], &[1, 2, 3, 4, 5].map(Slot)));
             if i == 4 {
                 plan.started.push(start(2, &other, &request.prompt));
             }
             if (4..7).contains(&i) {
-                plan.seqs.push(step(2, i - 4, &request.prompt[..1], &[6, 7]));
+                plan.seqs.push(step(2, i - 4, &request.prompt[..1], &[6, 7].map(Slot)));
             }
             if i == 7 {
                 plan.ended.push(SeqId(2));
@@ -130,13 +130,7 @@ fn start(seq: u64, sampling: &Sampling, prompt: &[TokenId]) -> SeqStart {
     SeqStart { seq: SeqId(seq), sampling, history, n_prompt }
 }
 
-fn step(seq: u64, start: u32, tokens: &[TokenId], slots: &[u32]) -> SeqStep {
-    SeqStep {
-        seq: SeqId(seq),
-        start,
-        shift: 0,
-        tokens: tokens.into(),
-        table: TableChange { keep: 0, push: slots.iter().map(|&slot| Slot(slot)).collect() },
-        sample: true,
-    }
+fn step<'a>(seq: u64, start: u32, tokens: &'a [TokenId], push: &'a [Slot]) -> SeqStep<'a> {
+    let (seq, table) = (SeqId(seq), TableChange { keep: 0, push });
+    SeqStep { seq, start, shift: 0, tokens, table, sample: true }
 }

@@ -21,15 +21,15 @@ fn start(seq: u64) -> SeqStart {
     SeqStart { seq: SeqId(seq), sampling: Sampling::greedy(), history: vec![], n_prompt: 0 }
 }
 
-fn step(seq: u64, start: u32, tokens: &[TokenId], keep: u32, push: &[u32]) -> SeqStep {
-    SeqStep {
-        seq: SeqId(seq),
-        start,
-        shift: 0,
-        tokens: tokens.into(),
-        table: TableChange { keep, push: push.iter().map(|&s| Slot(s)).collect() },
-        sample: true,
-    }
+fn step<'a>(
+    seq: u64,
+    start: u32,
+    tokens: &'a [TokenId],
+    keep: u32,
+    push: &'a [Slot],
+) -> SeqStep<'a> {
+    let (seq, table) = (SeqId(seq), TableChange { keep, push });
+    SeqStep { seq, start, shift: 0, tokens, table, sample: true }
 }
 
 /// A clock that moves on by a millisecond with each look.
@@ -46,8 +46,11 @@ impl Clock for Ticking {
 fn a_step_says_what_it_took_and_copies_alone_are_a_step() {
     let (prompt, _) = greedy_text(6);
     let started = vec![start(1)];
-    let plan =
-        StepPlan { started, seqs: vec![step(1, 0, &prompt, 0, &[9, 3])], ..StepPlan::default() };
+    let plan = StepPlan {
+        started,
+        seqs: [step(1, 0, &prompt, 0, &[9, 3].map(Slot))].into(),
+        ..StepPlan::default()
+    };
     let result = executor(Script::default()).run(&plan).unwrap();
     assert_eq!((result.copy_nanos, result.compute_nanos), (0, 0), "no clock, no figures");
     let mut executor = executor(Script::default()).with_clock(Arc::new(Ticking::default()));
@@ -73,10 +76,11 @@ fn chunks_tables_copies_and_rows_keep_sequences_apart() {
     // Two sequences with the same prompt, one in two chunks, in pages that interleave.
     let plan = StepPlan {
         started: vec![start(1), start(2)],
-        seqs: vec![
-            step(1, 0, &prompt, 0, &[9, 3]),
-            SeqStep { sample: false, ..step(2, 0, &prompt[..3], 0, &[8]) },
-        ],
+        seqs: [
+            step(1, 0, &prompt, 0, &[9, 3].map(Slot)),
+            SeqStep { sample: false, ..step(2, 0, &prompt[..3], 0, &[8].map(Slot)) },
+        ]
+        .into(),
         ..StepPlan::default()
     };
     let sampled = executor.run(&plan).unwrap().sampled;
@@ -86,7 +90,11 @@ fn chunks_tables_copies_and_rows_keep_sequences_apart() {
     // The second page of sequence 1 moves; sequence 2 gets its old slot.
     let plan = StepPlan {
         copies: vec![PageCopy { source: Slot(3), target: Slot(11) }],
-        seqs: vec![step(2, 3, &prompt[3..], 1, &[3]), step(1, 6, &answer[..1], 1, &[11])],
+        seqs: [
+            step(2, 3, &prompt[3..], 1, &[3].map(Slot)),
+            step(1, 6, &answer[..1], 1, &[11].map(Slot)),
+        ]
+        .into(),
         ..StepPlan::default()
     };
     let sampled = executor.run(&plan).unwrap().sampled;
@@ -97,7 +105,7 @@ fn chunks_tables_copies_and_rows_keep_sequences_apart() {
     let plan = StepPlan {
         ended: vec![SeqId(1)],
         started: vec![start(3)],
-        seqs: vec![step(3, 0, &prompt, 0, &[11, 9]), step(2, 6, &answer[..1], 2, &[])],
+        seqs: [step(3, 0, &prompt, 0, &[11, 9].map(Slot)), step(2, 6, &answer[..1], 2, &[])].into(),
         ..StepPlan::default()
     };
     let sampled = executor.run(&plan).unwrap().sampled;
@@ -112,7 +120,8 @@ fn a_sequence_that_dropped_a_page_reads_its_table() {
     let mut executor = executor(Script::default());
     let plan = StepPlan {
         started: vec![start(1)],
-        seqs: vec![SeqStep { sample: false, ..step(1, 0, &prompt[..11], 0, &[9, 3, 5]) }],
+        seqs: [SeqStep { sample: false, ..step(1, 0, &prompt[..11], 0, &[9, 3, 5].map(Slot)) }]
+            .into(),
         ..StepPlan::default()
     };
     executor.run(&plan).unwrap();
@@ -120,7 +129,7 @@ fn a_sequence_that_dropped_a_page_reads_its_table() {
     let plan = StepPlan {
         copies: vec![PageCopy { source: Slot(9), target: Slot(7) }],
         shifts: vec![PageShift { source: Slot(7), target: Slot(8), by: 4 }],
-        seqs: vec![SeqStep { shift: 4, ..step(1, 7, &prompt[11..], 0, &[8, 5]) }],
+        seqs: [SeqStep { shift: 4, ..step(1, 7, &prompt[11..], 0, &[8, 5].map(Slot)) }].into(),
         ..StepPlan::default()
     };
     let sampled = executor.run(&plan).unwrap().sampled;
@@ -134,7 +143,7 @@ fn refuses_work_after_a_fault() {
     let mut executor = executor(Script { fault_at: Some(1), ..Script::default() });
     let plan = StepPlan {
         started: vec![start(1)],
-        seqs: vec![step(1, 0, &[TokenId(5)], 0, &[0])],
+        seqs: [step(1, 0, &[TokenId(5)], 0, &[0].map(Slot))].into(),
         ..StepPlan::default()
     };
     assert!(executor.run(&plan).is_err());
@@ -150,7 +159,7 @@ fn refuses_work_after_a_fault() {
 fn a_token_without_a_page_is_a_bug() {
     let plan = StepPlan {
         started: vec![start(1)],
-        seqs: vec![step(1, 0, &[TokenId(5); 5], 0, &[0])],
+        seqs: [step(1, 0, &[TokenId(5); 5], 0, &[0].map(Slot))].into(),
         ..StepPlan::default()
     };
     let _ = executor(Script::default()).run(&plan);
@@ -159,9 +168,8 @@ fn a_token_without_a_page_is_a_bug() {
 #[test]
 #[should_panic(expected = "a sequence is in a step once")]
 fn a_sequence_twice_is_a_bug() {
-    let one = step(1, 0, &[TokenId(5)], 0, &[0]);
-    let plan =
-        StepPlan { started: vec![start(1)], seqs: vec![one.clone(), one], ..StepPlan::default() };
+    let one = step(1, 0, &[TokenId(5)], 0, &[Slot(0)]);
+    let plan = StepPlan { started: vec![start(1)], seqs: [one, one].into(), ..StepPlan::default() };
     let _ = executor(Script::default()).run(&plan);
 }
 
@@ -170,7 +178,7 @@ fn a_sequence_twice_is_a_bug() {
 fn a_slot_that_is_not_there_is_a_bug() {
     let plan = StepPlan {
         started: vec![start(1)],
-        seqs: vec![step(1, 0, &[TokenId(5)], 0, &[CAPACITY.n_slots])],
+        seqs: [step(1, 0, &[TokenId(5)], 0, &[Slot(CAPACITY.n_slots)])].into(),
         ..StepPlan::default()
     };
     let _ = executor(Script::default()).run(&plan);
