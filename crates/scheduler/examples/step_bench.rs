@@ -1,7 +1,7 @@
 //! What the scheduler and the cache take for one step, without a model.
 //!
 //! ```text
-//! cargo run --release -p nuthatch-scheduler --example step_bench [SEQUENCES]
+//! cargo run --release -p nuthatch-scheduler --example step_bench [SEQUENCES [HOST_PAGES]]
 //! ```
 //!
 //! Every sequence decodes, so that a step plans and commits one token for each; a page boundary, and
@@ -24,9 +24,10 @@ const N_WARM: usize = 20;
 const N_STEPS: usize = 300;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let asked = std::env::args().nth(1).map(|n_seqs| n_seqs.parse()).transpose()?;
+    let arg = |i| std::env::args().nth(i).map(|n| n.parse::<u32>()).transpose();
+    let (asked, n_host_pages) = (arg(1)?, arg(2)?.unwrap_or(0));
     for n_seqs in asked.map_or(vec![1, 64, 256, 1024, 4096], |n_seqs| vec![n_seqs]) {
-        let times = run(n_seqs)?;
+        let times = run(n_seqs, n_host_pages)?;
         let sorted = |part: fn(&Times) -> Duration| {
             let mut micros: Vec<f64> = times.iter().map(|t| part(t).as_secs_f64() * 1e6).collect();
             micros.sort_unstable_by(f64::total_cmp);
@@ -55,10 +56,10 @@ struct Times {
 }
 
 /// The times of each step.
-fn run(n_seqs: u32) -> Result<Vec<Times>, Box<dyn std::error::Error>> {
+fn run(n_seqs: u32, n_host_pages: u32) -> Result<Vec<Times>, Box<dyn std::error::Error>> {
     let n_tokens = N_PROMPT + (N_WARM + N_STEPS) as u32 + 8;
     let n_pages = n_seqs * n_tokens.div_ceil(16);
-    let sizes = nuthatch_cache::Config { page_len: 16, n_pages, n_host_pages: 0 };
+    let sizes = nuthatch_cache::Config { page_len: 16, n_pages, n_host_pages };
     let cache = Cache::with_options(sizes, Options::default())?;
     let config = Config {
         max_batched_tokens: n_seqs * N_PROMPT,

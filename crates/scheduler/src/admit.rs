@@ -227,6 +227,7 @@ impl Scheduler {
         if self.load_stored(seq) {
             return;
         }
+        step.surplus = None;
         let planned = self.plan_seq(seq, n_tokens, step);
         assert!(planned, "pages for all tokens were counted");
     }

@@ -82,6 +82,7 @@ impl Scheduler {
         let Some(Stream { n_sinks, max_len }) = sequence.stream else { return Some(n_tokens) };
         if sequence.computed - sequence.dropped == max_len {
             let shifts = self.cache.roll(seq, n_sinks).ok()?;
+            step.surplus = None;
             step.plan.shifts.extend(shifts);
             // The sinks get pages of their own with the first page that is dropped; later they stay.
             let n_stay = if sequence.dropped == 0 { 0 } else { n_sinks };

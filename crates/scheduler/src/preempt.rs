@@ -70,6 +70,7 @@ impl Scheduler {
     pub(crate) fn preempt(&mut self, position: usize, cause: Loss, step: &mut Step) {
         let seq = self.running[position];
         step.n_preempted += 1;
+        step.surplus = None;
         if self.seq(seq).pending() == 0 {
             self.running.remove(position);
             self.park(seq, cause);

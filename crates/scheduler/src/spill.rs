@@ -23,6 +23,7 @@ use nuthatch_types::{HostReads, SeqId};
 
 use crate::Scheduler;
 use crate::sequence::{Loss, Sequence};
+use crate::step::Step;
 
 /// The share of the time of passes that may be spent on bringing pages to the device.
 const UNSPILL_SHARE: f64 = 0.1;
@@ -54,16 +55,21 @@ impl Scheduler {
     }
 
     /// How many of the next pages of a running sequence are on the host.
-    pub(crate) fn n_to_spill(&self, seq: SeqId) -> u32 {
+    pub(crate) fn n_to_spill(&self, seq: SeqId, step: &mut Step) -> u32 {
         let sequence = self.seq(seq);
         let is_near = self.cache.host_reads() == HostReads::Near && self.can_spill(sequence);
         if !sequence.is_spilled && !is_near {
             return 0;
         }
-        let others = self.running.iter().filter(|&&other| other != seq);
-        let promised: u32 = others.map(|&other| self.pages_outstanding(other)).sum();
-        let room = self.cache.n_available().saturating_sub(promised);
-        self.pages_outstanding(seq).saturating_sub(room)
+        let surplus = *step.surplus.get_or_insert_with(|| self.surplus());
+        debug_assert_eq!(surplus, self.surplus(), "who gets a page needs one less");
+        let n_short = u32::try_from(-surplus).unwrap_or(0);
+        n_short.min(self.pages_outstanding(seq))
+    }
+
+    /// Pages of the device that can be had beyond those that running sequences still need.
+    fn surplus(&self) -> i64 {
+        i64::from(self.cache.n_available()) - i64::from(self.outstanding())
     }
 
     /// Lets the only running sequence, for which the device is too small, go on to the host. False

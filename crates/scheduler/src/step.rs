@@ -46,6 +46,9 @@ pub(crate) struct Step {
     is_stalled: bool,
     /// Sequences that lost their pages in this step.
     pub(crate) n_preempted: u32,
+    /// Pages of the device beyond what running sequences still need, if it was asked for. It stays the
+    /// same while they get what they need there.
+    pub(crate) surplus: Option<i64>,
 }
 
 impl Scheduler {
@@ -61,13 +64,14 @@ impl Scheduler {
             promised: 0,
             is_stalled: false,
             n_preempted: 0,
+            surplus: None,
         };
         self.sort_running();
         self.release_held();
         self.settle_spilled();
         self.displace(&mut step);
         loop {
-            (step.promised, step.is_stalled) = (0, false);
+            (step.promised, step.is_stalled, step.surplus) = (0, false, None);
             let prompts = self.plan_decoding(&mut step);
             self.plan_prompts(prompts, &mut step);
             let is_stuck = step.flights.is_empty() && step.is_stalled;
@@ -177,7 +181,10 @@ impl Scheduler {
     /// Changes nothing when their pages are not there.
     pub(crate) fn plan_seq(&mut self, seq: SeqId, n_tokens: u32, step: &mut Step) -> bool {
         let Some(n_tokens) = self.make_way(seq, n_tokens, step) else { return false };
-        let n_host = self.n_to_spill(seq);
+        let n_host = self.n_to_spill(seq, step);
+        if n_host > 0 {
+            step.surplus = None;
+        }
         let page_len = self.cache.config().page_len;
         let n_step = self.counters.steps;
         let sequence = self.seqs.get_mut(&seq).expect("a queued sequence has not ended");
