@@ -1,4 +1,4 @@
-//! The clients that people have, against the server: OpenAI's Python package.
+//! Clients against the server: OpenAI's Python package, a reader of KV events, and rude ones.
 
 use std::path::{Path, PathBuf};
 
@@ -7,8 +7,8 @@ use anyhow::{Context, Result};
 use crate::args::Args;
 use crate::shell;
 
-/// The version that the server is held against.
-const OPENAI: &str = "openai==3.49.0";
+/// The versions that the server is held against.
+const PACKAGES: [&str; 3] = ["openai==3.49.0", "pyzmq==27.3.0", "msgpack==1.2.4"];
 
 /// The chore.
 pub(crate) fn run(mut args: Args) -> Result<()> {
@@ -20,21 +20,26 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
 
 /// Runs the clients against a server of this binary.
 pub(crate) fn check(nuthatch: &Path) -> Result<()> {
-    let script = shell::root().join("eval").join("serve").join("openai_client.py");
-    shell::run(shell::command(python()?).arg(script).arg(nuthatch))
+    let python = python()?;
+    for script in ["openai_client.py", "kv_events.py", "hardness.py"] {
+        let script = shell::root().join("eval").join("serve").join(script);
+        shell::run(shell::command(&python).arg(script).arg(nuthatch))?;
+    }
+    Ok(())
 }
 
-/// The interpreter of a virtual environment that has the package.
+/// The interpreter of a virtual environment that has the packages.
 fn python() -> Result<PathBuf> {
-    let folder = shell::target_dir().join("peers").join("openai");
+    let folder = shell::target_dir().join("peers").join("clients");
+    let wanted = PACKAGES.join(" ");
     let python = folder.join("bin").join("python");
     let stamp = folder.join("nuthatch-stamp.txt");
-    if std::fs::read_to_string(&stamp).is_ok_and(|found| found == OPENAI) {
+    if std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
         return Ok(python);
     }
-    println!("installing {OPENAI} from the Python registry, once");
+    println!("installing {wanted} from the Python registry, once");
     shell::run(shell::command("python3").args(["-m", "venv", "--clear"]).arg(&folder))?;
-    shell::run(shell::command(&python).args(["-m", "pip", "install", "--quiet", OPENAI]))?;
-    std::fs::write(&stamp, OPENAI).with_context(|| stamp.display().to_string())?;
+    shell::run(shell::command(&python).args(["-m", "pip", "install", "--quiet"]).args(PACKAGES))?;
+    std::fs::write(&stamp, wanted).with_context(|| stamp.display().to_string())?;
     Ok(python)
 }

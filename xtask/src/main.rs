@@ -34,7 +34,7 @@ cargo xtask CHORE
   tidy      house rules that lints cannot express
   test      unit, integration and doc tests; further words go to the test runner
   smoke     the binary on the real default model [--release]
-  clients   OpenAI's Python package against the binary's server, on the same model [--release]
+  clients   OpenAI's Python package, a reader of KV events and rude clients [--release]
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
   kernels   compiles every CUDA kernel, without a GPU
   golden    remakes the golden logits with Hugging Face transformers

@@ -441,8 +441,11 @@ impl Cache {
         let parent = last.map_or(Parent::Root(salt), Parent::Page);
         // After a page that cannot be found, nothing can.
         let is_hidden = last.is_some_and(|last| prefix.tree.get(last).is_none());
-        let published =
-            if is_hidden { Published::Hidden } else { prefix.publish(parent, tokens, page.id()) };
+        let published = if is_hidden {
+            Published::Hidden
+        } else {
+            prefix.publish(parent, tokens, page.id(), &self.pages)
+        };
         match published {
             Published::New => {
                 self.counters.pages_published += 1;
@@ -466,6 +469,9 @@ impl Cache {
         let handle = self.share(known);
         if is_away && self.pages.tier(page.id()) == Tier::Device {
             self.pages.take_over(known, page);
+            if let Some(prefix) = &mut self.prefix {
+                prefix.moved(known, Tier::Host, &self.pages);
+            }
             self.n_savings += 1;
         } else {
             self.pages.drop_full(page);

@@ -13,6 +13,13 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PageHash(u128);
 
+impl PageHash {
+    /// Half of it, for those who keep it as one number.
+    pub(crate) fn low(self) -> u64 {
+        self.0 as u64
+    }
+}
+
 impl Hash for PageHash {
     fn hash<H: Hasher>(&self, state: &mut H) {
         // Its bits are already scattered.
@@ -25,6 +32,13 @@ impl Hash for PageHash {
 /// Made by [`crate::Cache::salt`]; the default is shared by all who give none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Salt(u128);
+
+impl Salt {
+    /// Something that is the same for the same salt. The salt itself is a keyed hash already.
+    pub(crate) fn mark(self) -> u64 {
+        self.0 as u64
+    }
+}
 
 impl Hash for Salt {
     fn hash<H: Hasher>(&self, state: &mut H) {

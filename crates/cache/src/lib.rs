@@ -23,7 +23,7 @@
 //! some back while it runs, `hash` the names of contents, `prefix` the tree in which pages are found
 //! by their tokens, `evict` the orders in which they go, `tier` and `swap` the moves between the
 //! tiers, `spill` who runs on the host, `load` what something slower brings, `pin` what may not go,
-//! `verify` every invariant.
+//! `event` who is told of it, `verify` every invariant.
 //!
 //! The crate holds no bytes and knows no device, no clock, no thread and no file.
 //!
@@ -55,6 +55,7 @@
 mod admit;
 mod cache;
 mod config;
+mod event;
 mod evict;
 mod hash;
 mod load;
@@ -76,9 +77,11 @@ mod window;
 pub use admit::{Admission, Admitted, Prompt};
 pub use cache::{Cache, Extend, Shortfall};
 pub use config::{Config, ConfigError, Options};
+pub use event::{CachedPage, ContentId, Event};
 pub use evict::{Eviction, Retention};
 pub use hash::Salt;
 pub use load::{Load, LoadId, Outcome};
+pub use pages::Tier;
 pub use pin::PinId;
 pub use prefix::{Miss, MissReason};
 pub use snapshot::{Branch, SlotUse};

@@ -9,8 +9,8 @@ use crate::page::{FullPage, OpenPage, SharedPage};
 use crate::pool::Pool;
 
 /// Where a page lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tier {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tier {
     /// On the device: every sequence can run on it.
     Device,
     /// On the host: it must come back first, unless the sequence is spilled.

@@ -18,7 +18,7 @@ use nuthatch_types::{PageCopy, PageId};
 use crate::cache::Cache;
 use crate::page::OpenPage;
 use crate::pages::Tier;
-use crate::prefix::Removed;
+use crate::prefix::{Prefix, Removed};
 
 impl Cache {
     /// The copies that were decided since this was called last. They must be carried out in order,
@@ -71,10 +71,14 @@ impl Cache {
 
     /// Gives up every idle page of both tiers.
     pub(crate) fn drop_all_idle(&mut self) {
+        let n_events = self.prefix.as_ref().map_or(0, Prefix::n_events);
         for tier in [Tier::Host, Tier::Device] {
             while let Some(page) = self.prefix.as_mut().and_then(|prefix| prefix.pop(tier)) {
                 self.drop_idle(page, None);
             }
+        }
+        if let Some(prefix) = &mut self.prefix {
+            prefix.tell_cleared(n_events);
         }
     }
 

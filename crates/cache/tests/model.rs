@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use nuthatch_cache::{
-    Admission, Admitted, Cache, Config, MissReason, Options, PinId, Prompt, Retention, Salt,
-    Shortfall,
+    Admission, Admitted, Cache, CachedPage, Config, ContentId, Event, MissReason, Options, PinId,
+    Prompt, Retention, Salt, Shortfall, Tier,
 };
 use nuthatch_types::{HostReads, KvSlots, SeqId, Slot, TokenId, Window};
 use proptest::prelude::*;
@@ -105,6 +105,8 @@ struct Model {
     evicted: BTreeSet<Path>,
     /// `[slot][page_len]`
     arena: Vec<Vec<Option<Computed>>>,
+    /// What somebody knows who only hears the events.
+    heard: BTreeMap<(ContentId, Tier), CachedPage>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -126,6 +128,7 @@ impl Model {
         let config = Config { page_len, n_pages, n_host_pages: n_host };
         let mut cache = Cache::with_options(config, options).expect("valid sizes");
         cache.set_demotion_depth(demotion_depth);
+        cache.watch();
         Model {
             cache,
             page_len: page_len as usize,
@@ -143,6 +146,7 @@ impl Model {
             n_ids: 0,
             evicted: BTreeSet::new(),
             arena: vec![vec![None; page_len as usize]; (n_pages + n_host) as usize],
+            heard: BTreeMap::new(),
         }
     }
 
@@ -770,6 +774,45 @@ impl Model {
         assert_eq!(stats.spilled, n_spilled);
     }
 
+    /// Takes in the events: nothing is stored twice, and only what was stored is removed.
+    fn hear(&mut self) {
+        for event in self.cache.take_events() {
+            match event {
+                Event::Stored(page) => {
+                    let before = self.heard.insert((page.id, page.tier), page);
+                    assert_eq!(before, None, "stored twice");
+                }
+                Event::Removed { id, tier } => {
+                    assert!(self.heard.remove(&(id, tier)).is_some(), "removed, but never stored");
+                }
+                Event::Cleared => self.heard.clear(),
+            }
+        }
+    }
+
+    /// Who hears the events knows what can be found, and where.
+    fn check_heard(&self) {
+        let listed = self.cache.cached_pages();
+        assert_eq!(listed.len(), self.heard.len());
+        assert!(listed.iter().all(|page| self.heard.get(&(page.id, page.tier)) == Some(page)));
+        let by_id: BTreeMap<ContentId, &CachedPage> =
+            self.heard.values().map(|page| (page.id, page)).collect();
+        assert_eq!(by_id.len(), self.heard.len(), "a page is in one tier");
+        let path = |page: &CachedPage| {
+            let (mut tokens, mut at) = (page.tokens.to_vec(), page);
+            while let Some(parent) = at.parent {
+                at = by_id[&parent];
+                tokens.splice(0..0, at.tokens.iter().copied());
+            }
+            (at.salt.is_some(), tokens, page.tier == Tier::Host)
+        };
+        let heard: BTreeSet<_> = self.heard.values().map(path).collect();
+        let known = |((salt, tokens), cached): (&Path, &Cached)| {
+            (*salt != Salt::default(), tokens.clone(), self.on_host[&cached.id])
+        };
+        assert_eq!(heard, self.cached.iter().map(known).collect());
+    }
+
     /// Every token of a sequence is where it should be, as it was computed.
     fn check_seq(&self, id: SeqId, seq: &Seq) {
         assert_eq!(self.cache.len(id) as usize, seq.len);
@@ -976,12 +1019,18 @@ proptest! {
             step(&mut model, op);
             model.copy();
             model.check();
+            model.hear();
+            model.check_heard();
         }
         for seq in model.seqs.keys().copied().collect::<Vec<_>>() {
             model.release(seq);
         }
         model.check();
+        model.hear();
+        let n_heard = model.heard.len();
         model.cache.clear();
+        let expected: &[Event] = if n_heard > 0 { &[Event::Cleared] } else { &[] };
+        prop_assert_eq!(&model.cache.take_events()[..], expected);
         model.cache.verify().expect("every invariant holds");
         prop_assert_eq!(model.cache.stats().pages_free, sizes.n_pages);
         prop_assert_eq!(model.cache.stats().host_free, sizes.n_host);

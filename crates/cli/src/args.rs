@@ -1,6 +1,7 @@
 //! What was typed. `config` makes sense of it; nothing here is checked against anything else.
 
 mod batch;
+mod bench_serve;
 mod eval;
 mod file;
 mod profile;
@@ -19,6 +20,7 @@ use nuthatch_model::{ConfigError, RopeKind};
 use crate::size::{parse_bytes, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
+pub(crate) use bench_serve::{BenchServeArgs, DatasetArg, Figure};
 pub(crate) use eval::EvalArgs;
 pub(crate) use file::{FileError, with_config_file};
 pub(crate) use profile::ProfileArgs;
@@ -340,6 +342,13 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
+/// What `bench` measures besides the engine itself.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Put a load on a server that speaks OpenAI's protocol, and measure it
+    Serve(Box<BenchServeArgs>),
+}
+
 const BENCH_EXAMPLES: &str = "\
 Tests are named as llama-bench names them: pp512 is the prefill of 512 tokens, tg128 the decode of
 128, and `@ d2048` says that the cache held 2048 tokens before. Numbers may be lists: 128,512.
@@ -351,8 +360,10 @@ Examples:
   nuthatch bench --json results.json";
 
 #[derive(Debug, ClapArgs)]
-#[command(after_help = BENCH_EXAMPLES)]
+#[command(after_help = BENCH_EXAMPLES, args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) what: Option<BenchCommand>,
     /// File, directory, hub id or short name
     #[arg(value_name = "MODEL")]
     pub(crate) first: Option<String>,

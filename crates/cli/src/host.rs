@@ -22,6 +22,11 @@ pub(crate) fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 
+/// Memory that a process has now, in bytes, if there is such a process.
+pub(crate) fn resident_memory(pid: u32) -> Option<u64> {
+    parse_meminfo(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?, "VmRSS:")
+}
+
 fn meminfo(key: &str) -> Option<u64> {
     parse_meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?, key)
 }

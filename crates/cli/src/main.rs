@@ -40,7 +40,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 
-use crate::args::{Args, Command, FileError, with_config_file};
+use crate::args::{Args, BenchCommand, Command, FileError, with_config_file};
 use crate::config::{BatchConfig, BenchConfig, ConfigError, EngineConfig, RunConfig, ServeConfig};
 use crate::env::Env;
 use crate::fetch::{Fetch, FetchError};
@@ -86,7 +86,10 @@ fn dispatch(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Plan(args) => plan::run(args, &fetch)?,
         Command::Eval(args) => eval::run(args, &EngineConfig::alone(&args.engine)?, &fetch)?,
         Command::Profile(args) => profile::run(args, &EngineConfig::alone(&args.engine)?, &fetch)?,
-        Command::Bench(args) => bench::run(&BenchConfig::new(args)?, &fetch)?,
+        Command::Bench(args) => match &args.what {
+            Some(BenchCommand::Serve(args)) => bench::serve(args, &interrupt)?,
+            None => bench::run(&BenchConfig::new(args)?, &fetch)?,
+        },
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -49,6 +49,7 @@ pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
             admin_key: config.admin_key.clone(),
             isolates_tenants: config.isolates_tenants,
             tls: config.tls.clone(),
+            events: config.events.clone(),
             limits: config.limits,
             unix_seconds: host::unix_seconds,
         },
@@ -56,6 +57,9 @@ pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
         engine.clone(),
     )?;
     announce(&name, server.address()?, config);
+    if let Some((live, desks)) = server.events_addresses()? {
+        announce_events(&live, &desks);
+    }
     let running = fetch.interrupt.begin();
     let stopped = server.run(|| fetch.interrupt.requested())?;
     drop(running);
@@ -67,6 +71,16 @@ pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
             ExitCode::from(EXIT_INTERRUPTED)
         }
     })
+}
+
+/// Says where changes of the cache are published.
+fn announce_events(live: &str, desks: &[SocketAddr]) {
+    let mut text = format!("KV events are published at tcp://{live}");
+    for desk in desks {
+        text += &format!(", replayed at tcp://{desk}");
+    }
+    text.push('\n');
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 /// Says where the server is, and who can reach it. A closed stderr is no reason to stop.

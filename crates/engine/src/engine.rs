@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::{Branch, Salt, SlotUse};
+use nuthatch_cache::{Branch, CachedPage, Event, Salt, SlotUse};
 use nuthatch_scheduler::{Output as News, Scheduler};
 use nuthatch_types::{
     BeamParams, Clock, FinishReason, Limits, Sampled, Sampling, SeqId, StepPlan, StepResult,
@@ -19,6 +19,10 @@ use crate::{Attachment, EngineError, Form, Hints, Sink, Submission, SubmitError}
 
 /// A clock that the engine and its callers read.
 pub type SharedClock = Arc<dyn Clock + Send + Sync>;
+
+/// Takes the changes of the cache, after each step that made some, on the engine's thread. It must
+/// not wait for anything.
+pub type CacheListener = Box<dyn FnMut(Vec<Event>) + Send>;
 
 /// Scheduler and executor, and the requests whose tokens they compute.
 ///
@@ -34,6 +38,7 @@ pub struct Engine<E> {
     execute_time: Duration,
     /// Sampled checks made so far.
     n_checks: u64,
+    listener: Option<CacheListener>,
     error: Option<EngineError>,
 }
 
@@ -72,6 +77,7 @@ impl<E> Engine<E> {
             requests: self.requests,
             next_seq: self.next_seq,
             n_checks: self.n_checks,
+            listener: self.listener,
             step_time: self.step_time,
             execute_time: self.execute_time,
             error: self.error,
@@ -92,6 +98,7 @@ impl<E: Execute> Engine<E> {
             step_time: Duration::ZERO,
             execute_time: Duration::ZERO,
             n_checks: 0,
+            listener: None,
             error: None,
         }
     }
@@ -157,6 +164,7 @@ impl<E: Execute> Engine<E> {
         let result = self.execute(&plan)?;
         let news = self.scheduler.commit(result);
         self.route(news);
+        self.tell_listener();
         self.step_time += self.clock.now().saturating_sub(begin);
         Ok(true)
     }
@@ -180,7 +188,9 @@ impl<E: Execute> Engine<E> {
 
     /// Gives up what is cached and nobody uses, and returns how many pages that were.
     pub fn forget_idle(&mut self) -> u32 {
-        self.scheduler.forget_idle()
+        let n_pages = self.scheduler.forget_idle();
+        self.tell_listener();
+        n_pages
     }
 
     /// Ends every request, because the engine is going away.
@@ -197,6 +207,7 @@ impl<E: Execute> Engine<E> {
         self.route(news);
         assert!(self.requests.is_empty(), "every request was told");
         self.error.get_or_insert(error);
+        self.tell_listener();
     }
 
     /// Checks a sample of the invariants of scheduler and cache, another one each time, in about
@@ -233,6 +244,28 @@ impl<E: Execute> Engine<E> {
         let mut device = cache.slot_uses();
         let host = device.split_off(cache.config().n_pages as usize);
         CachePicture { device, host, branches: cache.hottest(n_branches, n_tokens) }
+    }
+
+    /// Tells `listener` what changes in the cache from now on, instead of whom it told so far. What
+    /// there is already, [`Engine::cached_pages`] says.
+    pub fn listen(&mut self, listener: CacheListener) {
+        self.scheduler.watch_cache();
+        self.tell_listener();
+        self.listener = Some(listener);
+    }
+
+    /// Everything that can be found by its tokens. Linear in pages.
+    pub fn cached_pages(&self) -> Vec<CachedPage> {
+        self.scheduler.cache().cached_pages()
+    }
+
+    /// Tells who listens what has changed in the cache.
+    pub(crate) fn tell_listener(&mut self) {
+        let Some(listener) = &mut self.listener else { return };
+        let events = self.scheduler.take_cache_events();
+        if !events.is_empty() {
+            listener(events);
+        }
     }
 
     /// The clock that requests are timed by.

@@ -13,9 +13,10 @@ use std::time::Duration;
 use crossbeam_channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, TrySendError, bounded, select, unbounded,
 };
+use nuthatch_cache::CachedPage;
 use nuthatch_types::SeqId;
 
-use crate::engine::{CachePicture, EngineStats, SharedClock};
+use crate::engine::{CacheListener, CachePicture, EngineStats, SharedClock};
 use crate::executor::Execute;
 use crate::{Engine, EngineError, Output, Sink, Submission, SubmitError};
 
@@ -74,6 +75,8 @@ enum Command {
         reply: Reply<CachePicture>,
     },
     ForgetIdle(Reply<u32>),
+    Listen(CacheListener),
+    CachedPages(Reply<Vec<CachedPage>>),
     Shutdown(Sender<Option<EngineError>>),
 }
 
@@ -156,6 +159,21 @@ impl EngineHandle {
     /// number of pages.
     pub fn forget_idle(&self, reply: impl FnOnce(u32) + Send + 'static) -> Result<(), SubmitError> {
         self.order(Command::ForgetIdle(Box::new(reply)))
+    }
+
+    /// Asks the engine to tell `listener` what changes in the cache, without waiting. See
+    /// [`Engine::listen`].
+    pub fn listen(&self, listener: CacheListener) -> Result<(), SubmitError> {
+        self.order(Command::Listen(listener))
+    }
+
+    /// Asks for everything that can be found by its tokens, without waiting. Who listens has been
+    /// told of all of it when `reply` is called.
+    pub fn ask_cached(
+        &self,
+        reply: impl FnOnce(Vec<CachedPage>) + Send + 'static,
+    ) -> Result<(), SubmitError> {
+        self.order(Command::CachedPages(Box::new(reply)))
     }
 
     /// The time on the engine's clock.
@@ -358,6 +376,11 @@ fn obey<E: Execute>(engine: &mut Engine<E>, command: Command) -> Flow {
             reply(engine.cache_picture(n_branches, n_tokens));
         }
         Command::ForgetIdle(reply) => reply(engine.forget_idle()),
+        Command::Listen(listener) => engine.listen(listener),
+        Command::CachedPages(reply) => {
+            engine.tell_listener();
+            reply(engine.cached_pages());
+        }
         Command::Shutdown(asker) => return Flow::End(Some(asker)),
     }
     Flow::Continue

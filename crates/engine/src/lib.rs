@@ -32,14 +32,17 @@ mod requests;
 pub mod sample;
 
 pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink};
-pub use engine::{CachePicture, Engine, EngineStats, SharedClock};
+pub use engine::{CacheListener, CachePicture, Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
 pub use executor::{Capacity, Execute, Executor, Forward};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::{LoadedModel, TopKOptions};
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
 pub use nuthatch_attention::topk;
-pub use nuthatch_cache::{Branch, Eviction, Retention, SlotUse, Stats as CacheStats};
+pub use nuthatch_cache::{
+    Branch, CachedPage, ContentId, Event as CacheEvent, Eviction, Retention, SlotUse,
+    Stats as CacheStats, Tier,
+};
 pub use nuthatch_scheduler::{
     Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,
 };

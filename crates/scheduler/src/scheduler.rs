@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use nuthatch_cache::{Cache, Load, PinId, Retention, Salt};
+use nuthatch_cache::{Cache, Event, Load, PinId, Retention, Salt};
 use nuthatch_types::{
     FastMap, FinishReason, Limits, Sampling, SamplingError, SeqId, StepPlan, Streaming, TokenId,
 };
@@ -369,6 +369,16 @@ impl Scheduler {
     pub fn forget_idle(&mut self) -> u32 {
         assert!(self.in_flight.is_none(), "between steps");
         self.cache.forget_idle()
+    }
+
+    /// Tells what changes of what can be found by its tokens. See [`Cache::watch`].
+    pub fn watch_cache(&mut self) {
+        self.cache.watch();
+    }
+
+    /// What changed. See [`Cache::take_events`].
+    pub fn take_cache_events(&mut self) -> Vec<Event> {
+        self.cache.take_events()
     }
 
     /// What moving and computing cost, as far as it was measured.

@@ -9,6 +9,7 @@ use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::ServerConfig;
 use crate::error::engine_lost;
+use crate::events::Feed;
 use crate::guard::Keys;
 use crate::metrics::Metrics;
 
@@ -22,6 +23,8 @@ pub(crate) struct App {
     pub(crate) engine: EngineHandle,
     pub(crate) keys: Keys,
     pub(crate) metrics: Metrics,
+    /// The way of the cache's changes, if they are published.
+    pub(crate) feed: Option<Arc<Feed>>,
     /// Permits for bodies, each worth [`BODY_UNIT`] bytes.
     pub(crate) bodies: Arc<Semaphore>,
     /// When the server began, in seconds since 1970.
@@ -36,6 +39,7 @@ impl App {
         config: ServerConfig,
         engine: EngineHandle,
         lost: watch::Receiver<bool>,
+        feed: Option<Arc<Feed>>,
     ) -> Self {
         App {
             keys: Keys::new(&config),
@@ -44,6 +48,7 @@ impl App {
             started: (config.unix_seconds)(),
             lost,
             is_stopping: AtomicBool::new(false),
+            feed,
             engine,
             config,
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use nuthatch_engine::Sizes;
 
-use crate::Endpoint;
+use crate::{Endpoint, EventsConfig};
 
 /// What a server is told at its start.
 #[derive(Debug)]
@@ -26,6 +26,8 @@ pub struct ServerConfig {
     pub isolates_tenants: bool,
     /// Certificate and key; without them connections are not encrypted.
     pub tls: Option<TlsFiles>,
+    /// How changes of the cache are published, if they are.
+    pub events: Option<EventsConfig>,
     /// What connections and requests may cost.
     pub limits: HttpLimits,
     /// Seconds since 1970, for answers that say when they were made.

@@ -10,7 +10,7 @@
 //! who answers what, `guard` who may ask; `completions` takes requests and `flight` brings them to the
 //! engine, whose thread puts each token into the request's channel and waits for nobody, so that no
 //! request needs a thread; `stream` is an answer that is sent as it grows; `metrics` counts, and
-//! `dashboard` shows. [`answer`](Endpoint) is the part without HTTP, which `nuthatch batch` shares.
+//! `dashboard` shows; `events` tells routers what the cache holds. [`answer`](Endpoint) is the part without HTTP, which `nuthatch batch` shares.
 //!
 //! Clients are not trusted: what they send is bounded in bytes, time and number, and a panic while
 //! one request is handled fails that request alone.
@@ -23,6 +23,7 @@ mod connection;
 mod dashboard;
 mod embeddings;
 mod error;
+mod events;
 mod flight;
 mod guard;
 mod metrics;
@@ -34,5 +35,8 @@ mod tls;
 
 pub use answer::{Body, Endpoint, Event, Heading, Job, Origin, Piece, ToolFormat, refusal};
 pub use config::{HttpLimits, ServerConfig, TlsFiles};
+pub use events::{
+    Encoding as EventEncoding, Endpoint as EventEndpoint, EventsConfig, EventsConfigError,
+};
 pub use serve::{ServeError, Server, Stopped, listen};
 pub use tls::TlsError;

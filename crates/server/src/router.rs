@@ -20,6 +20,7 @@ use tokio::time::timeout;
 use crate::answer::unique;
 use crate::app::{App, BODY_UNIT};
 use crate::error::{Failure, Handled, internal, stopping};
+use crate::metrics::Metrics;
 use crate::{completions, dashboard, embeddings, metrics, service};
 
 /// By which a request is recognised in logs; clients may choose it.
@@ -47,6 +48,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/version", get(service::version))
         .route("/metrics", get(metrics::page))
         .route("/reset_prefix_cache", post(service::reset_prefix_cache))
+        .route("/kv_cache_blocks", get(service::kv_cache_blocks))
         .route("/", get(dashboard::page))
         .route("/dashboard.json", get(dashboard::data))
         .fallback(|| async { Failure(not_found()) })
@@ -87,7 +89,7 @@ async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -
         Err(error) => Failure(error).into_response(),
         Ok(tenant) => {
             request.extensions_mut().insert(Caller { id: id.clone(), tenant });
-            unpanicked(&app, &id, next.run(request)).await
+            unpanicked(&app.metrics, &id, next.run(request)).await
         }
     };
     app.metrics.responded(response.status().as_u16());
@@ -100,7 +102,11 @@ async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -
 }
 
 /// The response of a handler, or an error if it panics.
-async fn unpanicked(app: &App, id: &str, handler: impl Future<Output = Response>) -> Response {
+async fn unpanicked(
+    metrics: &Metrics,
+    id: &str,
+    handler: impl Future<Output = Response>,
+) -> Response {
     let mut handler = pin!(handler);
     let polled = std::future::poll_fn(|cx| {
         let poll = std::panic::catch_unwind(AssertUnwindSafe(|| handler.as_mut().poll(cx)));
@@ -111,7 +117,7 @@ async fn unpanicked(app: &App, id: &str, handler: impl Future<Output = Response>
     });
     polled.await.unwrap_or_else(|()| {
         tracing::error!(id, "a panic while a request was handled");
-        app.metrics.panicked();
+        metrics.panicked();
         Failure(internal()).into_response()
     })
 }
@@ -173,4 +179,32 @@ fn not_found() -> ApiError {
 fn wrong_method() -> ApiError {
     let message = "the path takes another method";
     ApiError::new(ErrorKind::Method, message).with_code("method_not_allowed")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use axum::http::StatusCode;
+    use tokio::runtime::Builder;
+
+    use super::*;
+
+    #[test]
+    fn a_panic_fails_one_request_and_not_the_others() {
+        let runtime = Builder::new_current_thread().build().unwrap();
+        let metrics = Metrics::new("tiny", Duration::ZERO);
+        let ask = |is_wrong: bool| {
+            let handler = async move {
+                tokio::task::yield_now().await;
+                assert!(!is_wrong, "this request panics, as the test wants");
+                StatusCode::OK.into_response()
+            };
+            runtime.block_on(unpanicked(&metrics, "id", handler)).status()
+        };
+        assert_eq!(ask(false), StatusCode::OK);
+        assert_eq!(ask(true), StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(ask(false), StatusCode::OK);
+        assert_eq!(metrics.counts().panics, 1);
+    }
 }

@@ -21,6 +21,7 @@ use tokio::time::{interval, sleep, timeout};
 use crate::ServerConfig;
 use crate::app::App;
 use crate::connection::Greeter;
+use crate::events::Publisher;
 use crate::router::router;
 use crate::tls::{self, TlsError};
 
@@ -41,6 +42,7 @@ pub struct Server {
     runtime: Runtime,
     listener: TcpListener,
     greeter: Greeter,
+    events: Option<Publisher>,
     lost: watch::Receiver<bool>,
 }
 
@@ -102,10 +104,14 @@ impl Server {
             watched.wait_end();
             sender.send_replace(true);
         })?;
+        let (page_len, unix_seconds) = (config.sizes.page_len, config.unix_seconds);
+        let publisher = |events| Publisher::new(events, &engine, page_len, unix_seconds);
+        let events = config.events.as_ref().map(publisher).transpose()?;
+        let feed = events.as_ref().map(Publisher::feed);
         let limits = config.limits;
-        let app = Arc::new(App::new(config, engine, lost.clone()));
+        let app = Arc::new(App::new(config, engine, lost.clone(), feed));
         let greeter = Greeter { router: router(Arc::clone(&app)), tls, limits };
-        Ok(Server { app, runtime, listener, greeter, lost })
+        Ok(Server { app, runtime, listener, greeter, events, lost })
     }
 
     /// Where the server listens.
@@ -113,10 +119,17 @@ impl Server {
         self.listener.local_addr()
     }
 
+    /// Where changes of the cache are published, and where questions about them are answered, if
+    /// they are.
+    pub fn events_addresses(&self) -> io::Result<Option<(String, Vec<SocketAddr>)>> {
+        self.events.as_ref().map(Publisher::addresses).transpose()
+    }
+
     /// Serves until `should_stop`, and then until every request has ended or their time is over.
     pub fn run(self, should_stop: impl FnMut() -> bool) -> Result<Stopped, ServeError> {
-        let Server { app, runtime, listener, greeter, lost } = self;
+        let Server { app, runtime, listener, greeter, events, lost } = self;
         let outcome = runtime.block_on(async {
+            events.map_or(Ok(()), Publisher::start)?;
             let connections = GracefulShutdown::new();
             let accepting = accept_all(listener, &greeter, &connections);
             let engine_error = tokio::select! {

@@ -5,16 +5,18 @@ use std::sync::Arc;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse as _, Response};
+use nuthatch_engine::CachedPage;
 use nuthatch_tokens::{DecodeOptions, EncodeOptions};
 use nuthatch_types::TokenId;
 use nuthatch_wire::{
     ApiError, DetokenizeRequest, Detokenized, ErrorKind, ModelCard, ModelList, TokenizeInput,
     TokenizeRequest, Tokenized,
 };
-use serde_json::json as object;
+use serde_json::{Value, json as object};
 
 use crate::app::App;
 use crate::error::{Failure, Handled, engine_lost, json, stopping};
+use crate::events::medium;
 use crate::router::read_body;
 
 /// `GET /health` and `/ping`: nothing if all is well.
@@ -111,4 +113,23 @@ pub(crate) async fn reset_prefix_cache(
     app.keys.admit_admin(&headers)?;
     let n_pages = app.ask(|reply| app.engine.forget_idle(reply)).await?;
     Ok(json(&object!({ "pages_freed": n_pages })))
+}
+
+/// `GET /kv_cache_blocks`: every page that can be found by its tokens, by the names that KV events
+/// use.
+pub(crate) async fn kv_cache_blocks(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+) -> Handled<Response> {
+    app.keys.admit_admin(&headers)?;
+    let pages = app.ask(|reply| app.engine.ask_cached(reply)).await?;
+    let block = |page: &CachedPage| {
+        object!({
+            "block_hash": page.id.0,
+            "parent_block_hash": page.parent.map(|parent| parent.0),
+            "medium": medium(page.tier),
+        })
+    };
+    let blocks: Vec<Value> = pages.iter().map(block).collect();
+    Ok(json(&object!({ "block_size": app.config.sizes.page_len, "blocks": blocks })))
 }

@@ -36,6 +36,7 @@ pub(crate) use self::node::Parent;
 pub(crate) use self::tree::Tree;
 pub(crate) use self::walk::Found;
 pub use self::walk::{Miss, MissReason};
+use crate::event::Event;
 use crate::evict::{Eviction, Order, Retention};
 use crate::hash::Chain;
 use crate::pages::{Pages, Tier};
@@ -48,6 +49,8 @@ pub(crate) struct Prefix {
     /// `[tier]` the idle pages that may leave it.
     pub(crate) orders: [Box<dyn Order>; 2],
     ghosts: Ghosts,
+    /// What nobody has been told yet; `None` when nobody wants to know.
+    pub(crate) events: Option<Vec<Event>>,
     /// Counts uses, so that no two are at the same time.
     n_uses: u64,
     now: Duration,
@@ -80,6 +83,7 @@ impl Prefix {
             tree: Tree::new(chain, n_pages),
             orders: [eviction.order(), eviction.order()],
             ghosts: Ghosts::new(n_pages),
+            events: None,
             n_uses: 0,
             now: Duration::ZERO,
         }
@@ -97,13 +101,17 @@ impl Prefix {
         parent: Parent,
         tokens: &[TokenId],
         page: PageId,
+        pages: &Pages,
     ) -> Published {
         let hash = self.tree.hash(parent, tokens);
         if let Some(known) = self.tree.find(hash, parent, tokens) {
             return Published::Known(known);
         }
-        let is_new = self.tree.insert(hash, parent, tokens, page);
-        if is_new { Published::New } else { Published::Hidden }
+        if !self.tree.insert(hash, parent, tokens, page) {
+            return Published::Hidden;
+        }
+        self.tell_stored(page, pages);
+        Published::New
     }
 
     /// Records that an idle page is held by a table again.
@@ -155,6 +163,7 @@ impl Prefix {
         for page in self.tree.subtree(first).into_iter().rev() {
             let node = self.tree.remove(page);
             self.ghosts.push(node.hash);
+            self.tell_removed(node.hash, pages.tier(page));
             if !pages.is_idle(page) {
                 removed.held.push(page);
                 continue;
@@ -171,6 +180,9 @@ impl Prefix {
 
     /// Records that a page has come from the tier `from`. An idle one is not offered.
     pub(crate) fn moved(&mut self, page: PageId, from: Tier, pages: &Pages) {
+        // First where it is, then where it is not: nobody is to think that it is gone.
+        self.tell_stored(page, pages);
+        self.tell_removed(self.tree.node(page).hash, from);
         if pages.is_idle(page) {
             self.one_idle_less(self.tree.node(page).parent, from, pages);
             self.add_idle(page, pages);

@@ -68,6 +68,10 @@ pub(crate) struct ServeArgs {
     /// Seconds that a client has to send a request, and to take something of its answer
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub(crate) client_timeout: u32,
+    /// Publish what the prefix cache holds, for routers, in vLLM's words: '{"enable_kv_cache_events":
+    /// true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "encoding": "map"}'
+    #[arg(long, value_name = "JSON")]
+    pub(crate) kv_events_config: Option<String>,
     /// How the model writes calls of tools
     #[arg(long, value_enum, default_value_t, value_name = "FORMAT")]
     pub(crate) tool_call_parser: ToolParserArg,

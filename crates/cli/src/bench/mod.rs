@@ -9,6 +9,7 @@
 
 mod measure;
 mod result;
+mod serve;
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::path::Path;
@@ -22,6 +23,7 @@ use crate::load::{self, Prepared};
 use crate::plan;
 use measure::{Bench, Kind, Test};
 use result::{BenchResult, TestResult};
+pub(crate) use serve::run as serve;
 
 /// Runs the command.
 pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()> {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use nuthatch_server::{HttpLimits, TlsFiles};
+use nuthatch_server::{EventsConfig, HttpLimits, TlsFiles};
 
 use super::{ConfigError, EngineConfig, model_or_default};
 use crate::args::{ServeArgs, ToolParserArg};
@@ -23,6 +23,7 @@ pub(crate) struct ServeConfig {
     pub(crate) admin_key: Option<String>,
     pub(crate) isolates_tenants: bool,
     pub(crate) tls: Option<TlsFiles>,
+    pub(crate) events: Option<EventsConfig>,
     pub(crate) limits: HttpLimits,
     pub(crate) tool_parser: ToolParserArg,
     pub(crate) engine: EngineConfig,
@@ -61,6 +62,7 @@ impl ServeConfig {
         if api_keys.iter().chain(&args.admin_key).any(|key| key.trim().is_empty()) {
             return Err(ConfigError::EmptyKey.into());
         }
+        let events = args.kv_events_config.as_deref().map(EventsConfig::from_json).transpose()?;
         let client_time = Duration::from_secs(u64::from(args.client_timeout));
         let mut engine = EngineConfig::new(&args.engine, BATCH_SEQS)?;
         engine.options.max_waiting = Some(args.max_num_queued_reqs);
@@ -73,6 +75,7 @@ impl ServeConfig {
             admin_key: args.admin_key.clone(),
             isolates_tenants: args.isolate_tenants,
             tls,
+            events: events.flatten(),
             limits: HttpLimits {
                 n_connections: args.max_connections as usize,
                 head_time: client_time,

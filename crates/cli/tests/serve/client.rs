@@ -14,6 +14,8 @@ use crate::tiny::Tiny;
 pub(crate) struct Serve {
     child: Child,
     address: String,
+    /// Where it publishes what its cache holds, if it does.
+    pub(crate) events: Option<String>,
     /// What it says on stderr, line by line, when it has ended.
     log: Option<JoinHandle<String>>,
     _tiny: Tiny,
@@ -57,14 +59,34 @@ impl Serve {
         let mut lines = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
         lines.read_line(&mut line).unwrap();
-        let place = line.split_once("://").map(|(_, rest)| rest.split([',', '\n']).next());
-        let address = place.flatten().unwrap_or_else(|| panic!("{line}")).to_owned();
+        let place = |line: &str| {
+            let place = line.split_once("://").map(|(_, rest)| rest.split([',', '\n']).next());
+            place.flatten().unwrap_or_else(|| panic!("{line}")).to_owned()
+        };
+        let address = place(&line);
+        let mut events = None;
+        if words.contains(&"--kv-events-config") {
+            let mut second = String::new();
+            lines.read_line(&mut second).unwrap();
+            events = Some(place(&second));
+            line += &second;
+        }
         let log = std::thread::spawn(move || {
             let mut rest = String::new();
             lines.read_to_string(&mut rest).unwrap();
             line + &rest
         });
-        Serve { child, address, log: Some(log), _tiny: tiny }
+        Serve { child, address, events, log: Some(log), _tiny: tiny }
+    }
+
+    /// Where the server is.
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// The process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// A connection to the server.

@@ -1,6 +1,7 @@
 //! `serve` on the tiny model, over real connections.
 
 mod client;
+mod load;
 
 use std::io::{Read as _, Write as _};
 

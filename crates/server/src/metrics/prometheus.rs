@@ -11,6 +11,7 @@ use nuthatch_engine::{CacheStats, EngineStats, SchedulerStats};
 use super::{Counts, Histogram, REASONS};
 use crate::app::App;
 use crate::error::Handled;
+use crate::events::FeedCounts;
 
 /// `GET /metrics`.
 pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
@@ -22,6 +23,12 @@ pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
     histograms(&mut page, &counts);
     tiers(&mut page, &stats.scheduler);
     service(&mut page, &stats, &counts);
+    if let Some(feed) = &app.feed {
+        let FeedCounts { n_batches, n_dropped } = feed.counts();
+        page.counter("nuthatch:kv_event_batches", "Batches of KV events.", n_batches);
+        let what = "Batches of KV events for which there was no room.";
+        page.counter("nuthatch:kv_event_batches_dropped", what, n_dropped);
+    }
     let config = &app.config;
     let labels = format!(
         "block_size=\"{}\",num_gpu_blocks=\"{}\",num_cpu_blocks=\"{}\",cache_dtype=\"{}\",\
