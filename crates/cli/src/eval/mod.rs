@@ -47,6 +47,13 @@ struct Eval<'a> {
     fetch: &'a Fetch<'a>,
 }
 
+/// One prompt.
+struct Cell {
+    sample: u32,
+    length: u32,
+    task: TaskName,
+}
+
 /// A model's words, and the prose that haystacks are made of.
 pub(crate) struct Prompts {
     text: Words,
@@ -69,10 +76,11 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         seed: args.seed,
         records: Vec::new(),
     };
-    let mut results = match &args.json {
-        Some(path) => Results::resume(path, new)?,
-        None => new,
-    };
+    let mut results = new.clone();
+    for path in args.json.iter().chain(&args.add) {
+        ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
+        results.replace(Results::resume(path, new.clone())?.records);
+    }
     let eval = Eval { args, tasks, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
@@ -111,27 +119,43 @@ impl Eval<'_> {
             runner.record();
         }
         let _running = self.fetch.interrupt.begin();
-        for &length in &self.args.length {
-            for &task in &self.tasks {
-                for sample in 0..self.args.samples {
-                    let is_done = |policy| results.has(task.name(), length, sample, policy);
-                    if self.policies.iter().all(|policy| is_done(policy)) {
-                        continue;
-                    }
-                    if self.fetch.interrupt.requested() {
-                        return Ok(());
-                    }
-                    results.replace(self.one(&mut runner, task, length, sample)?);
-                    trace.write(&runner.take_trace())?;
-                    if let Some(path) = &self.args.json {
-                        results.save(path)?;
-                    }
-                }
-                // A closed stderr is no reason to stop.
-                let _ = writeln!(io::stderr(), "{} @ {length}: done", task.name());
+        for Cell { sample, length, task } in self.cells()? {
+            let is_done = |policy| results.has(task.name(), length, sample, policy);
+            if self.policies.iter().all(|policy| is_done(policy)) {
+                continue;
             }
+            if self.fetch.interrupt.requested() {
+                return Ok(());
+            }
+            results.replace(self.one(&mut runner, task, length, sample)?);
+            trace.write(&runner.take_trace())?;
+            if let Some(path) = &self.args.json {
+                results.save(path)?;
+            }
+            // A closed stderr is no reason to stop.
+            let _ = writeln!(io::stderr(), "{} @ {length}, {sample}: done", task.name());
         }
         Ok(())
+    }
+
+    /// This process's prompts: the first of every task and length, then the second, and so on, so
+    /// that a part of them already says something about all.
+    fn cells(&self) -> anyhow::Result<Vec<Cell>> {
+        let lengths = &self.args.length;
+        let samples = match self.args.samples.as_slice() {
+            [n] => vec![*n; lengths.len()],
+            list => list.to_vec(),
+        };
+        let (n_samples, n_lengths) = (samples.len(), lengths.len());
+        ensure!(n_samples == n_lengths, "--samples has {n_samples} numbers, --length {n_lengths}");
+        let mut cells = Vec::new();
+        for sample in 0..samples.iter().copied().max().unwrap_or(0) {
+            for (&length, _) in lengths.iter().zip(&samples).filter(|(_, n)| sample < **n) {
+                cells.extend(self.tasks.iter().map(|&task| Cell { sample, length, task }));
+            }
+        }
+        let (first, step) = self.args.shard;
+        Ok(cells.into_iter().skip(first as usize).step_by(step as usize).collect())
     }
 
     fn one<B: Backend>(
@@ -173,7 +197,8 @@ impl Eval<'_> {
         let n = length as usize;
         ensure!(n > N_MEASURED && all.len() >= n, "the text has {} tokens, not {n}", all.len());
         let room = all.len() - n;
-        let start = room * sample as usize / self.args.samples.max(1) as usize;
+        // Spread over the text by the golden ratio, however many samples there will be.
+        let start = (room as f64 * (f64::from(sample) * 0.618_033_988_75).fract()) as usize;
         let (prompt, rest) = all[start..start + n].split_at(n - N_MEASURED);
         let ending = Ending { n_tokens: N_MEASURED, ends: &[], given: Some(rest) };
         let found = runner.run(prompt, &ending)?;
