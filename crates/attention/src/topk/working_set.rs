@@ -31,67 +31,62 @@ impl WorkingSet {
     /// Uses `wanted`, ascending and each once, and drops what was not used for longest until at most
     /// `capacity` are left, but never what is wanted now; of members that were used last at the
     /// same time, the first go. Returns how many of `wanted` were not there.
+    ///
+    /// This is done for each head at nearly each step, so no loop has a branch that depends on the
+    /// members: half of them would be mispredicted.
     pub fn admit(&mut self, wanted: &[u32], capacity: usize) -> usize {
         self.now += 1;
         let (members, used) = &mut self.spare;
-        members.clear();
-        used.clear();
-        let mut n_missing = 0;
-        let (mut old, mut new) = (0, 0);
-        while old < self.members.len() || new < wanted.len() {
-            let next_old = self.members.get(old).copied().unwrap_or(u32::MAX);
-            let next_new = wanted.get(new).copied();
-            match next_new {
-                Some(next) if next <= next_old => {
-                    members.push(next);
-                    used.push(self.now);
-                    let is_known = old < self.members.len() && next == next_old;
-                    old += usize::from(is_known);
-                    n_missing += usize::from(!is_known);
-                    new += 1;
-                }
-                _ => {
-                    members.push(next_old);
-                    used.push(self.used[old]);
-                    old += 1;
-                }
-            }
+        let (n_old, n_wanted) = (self.members.len(), wanted.len());
+        members.resize(n_old + n_wanted, 0);
+        used.resize(n_old + n_wanted, 0);
+        let (mut old, mut new, mut n) = (0, 0, 0);
+        while old < n_old && new < n_wanted {
+            let (a, b) = (self.members[old], wanted[new]);
+            (members[n], used[n]) = (a.min(b), if b <= a { self.now } else { self.used[old] });
+            old += usize::from(a <= b);
+            new += usize::from(b <= a);
+            n += 1;
         }
+        let (n_more_old, n_more_new) = (n_old - old, n_wanted - new);
+        members[n..n + n_more_old].copy_from_slice(&self.members[old..]);
+        used[n..n + n_more_old].copy_from_slice(&self.used[old..]);
+        members[n..n + n_more_new].copy_from_slice(&wanted[new..]);
+        used[n..n + n_more_new].fill(self.now);
+        n += n_more_old + n_more_new;
+        members.truncate(n);
+        used.truncate(n);
         std::mem::swap(&mut self.members, members);
         std::mem::swap(&mut self.used, used);
-        self.shrink(capacity.max(wanted.len()));
-        n_missing
+        self.shrink(capacity.max(n_wanted));
+        // What is in both was counted once.
+        n - n_old
     }
 
     fn shrink(&mut self, capacity: usize) {
-        let mut n_excess = self.members.len().saturating_sub(capacity);
-        if n_excess == 0 {
-            return;
+        let n = self.members.len();
+        let Some(n_excess) = n.checked_sub(capacity).filter(|&excess| excess > 0) else { return };
+        // The last time of which anything goes, found by halving: at least `n_excess` members were
+        // last used then or earlier.
+        let count = |time: u32| self.used.iter().map(|&used| u32::from(used <= time)).sum::<u32>();
+        let (mut low, mut high) = (0, self.now);
+        while low < high {
+            let middle = low.midpoint(high);
+            if count(middle) as usize >= n_excess {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
         }
-        if capacity == 0 {
-            self.members.clear();
-            self.used.clear();
-            return;
-        }
-        // The oldest time that anything of stays, and how many of just that time go.
-        let times = &mut self.spare.1;
-        times.clear();
-        times.extend_from_slice(&self.used);
-        let (older, &mut border, _) = times.select_nth_unstable(n_excess);
-        let n_older = older.iter().filter(|&&time| time < border).count();
-        n_excess -= n_older;
+        let n_older = if low == 0 { 0 } else { count(low - 1) as usize };
+        let mut n_of_low = n_excess - n_older;
         let mut kept = 0;
-        for i in 0..self.members.len() {
-            let time = self.used[i];
-            if time < border {
-                continue;
-            }
-            if time == border && n_excess > 0 {
-                n_excess -= 1;
-                continue;
-            }
-            (self.members[kept], self.used[kept]) = (self.members[i], time);
-            kept += 1;
+        for i in 0..n {
+            let (member, time) = (self.members[i], self.used[i]);
+            let goes = time == low && n_of_low > 0;
+            n_of_low -= usize::from(goes);
+            (self.members[kept], self.used[kept]) = (member, time);
+            kept += usize::from(time >= low && !goes);
         }
         self.members.truncate(kept);
         self.used.truncate(kept);

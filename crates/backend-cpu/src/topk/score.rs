@@ -3,6 +3,7 @@
 use nuthatch_backend::topk::softmax_scores;
 use nuthatch_backend::{Ask, DigestKind, ScoreBy};
 
+use super::agree::agreements;
 use super::{DigestPages, signs};
 use crate::attend::{Attention, Rows, row_scores};
 use crate::isa::Isa;
@@ -94,13 +95,9 @@ impl Scoring<'_> {
     fn query_signs(&self, ask: &Ask) -> Vec<u64> {
         let Some(DigestPages { encoder, .. }) = self.signs_of(ask) else { return Vec::new() };
         let (q, head) = (self.queries(ask), self.head_number(ask));
-        let mut products = vec![0.0; encoder.width];
-        let mut codes = Vec::with_capacity(self.attention.plan.group() * encoder.width / 64);
-        for q in q.chunks_exact(self.attention.kv.shape.head_dim as usize) {
-            encoder.project(self.attention.isa, head, q, &mut products);
-            codes.extend(products.as_chunks::<64>().0.iter().map(signs));
-        }
-        codes
+        let mut products = vec![0.0; self.attention.plan.group() * encoder.width];
+        encoder.project(self.attention.isa, head, q, &mut products);
+        products.as_chunks::<64>().0.iter().map(signs).collect()
     }
 
     /// Slots of the sequence's pages from `first_page` on.
@@ -118,14 +115,13 @@ impl Scoring<'_> {
         out: &mut [u32],
     ) {
         let encoder = &digest.encoder;
-        let head = self.head_number(ask);
-        let pages = self.slots(ask, first_page, out.len().div_ceil(PAGE));
-        for (out, &slot) in out.chunks_mut(PAGE).zip(pages) {
+        let (head, n_pages) = (self.head_number(ask), out.len().div_ceil(PAGE));
+        let starts = self.slots(ask, first_page, n_pages).iter();
+        let pages = starts.map(|&slot| {
             let start = encoder.page_start(head, slot as usize);
-            let page = &digest.bytes[start..start + encoder.page_bytes];
-            let scores = agreements(self.attention.isa, page, codes, encoder.width / 64);
-            out.copy_from_slice(&scores[..out.len()]);
-        }
+            &digest.bytes[start..start + encoder.page_bytes]
+        });
+        agreements(self.attention.isa, pages, codes, encoder.width / 64, out);
     }
 
     /// Scaled products of the group's queries with all places, or what stands for them,
@@ -184,48 +180,6 @@ impl Scoring<'_> {
         }
         raw
     }
-}
-
-/// Agreeing bits of sixteen keys with all queries of the group.
-fn agreements(isa: Isa, page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512vpopcntdq")]
-        fn vectors(page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-            agreements_inner(page, codes, n_words)
-        }
-        #[target_feature(enable = "popcnt")]
-        fn scalars(page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-            agreements_inner(page, codes, n_words)
-        }
-        if isa >= Isa::Avx512 && is_x86_feature_detected!("avx512vpopcntdq") {
-            #[expect(unsafe_code, reason = "target features")]
-            // SAFETY: the machine has AVX-512, which `Cpu::new` checked, and was asked for the rest.
-            return unsafe { vectors(page, codes, n_words) };
-        }
-        if isa >= Isa::Avx2 && is_x86_feature_detected!("popcnt") {
-            #[expect(unsafe_code, reason = "target features")]
-            // SAFETY: the machine was asked.
-            return unsafe { scalars(page, codes, n_words) };
-        }
-    }
-    let _ = isa;
-    agreements_inner(page, codes, n_words)
-}
-
-#[inline(always)]
-fn agreements_inner(page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-    let (words, _) = page.as_chunks::<8>();
-    let (rows, _) = words.as_chunks::<PAGE>();
-    let mut sums = [0u64; PAGE];
-    for query in codes.chunks_exact(n_words) {
-        for (&query, row) in query.iter().zip(rows) {
-            for (sum, &key) in sums.iter_mut().zip(row) {
-                *sum += u64::from((u64::from_le_bytes(key) ^ !query).count_ones());
-            }
-        }
-    }
-    sums.map(|sum| sum as u32)
 }
 
 versions! {

@@ -13,6 +13,6 @@ pub(crate) struct SparseArgs {
     #[arg(long, value_name = "POLICY")]
     pub(crate) sparse: Option<Policy>,
     /// What `nuthatch profile` measured of the model's heads [default: found by the model]
-    #[arg(long, value_name = "FILE", requires = "sparse")]
+    #[arg(long, value_name = "FILE")]
     pub(crate) head_profile: Option<PathBuf>,
 }
