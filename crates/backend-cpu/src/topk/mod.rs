@@ -12,6 +12,7 @@
 //! that it does not matter when a page's digest is made.
 
 mod agree;
+mod channels;
 mod score;
 mod select;
 

@@ -65,6 +65,9 @@ pub(crate) struct EvalArgs {
     /// Draw accuracy against length
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
+    /// Draw how much of a selection stays while the query turns, of policies with reuse=qsac
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) overlap_plot: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
 }

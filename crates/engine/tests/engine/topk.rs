@@ -152,8 +152,7 @@ fn samples_are_what_their_seeds_give_alone() {
 fn beams_fork_what_was_chosen_from() {
     let (prompt, _) = golden("llama3");
     let beam = BeamParams { width: 3, length_penalty: 1.0, early_stopping: EarlyStopping::No };
-    let asked =
-        Submission { n: 3, beam: Some(beam), ..request(&prompt, Sampling::default()) };
+    let asked = Submission { n: 3, beam: Some(beam), ..request(&prompt, Sampling::default()) };
     let search = |pool: Pool, max_rows: u32, policy: Option<&str>| {
         let handle = spawn("llama3", pool, max_rows, policy);
         let answers = receive_all(&handle.submit(asked.clone()).unwrap()).unwrap();
