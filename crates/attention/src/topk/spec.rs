@@ -32,9 +32,10 @@ RETRIEVER[,OPTION=VALUE]...
   dense_layers N                first layers that attend to everything [0]
   speculate    on or off        choose by the query of the layer before [off]";
 
-/// What `auto` stands for: small selections that add up to a tenth of the context, made again when
-/// the query has turned away. docs/sparse.md has what it was found best by.
-pub const AUTO: &str = "hata:256,k=5%,k_min=64,reuse=qsac(eta=0.8,thresholds=fixed),working_set=2";
+/// What `auto` stands for: small selections that add up to a tenth of the context, more of it for
+/// important heads, made again when the query has turned away. docs/sparse.md has what it was found
+/// best by.
+pub const AUTO: &str = "loki:32,k=3%,k_min=64,focus=6,reuse=qsac(eta=0.9,floor=0.8),working_set=3";
 
 /// A policy that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -165,9 +165,14 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             state ^ (state >> 29)
         };
-        for (n_words, group, n) in
-            [(1, 1, 16), (2, 3, 40), (4, 3, 100), (4, 9, 33), (16, 4, 16), (2, 40, 20)]
-        {
+        for (n_words, group, n) in [
+            (1usize, 1usize, 16usize),
+            (2, 3, 40),
+            (4, 3, 100),
+            (4, 9, 33),
+            (16, 4, 16),
+            (2, 40, 20),
+        ] {
             let codes: Vec<u64> = (0..group * n_words).map(|_| next()).collect();
             let mut keys: Vec<Vec<u64>> =
                 (0..n).map(|_| (0..n_words).map(|_| next()).collect()).collect();

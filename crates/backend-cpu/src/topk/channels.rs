@@ -23,7 +23,20 @@ pub(super) fn channel_scores<'a>(
         let groups = q.chunks(GROUP_MAX * width).zip(raw.chunks_mut(GROUP_MAX * n));
         for (q, raw) in groups {
             let mut sums = [[0.0; PAGE]; GROUP_MAX];
-            channel_page(isa, page, width, q, &mut sums);
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                #[expect(unsafe_code, reason = "target features")]
+                // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+                Isa::Avx512 | Isa::Amx => unsafe {
+                    match q.len() / width {
+                        4 => vectors::<4>(page, width, q, &mut sums),
+                        3 => vectors::<3>(page, width, q, &mut sums),
+                        2 => vectors::<2>(page, width, q, &mut sums),
+                        _ => vectors::<1>(page, width, q, &mut sums),
+                    }
+                },
+                isa => channel_page(isa, page, width, q, &mut sums),
+            }
             for (row, sums) in raw.chunks_exact_mut(n).zip(&sums) {
                 row[places.clone()].copy_from_slice(&sums[..places.len()]);
             }
@@ -51,6 +64,36 @@ fn channel_page_inner<const FUSED: bool>(
             for (sum, key) in sums.iter_mut().zip(key) {
                 *sum = fma::<FUSED>(q[channel], key, *sum);
             }
+        }
+    }
+}
+
+/// The same for `N` queries: one register holds a channel of sixteen keys.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn vectors<const N: usize>(
+    page: &[u8],
+    width: usize,
+    q: &[f32],
+    sums: &mut [[f32; PAGE]; GROUP_MAX],
+) {
+    use std::arch::x86_64::*;
+    assert!(q.len() == N * width && page.len() >= width * PAGE * 2);
+    let mut totals = [_mm512_setzero_ps(); N];
+    for channel in 0..width {
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: the page has sixteen halves for each channel (asserted).
+        let halves = unsafe { _mm256_loadu_si256(page.as_ptr().add(channel * PAGE * 2).cast()) };
+        let keys = _mm512_cvtph_ps(halves);
+        for (row, total) in totals.iter_mut().enumerate() {
+            *total = _mm512_fmadd_ps(_mm512_set1_ps(q[row * width + channel]), keys, *total);
+        }
+    }
+    for (sums, total) in sums.iter_mut().zip(totals) {
+        #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+        // SAFETY: sixteen numbers.
+        unsafe {
+            _mm512_storeu_ps(sums.as_mut_ptr(), total);
         }
     }
 }
