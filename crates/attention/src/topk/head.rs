@@ -12,7 +12,12 @@ pub struct HeadRule {
     /// The similarity that a query must keep; a head where it is below 0 is called frozen, because
     /// adjacent queries practically never differ that much.
     pub threshold: f32,
+    /// Its share of rows, as a multiple of the average head's.
+    pub weight: f32,
 }
+
+/// The power of importance by which heads share rows: heads that matter little have about the same.
+const FOCUS_POWER: i32 = 3;
 
 impl HeadRule {
     /// The rule of a head whose query heads are this important. The most important one sets the
@@ -23,7 +28,20 @@ impl HeadRule {
             Reuse::Qsac(qsac) => threshold(most, qsac),
             Reuse::Never | Reuse::PageLru { .. } => 1.0,
         };
-        HeadRule { importances: importances.to_vec(), threshold }
+        HeadRule { importances: importances.to_vec(), threshold, weight: 1.0 }
+    }
+
+    /// Shares the rows among all heads of a model, by the importance of each one's most important
+    /// query head.
+    pub fn share_rows(policy: &Policy, rules: &mut [HeadRule]) {
+        let wish = |rule: &HeadRule| {
+            let most = rule.importances.iter().copied().fold(0.0, f32::max);
+            1.0 + (policy.focus - 1.0) * most.clamp(0.0, 1.0).powi(FOCUS_POWER)
+        };
+        let mean = rules.iter().map(wish).sum::<f32>() / rules.len().max(1) as f32;
+        for rule in rules {
+            rule.weight = wish(rule) / mean;
+        }
     }
 
     /// Whether the head practically never refreshes.
@@ -194,6 +212,18 @@ mod tests {
             head.reuse();
         }
         assert_eq!(head.look_up(&policy, &rule, &far), Lookup::Aged);
+    }
+
+    #[test]
+    fn important_heads_have_more_rows_and_the_average_stays() {
+        let policy = policy("hata,focus=5");
+        let importances = [[0.1, 1.0], [0.2, 0.1], [0.0, 0.0], [0.5, 0.4]];
+        let mut rules = importances.map(|importances| HeadRule::new(&policy, &importances));
+        HeadRule::share_rows(&policy, &mut rules);
+        let weights = rules.map(|rule| rule.weight);
+        assert!((weights.iter().sum::<f32>() - 4.0).abs() < 1e-5, "{weights:?}");
+        assert!((weights[0] / weights[2] - 5.0).abs() < 1e-5, "{weights:?}");
+        assert!(weights[3] > weights[1] && weights[1] > weights[2], "{weights:?}");
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub use profile::{Calibration, Profile, ProfileError};
 pub use residency::{Residency, prefetchable_heads, residency};
 pub use reuse::{aggregate, cosine, threshold};
 pub use run::{TopK, TopKLayer, TopKShape};
-pub use spec::{GRAMMAR, SpecError};
+pub use spec::{AUTO, GRAMMAR, SpecError};
 pub use stats::{Counts, Stats};
 pub use trace::Decision;
 pub use working_set::WorkingSet;

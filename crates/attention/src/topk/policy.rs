@@ -75,7 +75,12 @@ pub struct Budget {
 impl Budget {
     /// Tokens that are selected of `n`.
     pub fn rows(&self, n: u32) -> u32 {
-        let wanted = (self.percent * f64::from(n) / 100.0).ceil() as u32;
+        self.weighted_rows(n, 1.0)
+    }
+
+    /// The same for a head whose share is `weight` times the usual one.
+    pub fn weighted_rows(&self, n: u32, weight: f32) -> u32 {
+        let wanted = (self.percent * f64::from(weight) * f64::from(n) / 100.0).ceil() as u32;
         wanted.max(self.min).min(self.max).min(n)
     }
 }
@@ -98,6 +103,8 @@ pub struct Qsac {
     pub eta: f32,
     /// The power of importance.
     pub p: f32,
+    /// The threshold of a head of importance 0; -1, as published, freezes it.
+    pub floor: f32,
     /// Whether thresholds follow importance; otherwise all are `eta`.
     pub is_adaptive: bool,
     /// How a group's similarities become one.
@@ -108,7 +115,14 @@ pub struct Qsac {
 
 impl Default for Qsac {
     fn default() -> Self {
-        Qsac { eta: 0.8, p: 3.0, is_adaptive: true, aggregate: Aggregate::Harmonic, max_age: None }
+        Qsac {
+            eta: 0.8,
+            p: 3.0,
+            floor: -1.0,
+            is_adaptive: true,
+            aggregate: Aggregate::Harmonic,
+            max_age: None,
+        }
     }
 }
 
@@ -145,6 +159,9 @@ pub struct Policy {
     pub retriever: Retriever,
     /// How many.
     pub budget: Budget,
+    /// How many times as many the most important heads have as the least, at least 1; on the average
+    /// over heads there are as many as `budget` says.
+    pub focus: f32,
     /// When.
     pub reuse: Reuse,
     /// What is moved then.
@@ -168,6 +185,7 @@ impl Default for Policy {
         Policy {
             retriever: Retriever::Hata { bits: 256 },
             budget: Budget { percent: 10.0, min: 256, max: u32::MAX },
+            focus: 1.0,
             reuse: Reuse::Never,
             refresh: Refresh::Delta,
             working_set: 1.0,

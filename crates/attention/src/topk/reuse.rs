@@ -16,14 +16,15 @@ pub fn cosine(a: &[f32], b: &[f32]) -> f32 {
 
 /// The similarity that a head of this importance must keep.
 ///
-/// An angle between that of `eta`, for importance 1, and a half turn, for importance 0.
+/// An angle between that of `eta`, for importance 1, and that of `floor`, for importance 0, which is
+/// a half turn in what was published.
 pub fn threshold(importance: f32, qsac: &Qsac) -> f32 {
     if !qsac.is_adaptive {
         return qsac.eta;
     }
     let lambda = importance.clamp(0.0, 1.0).powf(qsac.p);
-    let theta = lambda * qsac.eta.clamp(-1.0, 1.0).acos() + (1.0 - lambda) * std::f32::consts::PI;
-    theta.cos()
+    let angle = |similarity: f32| similarity.clamp(-1.0, 1.0).acos();
+    (lambda * angle(qsac.eta) + (1.0 - lambda) * angle(qsac.floor)).cos()
 }
 
 /// One similarity of a group's, or nothing where one of them is not above 0 and the mean is
@@ -68,6 +69,9 @@ mod tests {
             assert!((found - tau).abs() < 0.006, "{importance}: {found}");
         }
         assert!((threshold(1.0, &qsac) - 0.8).abs() < 1e-6);
+        let floored = Qsac { floor: 0.6, ..qsac };
+        assert!((threshold(0.0, &floored) - 0.6).abs() < 1e-6);
+        assert!((threshold(1.0, &floored) - 0.8).abs() < 1e-6);
         let fixed = Qsac { is_adaptive: false, ..qsac };
         assert_eq!(threshold(0.1, &fixed), 0.8);
     }

@@ -130,9 +130,10 @@ impl TopK {
             };
             let heads = (0..shape.n_layers * shape.n_kv_heads)
                 .map(|i| (i / shape.n_kv_heads, i % shape.n_kv_heads));
-            let rules = heads
+            let mut rules: Vec<HeadRule> = heads
                 .map(|(layer, head)| HeadRule::new(policy, &profile.importances(layer, head)))
                 .collect();
+            HeadRule::share_rows(policy, &mut rules);
             PolicyRules { policy: *policy, by, rules }
         });
         let policies: Vec<PolicyRules> = rules.collect();
@@ -371,15 +372,17 @@ impl TopK {
 
     /// Makes the selections that were asked for.
     fn select<B: Backend>(&mut self, b: &B, layer: &TopKLayer<'_, B>) {
-        let TopKShape { group, head_dim, .. } = self.shape;
+        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
         let width = self.query_stride(layer.dense.owns_kv);
         let (policies, Scratch { queries, scores, works, .. }) =
             (&self.policies, &mut self.scratch);
-        b.each(works, |work| {
+        let first_head = layer.idx * n_kv_heads;
+        let make = |work: &mut Work| {
             let Some((start, end)) = work.scores else { return };
-            let policy = &policies[work.at.policy].policy;
+            let PolicyRules { policy, rules, .. } = &policies[work.at.policy];
             let cut = policy.cut(work.at.kv_len);
-            let k = policy.budget.rows(cut - policy.sinks);
+            let weight = rules[first_head + work.head_idx].weight;
+            let k = policy.budget.weighted_rows(cut - policy.sinks, weight);
             b.select(&scores[start..end], policy.sinks, k as usize, &mut work.head.chosen);
             let at = work.at.query_row * width + work.head_idx * group * head_dim;
             let label = match policy.reuse {
@@ -387,7 +390,12 @@ impl TopK {
                 Reuse::Never | Reuse::PageLru { .. } => &[],
             };
             work.n_moved = work.head.take_over(policy, label, cut);
-        });
+        };
+        // Mostly there is one or none, which is not worth waking threads for.
+        match works.iter().filter(|work| work.scores.is_some()).count() {
+            0 | 1 => works.iter_mut().for_each(make),
+            _ => b.each(works, make),
+        }
         for work in &self.scratch.works {
             let counts = &mut self.stats.policies[work.at.policy];
             let policy = &self.policies[work.at.policy].policy;

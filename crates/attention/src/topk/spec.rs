@@ -8,7 +8,8 @@ use super::policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse};
 /// What may be written.
 pub const GRAMMAR: &str = "\
 RETRIEVER[,OPTION=VALUE]...
-  RETRIEVER    hata[:BITS]      hash codes, 128 or 256 bits [256]
+  RETRIEVER    auto             what was found best; options change it
+               hata[:BITS]      hash codes, 128 or 256 bits [256]
                quest            bounds of each page
                loki[:N]         principal channels [16]
                ds[:N]           channels that matter most [16]
@@ -17,8 +18,10 @@ RETRIEVER[,OPTION=VALUE]...
                full             everything
   k            10% or 512       tokens of a selection, as a share of the context or a number [10%]
   k_min, k_max N                bounds of the share [256, none]
+  focus        3                how many times as many important heads have [1]
   reuse        none             select at each step [none]
-               qsac(eta=0.8,p=3,max_age=N,thresholds=adaptive|fixed,aggregate=harmonic|min|mean)
+               qsac(eta=0.8,p=3,floor=-1,max_age=N,thresholds=adaptive|fixed,
+                    aggregate=harmonic|min|mean)
                                 select when the query has turned away
                lru(page=8,capacity=3)
                                 cache pages, the least recently used going first
@@ -28,6 +31,11 @@ RETRIEVER[,OPTION=VALUE]...
   recent       N                last tokens, always attended [64]
   dense_layers N                first layers that attend to everything [0]
   speculate    on or off        choose by the query of the layer before [off]";
+
+/// What `auto` stands for: small selections that add up to a tenth of the context, more of it for
+/// important heads, made again when the query has turned away. docs/sparse.md has what it was found
+/// best by.
+pub const AUTO: &str = "loki:32,k=3%,k_min=64,focus=6,reuse=qsac(eta=0.9,floor=0.8),working_set=3";
 
 /// A policy that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -49,8 +57,10 @@ impl FromStr for Policy {
 
 fn parse(text: &str) -> Result<Policy, String> {
     let mut parts = split(text)?.into_iter();
-    let retriever = parse_retriever(parts.next().unwrap_or_default())?;
-    let mut policy = Policy { retriever, ..Policy::default() };
+    let mut policy = match parts.next().unwrap_or_default() {
+        "auto" => parse(AUTO)?,
+        name => Policy { retriever: parse_retriever(name)?, ..Policy::default() },
+    };
     let mut seen = Vec::new();
     for part in parts {
         let (key, value) =
@@ -125,6 +135,7 @@ fn set(policy: &mut Policy, key: &str, value: &str) -> Result<(), String> {
         }
         "k_min" => policy.budget.min = number(key, value, 0, u32::MAX)?,
         "k_max" => policy.budget.max = number(key, value, 1, u32::MAX)?,
+        "focus" => policy.focus = float(key, value, 1.0, 1000.0)?,
         "reuse" => policy.reuse = parse_reuse(value)?,
         "refresh" => {
             policy.refresh = match value {
@@ -185,6 +196,7 @@ fn parse_qsac(pairs: &[(&str, &str)]) -> Result<Qsac, String> {
         match (key, value) {
             ("eta", _) => qsac.eta = float(key, value, -1.0, 1.0)?,
             ("p", _) => qsac.p = float(key, value, 0.0, 100.0)?,
+            ("floor", _) => qsac.floor = float(key, value, -1.0, 1.0)?,
             ("max_age", _) => qsac.max_age = Some(number(key, value, 1, u32::MAX)?),
             ("thresholds", "adaptive") => qsac.is_adaptive = true,
             ("thresholds", "fixed") => qsac.is_adaptive = false,
@@ -234,7 +246,7 @@ impl fmt::Display for Policy {
             write!(f, ",k={}", budget.min)?;
         } else {
             if budget.percent != usual.percent {
-                write!(f, ",k={}%", budget.percent)?;
+                write!(f, ",k={}%", budget.percent as f32)?;
             }
             if budget.min != usual.min {
                 write!(f, ",k_min={}", budget.min)?;
@@ -242,6 +254,9 @@ impl fmt::Display for Policy {
             if budget.max != usual.max {
                 write!(f, ",k_max={}", budget.max)?;
             }
+        }
+        if self.focus != default.focus {
+            write!(f, ",focus={}", self.focus)?;
         }
         self.fmt_reuse(f)?;
         if self.refresh == Refresh::Whole {
@@ -270,8 +285,11 @@ impl Policy {
             Reuse::PageLru { page, capacity } => {
                 write!(f, ",reuse=lru(page={page},capacity={capacity})")
             }
-            Reuse::Qsac(Qsac { eta, p, is_adaptive, aggregate, max_age }) => {
+            Reuse::Qsac(Qsac { eta, p, floor, is_adaptive, aggregate, max_age }) => {
                 write!(f, ",reuse=qsac(eta={eta},p={p}")?;
+                if floor != Qsac::default().floor {
+                    write!(f, ",floor={floor}")?;
+                }
                 if let Some(max_age) = max_age {
                     write!(f, ",max_age={max_age}")?;
                 }
@@ -310,10 +328,19 @@ mod tests {
             "loki:32,reuse=qsac(eta=0.75,p=2,max_age=64,thresholds=fixed,aggregate=min)",
             "ds:8,refresh=whole,sinks=0,speculate=on",
             "hata:256,reuse=qsac(eta=0.8,p=3,aggregate=mean)",
+            "hata:256,focus=6,reuse=qsac(eta=0.9,p=2,floor=0.7)",
         ] {
             let policy: Policy = text.parse().unwrap();
             assert_eq!(policy.to_string(), text);
         }
+    }
+
+    #[test]
+    fn auto_is_a_policy_that_options_change() {
+        let auto: Policy = "auto".parse().unwrap();
+        assert_eq!(AUTO.parse::<Policy>().unwrap(), auto);
+        assert_eq!("auto,sinks=4".parse::<Policy>().unwrap(), Policy { sinks: 4, ..auto });
+        assert!("auto:3".parse::<Policy>().is_err());
     }
 
     #[test]

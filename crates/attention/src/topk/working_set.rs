@@ -3,16 +3,20 @@
 /// A set of bounded size whose least recently used members go first.
 ///
 /// Members are places, or pages of them, kept in ascending order: rows of a working set are
-/// attended in that order.
+/// attended in that order. Sets change for each head at nearly each step, so they are small in
+/// memory, and no loop has a branch that depends on the members, of which half would be
+/// mispredicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkingSet {
     /// Ascending.
     members: Vec<u32>,
     /// When each was last used.
     used: Vec<u32>,
+    /// A bit for each place: whether it is a member.
+    bits: Vec<u64>,
     now: u32,
-    /// Memory of the next merge.
-    spare: (Vec<u32>, Vec<u32>),
+    /// Memory of the next change.
+    spare: (Vec<u32>, Vec<u32>, Vec<u64>),
 }
 
 impl WorkingSet {
@@ -25,6 +29,7 @@ impl WorkingSet {
     pub fn clear(&mut self) {
         self.members.clear();
         self.used.clear();
+        self.bits.clear();
         self.now = 0;
     }
 
@@ -33,65 +38,76 @@ impl WorkingSet {
     /// same time, the first go. Returns how many of `wanted` were not there.
     pub fn admit(&mut self, wanted: &[u32], capacity: usize) -> usize {
         self.now += 1;
-        let (members, used) = &mut self.spare;
+        let n_words = wanted.last().map_or(0, |&last| last as usize / 64 + 1).max(self.bits.len());
+        self.bits.resize(n_words, 0);
+        let (members, used, fresh) = &mut self.spare;
+        fresh.clear();
+        fresh.resize(n_words, 0);
+        for &place in wanted {
+            fresh[place as usize / 64] |= 1 << (place % 64);
+        }
+        let missing = fresh.iter().zip(&self.bits).map(|(new, old)| (new & !old).count_ones());
+        let n_missing = missing.sum::<u32>() as usize;
+        let n = self.members.len() + n_missing;
         members.clear();
         used.clear();
-        let mut n_missing = 0;
-        let (mut old, mut new) = (0, 0);
-        while old < self.members.len() || new < wanted.len() {
-            let next_old = self.members.get(old).copied().unwrap_or(u32::MAX);
-            let next_new = wanted.get(new).copied();
-            match next_new {
-                Some(next) if next <= next_old => {
-                    members.push(next);
-                    used.push(self.now);
-                    let is_known = old < self.members.len() && next == next_old;
-                    old += usize::from(is_known);
-                    n_missing += usize::from(!is_known);
-                    new += 1;
+        if capacity <= wanted.len() {
+            members.extend_from_slice(wanted);
+            used.resize(wanted.len(), self.now);
+            std::mem::swap(&mut self.bits, fresh);
+        } else {
+            members.reserve(n);
+            used.reserve(n);
+            // Read, but not taken, after the last member.
+            self.used.push(0);
+            let mut i_old = 0;
+            for ((start, old), &new) in (0..).step_by(64).zip(&mut self.bits).zip(&*fresh) {
+                let mut rest = *old | new;
+                while rest != 0 {
+                    let bit = rest.trailing_zeros();
+                    rest &= rest - 1;
+                    members.push(start + bit);
+                    used.push(if new >> bit & 1 == 1 { self.now } else { self.used[i_old] });
+                    i_old += (*old >> bit & 1) as usize;
                 }
-                _ => {
-                    members.push(next_old);
-                    used.push(self.used[old]);
-                    old += 1;
-                }
+                *old |= new;
             }
         }
         std::mem::swap(&mut self.members, members);
         std::mem::swap(&mut self.used, used);
-        self.shrink(capacity.max(wanted.len()));
+        if let Some(n_excess) = self.members.len().checked_sub(capacity.max(wanted.len())) {
+            self.drop_oldest(n_excess);
+        }
         n_missing
     }
 
-    fn shrink(&mut self, capacity: usize) {
-        let mut n_excess = self.members.len().saturating_sub(capacity);
+    fn drop_oldest(&mut self, n_excess: usize) {
         if n_excess == 0 {
             return;
         }
-        if capacity == 0 {
-            self.members.clear();
-            self.used.clear();
-            return;
+        // The last time of which anything goes, found by halving: at least `n_excess` members were
+        // last used then or earlier.
+        let count = |time: u32| self.used.iter().map(|&used| u32::from(used <= time)).sum::<u32>();
+        let (mut low, mut high) = (0, self.now);
+        while low < high {
+            let middle = low.midpoint(high);
+            if count(middle) as usize >= n_excess {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
         }
-        // The oldest time that anything of stays, and how many of just that time go.
-        let times = &mut self.spare.1;
-        times.clear();
-        times.extend_from_slice(&self.used);
-        let (older, &mut border, _) = times.select_nth_unstable(n_excess);
-        let n_older = older.iter().filter(|&&time| time < border).count();
-        n_excess -= n_older;
+        let n_older = if low == 0 { 0 } else { count(low - 1) as usize };
+        let mut n_of_low = n_excess - n_older;
         let mut kept = 0;
         for i in 0..self.members.len() {
-            let time = self.used[i];
-            if time < border {
-                continue;
-            }
-            if time == border && n_excess > 0 {
-                n_excess -= 1;
-                continue;
-            }
-            (self.members[kept], self.used[kept]) = (self.members[i], time);
-            kept += 1;
+            let (place, time) = (self.members[i], self.used[i]);
+            let is_last = time == low && n_of_low > 0;
+            n_of_low -= usize::from(is_last);
+            let goes = time < low || is_last;
+            self.bits[place as usize / 64] &= !(u64::from(goes) << (place % 64));
+            (self.members[kept], self.used[kept]) = (place, time);
+            kept += usize::from(!goes);
         }
         self.members.truncate(kept);
         self.used.truncate(kept);
@@ -156,7 +172,7 @@ mod tests {
     #[test]
     fn a_set_of_one_selection_is_the_selection() {
         let mut set = WorkingSet::default();
-        assert_eq!(set.admit(&[1, 5, u32::MAX], 3), 3);
+        assert_eq!(set.admit(&[1, 5, 700], 3), 3);
         assert_eq!(set.admit(&[2, 5, 9], 3), 2);
         assert_eq!(set.members(), [2, 5, 9]);
         set.clear();

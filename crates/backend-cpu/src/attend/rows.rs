@@ -187,12 +187,15 @@ mod vectors {
     ) {
         let d = rows.d;
         let row_bytes = 2 * d * E::BYTES;
+        let fetch = |row: *const u8| {
+            for line in (0..row_bytes).step_by(LINE_BYTES) {
+                _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast());
+            }
+        };
+        rows.at.iter().take(AHEAD).for_each(|&row| fetch(row));
         for (j, &row) in rows.at.iter().enumerate() {
             if let Some(&next) = rows.at.get(j + AHEAD) {
-                for line in (0..row_bytes).step_by(LINE_BYTES) {
-                    // SAFETY: a hint, and inside the row.
-                    unsafe { _mm_prefetch::<_MM_HINT_T0>(next.add(line).cast()) };
-                }
+                fetch(next);
             }
             let mut sums = [_mm512_setzero_ps(); R];
             for e in (0..d).step_by(16) {

@@ -11,6 +11,8 @@
 //! so that sixteen tokens are scored at once. Digests are taken from keys as they are stored, so
 //! that it does not matter when a page's digest is made.
 
+mod agree;
+mod channels;
 mod score;
 mod select;
 
@@ -95,11 +97,12 @@ impl Encoder {
         (head * self.n_slots + slot) * self.page_bytes
     }
 
-    /// The products of one vector with the head's frame, `[width]`.
+    /// The products of vectors, `[n][D]`, with the head's frame, `[n][width]`.
     pub(crate) fn project(&self, isa: Isa, head: usize, x: &[f32], out: &mut [f32]) {
         let size = self.d * self.width;
         let start = if self.frame.len() == size { 0 } else { head * size };
-        project(isa, &self.frame[start..start + size], x, &mut out[..self.width]);
+        let frame = &self.frame[start..start + size];
+        project(isa, frame, self.width, x, out);
     }
 
     /// Writes the digest of some tokens of a page; `page` is `[16][K|V][D]`.
@@ -157,30 +160,63 @@ pub(crate) fn signs(products: &[f32; 64]) -> u64 {
 }
 
 versions! {
-    /// `out[r] = sum over e of frame[e][r] x[e]`.
-    fn project(frame: &[f32], x: &[f32], out: &mut [f32]) = project_inner;
+    /// `out[i][r] = sum over e of frame[e][r] x[i][e]`.
+    fn project(frame: &[f32], width: usize, x: &[f32], out: &mut [f32]) = project_inner;
 }
 
 #[inline(always)]
-fn project_inner<const FUSED: bool>(frame: &[f32], x: &[f32], out: &mut [f32]) {
-    let width = out.len();
-    let (blocks, _) = out.as_chunks_mut::<64>();
-    for (block, out) in blocks.iter_mut().enumerate() {
-        let mut sums = [0.0; 64];
-        for (row, &x) in frame.chunks_exact(width).zip(x) {
-            let row = &row[block * 64..block * 64 + 64];
+fn project_inner<const FUSED: bool>(frame: &[f32], width: usize, x: &[f32], out: &mut [f32]) {
+    let d = frame.len() / width;
+    // The frame is read once for up to four vectors: it is larger than the nearest cache.
+    for (x, out) in x.chunks(4 * d).zip(out.chunks_mut(4 * width)) {
+        match x.len() / d {
+            4 => project_few::<FUSED, 4>(frame, width, x, out),
+            3 => project_few::<FUSED, 3>(frame, width, x, out),
+            2 => project_few::<FUSED, 2>(frame, width, x, out),
+            _ => project_few::<FUSED, 1>(frame, width, x, out),
+        }
+    }
+}
+
+#[inline(always)]
+fn project_few<const FUSED: bool, const N: usize>(
+    frame: &[f32],
+    width: usize,
+    x: &[f32],
+    out: &mut [f32],
+) {
+    let (wide, narrow) = (width / 64 * 64, width / 16 * 16);
+    for start in (0..wide).step_by(64) {
+        project_block::<FUSED, N, 64>(frame, (width, start), x, out);
+    }
+    for start in (wide..narrow).step_by(16) {
+        project_block::<FUSED, N, 16>(frame, (width, start), x, out);
+    }
+    for start in narrow..width {
+        project_block::<FUSED, N, 1>(frame, (width, start), x, out);
+    }
+}
+
+#[inline(always)]
+fn project_block<const FUSED: bool, const N: usize, const W: usize>(
+    frame: &[f32],
+    (width, start): (usize, usize),
+    x: &[f32],
+    out: &mut [f32],
+) {
+    let d = x.len() / N;
+    let mut sums = [[0.0; W]; N];
+    for (e, row) in frame.chunks_exact(width).enumerate() {
+        let row = &row[start..start + W];
+        for (i, sums) in sums.iter_mut().enumerate() {
+            let x = x[i * d + e];
             for (sum, &w) in sums.iter_mut().zip(row) {
                 *sum = fma::<FUSED>(w, x, *sum);
             }
         }
-        *out = sums;
     }
-    for r in width / 64 * 64..width {
-        let mut sum = 0.0;
-        for (row, &x) in frame.chunks_exact(width).zip(x) {
-            sum = fma::<FUSED>(row[r], x, sum);
-        }
-        out[r] = sum;
+    for (out, sums) in out.chunks_exact_mut(width).zip(&sums) {
+        out[start..start + W].copy_from_slice(sums);
     }
 }
 

@@ -1,19 +1,23 @@
 //! How well places fit the queries of one head.
+//!
+//! Questions are cut into pieces, which threads share. Signs are counted; everything else goes
+//! through a softmax over all places: each piece takes the exponentials against its own maximum, and
+//! in the end pieces are brought to a common one.
 
-use nuthatch_backend::topk::softmax_scores;
+use std::sync::OnceLock;
+
 use nuthatch_backend::{Ask, DigestKind, ScoreBy};
 
+use super::agree::agreements;
+use super::channels::{bound, channel_scores, combine, exponentials};
 use super::{DigestPages, signs};
 use crate::attend::{Attention, Rows, row_scores};
-use crate::isa::Isa;
 use crate::kv::PAGE;
 use crate::mem::SharedMut;
-use crate::pack::f16_to_f32;
 use crate::plan::CHUNK;
 use crate::pool::Pool;
-use crate::versions::{fma, versions};
 
-/// Pages of signs that one thread scores at a time.
+/// Pages that one thread scores at a time.
 const PIECE_PAGES: usize = 128;
 
 /// Questions about one layer. The queries, pages and threads are those of its attention.
@@ -26,43 +30,95 @@ pub(crate) struct Scoring<'a> {
 struct Piece {
     ask: usize,
     first_page: usize,
-    n_pages: usize,
+    /// Its places are `start..start + n`.
+    start: usize,
+    n: usize,
+    /// Where its raw scores are, `[group][n]`; nowhere for signs.
+    raw: usize,
+}
+
+/// The queries of a question, as they meet its digest.
+enum Queries {
+    /// `[group][words]`.
+    Signs(Vec<u64>),
+    /// `[group][width]` channels, or `[group][D]` scaled queries.
+    Floats(Vec<f32>),
 }
 
 impl Scoring<'_> {
     pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], scores: &mut [u32]) {
-        let pieces = self.pieces(asks);
-        let codes: Vec<Vec<u64>> = asks.iter().map(|ask| self.query_signs(ask)).collect();
-        let scores = SharedMut::new(scores);
+        let group = self.attention.plan.group();
+        let (pieces, n_raw) = self.pieces(asks);
+        let queries: Vec<OnceLock<Queries>> = asks.iter().map(|_| OnceLock::new()).collect();
+        let mut raw = vec![0.0f32; n_raw];
+        let mut sums = vec![(0.0f32, 0.0f32); pieces.len() * group];
+        let shared_scores = SharedMut::new(scores);
+        let (shared_raw, shared_sums) = (SharedMut::new(&mut raw), SharedMut::new(&mut sums));
         pool.run(pieces.len(), &|i| {
-            let Piece { ask, first_page, n_pages } = pieces[i];
-            let (ask, codes) = (&asks[ask], &codes[ask]);
-            let start = first_page * PAGE;
-            let n = (n_pages * PAGE).min(ask.n as usize - start);
+            let Piece { ask, first_page, start, n, raw } = pieces[i];
+            let (ask, queries) = (&asks[ask], &queries[ask]);
+            // Threads that come at the same time compute the same, rather than wait.
+            let new = queries.get().is_none().then(|| self.queries_of(ask));
+            let queries = queries.get_or_init(|| new.unwrap_or_else(|| self.queries_of(ask)));
             #[expect(unsafe_code, reason = "threads write disjoint parts")]
             // SAFETY: answers do not overlap (the caller's duty, as `at` is theirs), nor do pieces.
-            let out = unsafe { scores.part(ask.at + start, n) };
-            match self.signs_of(ask) {
-                Some(digest) => self.score_signs(ask, digest, codes, first_page, out),
-                None => {
-                    let mut raw = self.raw_scores(ask);
-                    softmax_scores(&mut raw, out);
+            let (out, raw, sums) = unsafe {
+                let n_raw = if matches!(queries, Queries::Signs(_)) { 0 } else { group * n };
+                (
+                    shared_scores.part(ask.at + start, n),
+                    shared_raw.part(raw, n_raw),
+                    shared_sums.part(i * group, group),
+                )
+            };
+            match queries {
+                Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
+                Queries::Floats(q) => {
+                    self.raw_scores(ask, q, first_page, raw);
+                    for (row, sum) in raw.chunks_exact_mut(n).zip(sums) {
+                        *sum = exponentials(self.attention.isa, row);
+                    }
                 }
             }
         });
+        for (i, piece) in pieces.iter().enumerate() {
+            let ask = &asks[piece.ask];
+            if self.signs_of(ask).is_some() {
+                continue;
+            }
+            let factors: Vec<f32> = (0..group)
+                .map(|row| {
+                    let others = pieces.iter().zip(sums.chunks_exact(group));
+                    let of_ask = others.filter(|(other, _)| other.ask == piece.ask);
+                    let (max, total) = of_ask.fold((f32::NEG_INFINITY, 0.0), |(max, total), x| {
+                        let (m, l) = x.1[row];
+                        let new = max.max(m);
+                        (new, total * (max - new).exp() + l * (m - new).exp())
+                    });
+                    (sums[i * group + row].0 - max).exp() / total
+                })
+                .collect();
+            let raw = &raw[piece.raw..piece.raw + group * piece.n];
+            let out = &mut scores[ask.at + piece.start..][..piece.n];
+            combine(self.attention.isa, raw, &factors, out);
+        }
     }
 
-    /// Signs are scored in pieces; a softmax looks at all places.
-    fn pieces(&self, asks: &[Ask]) -> Vec<Piece> {
-        let mut pieces = Vec::new();
+    /// The pieces of all questions, and how many raw scores they have together.
+    fn pieces(&self, asks: &[Ask]) -> (Vec<Piece>, usize) {
+        let group = self.attention.plan.group();
+        let (mut pieces, mut n_raw) = (Vec::new(), 0);
         for (i, ask) in asks.iter().enumerate() {
-            let n_pages = (ask.n as usize).div_ceil(PAGE);
-            let step = if self.signs_of(ask).is_some() { PIECE_PAGES } else { n_pages.max(1) };
-            for first_page in (0..n_pages).step_by(step) {
-                pieces.push(Piece { ask: i, first_page, n_pages: step.min(n_pages - first_page) });
+            let places = ask.n as usize;
+            for first_page in (0..places.div_ceil(PAGE)).step_by(PIECE_PAGES) {
+                let start = first_page * PAGE;
+                let n = (PIECE_PAGES * PAGE).min(places - start);
+                pieces.push(Piece { ask: i, first_page, start, n, raw: n_raw });
+                n_raw += if self.signs_of(ask).is_some() { 0 } else { group * n };
             }
         }
-        pieces
+        // First the first pieces of all questions: their threads prepare the queries.
+        pieces.sort_by_key(|piece| piece.first_page);
+        (pieces, n_raw)
     }
 
     fn digest(&self, ask: &Ask) -> Option<&DigestPages> {
@@ -90,17 +146,23 @@ impl Scoring<'_> {
         &attention.qkv[seq.first_row * attention.width + ask.head as usize * n..][..n]
     }
 
-    /// The signs of the group's queries, `[group][width / 64]`; none for other digests.
-    fn query_signs(&self, ask: &Ask) -> Vec<u64> {
-        let Some(DigestPages { encoder, .. }) = self.signs_of(ask) else { return Vec::new() };
-        let (q, head) = (self.queries(ask), self.head_number(ask));
-        let mut products = vec![0.0; encoder.width];
-        let mut codes = Vec::with_capacity(self.attention.plan.group() * encoder.width / 64);
-        for q in q.chunks_exact(self.attention.kv.shape.head_dim as usize) {
-            encoder.project(self.attention.isa, head, q, &mut products);
-            codes.extend(products.as_chunks::<64>().0.iter().map(signs));
+    /// The group's queries as they meet the digest.
+    fn queries_of(&self, ask: &Ask) -> Queries {
+        let (q, isa) = (self.queries(ask), self.attention.isa);
+        let scaled = || q.iter().map(|x| x * self.attention.scale).collect::<Vec<f32>>();
+        let Some(DigestPages { encoder, .. }) = self.digest(ask) else {
+            return Queries::Floats(scaled());
+        };
+        if encoder.kind == DigestKind::Bounds {
+            return Queries::Floats(scaled());
         }
-        codes
+        let mut products = vec![0.0; self.attention.plan.group() * encoder.width];
+        if encoder.kind == DigestKind::Channels {
+            encoder.project(isa, self.head_number(ask), &scaled(), &mut products);
+            return Queries::Floats(products);
+        }
+        encoder.project(isa, self.head_number(ask), q, &mut products);
+        Queries::Signs(products.as_chunks::<64>().0.iter().map(signs).collect())
     }
 
     /// Slots of the sequence's pages from `first_page` on.
@@ -109,148 +171,63 @@ impl Scoring<'_> {
         &self.attention.plan.slots[first_slot + first_page..][..n_pages]
     }
 
-    fn score_signs(
-        &self,
+    /// The digests of `n_pages` pages of a question.
+    fn pages<'b>(
+        &'b self,
         ask: &Ask,
-        digest: &DigestPages,
-        codes: &[u64],
+        digest: &'b DigestPages,
         first_page: usize,
-        out: &mut [u32],
-    ) {
-        let encoder = &digest.encoder;
-        let head = self.head_number(ask);
-        let pages = self.slots(ask, first_page, out.len().div_ceil(PAGE));
-        for (out, &slot) in out.chunks_mut(PAGE).zip(pages) {
+        n_pages: usize,
+    ) -> impl Iterator<Item = &'b [u8]> {
+        let (encoder, head) = (&digest.encoder, self.head_number(ask));
+        self.slots(ask, first_page, n_pages).iter().map(move |&slot| {
             let start = encoder.page_start(head, slot as usize);
-            let page = &digest.bytes[start..start + encoder.page_bytes];
-            let scores = agreements(self.attention.isa, page, codes, encoder.width / 64);
-            out.copy_from_slice(&scores[..out.len()]);
+            &digest.bytes[start..start + encoder.page_bytes]
+        })
+    }
+
+    fn score_signs(&self, ask: &Ask, codes: &[u64], first_page: usize, out: &mut [u32]) {
+        let Some(digest) = self.signs_of(ask) else { return };
+        let pages = self.pages(ask, digest, first_page, out.len().div_ceil(PAGE));
+        agreements(self.attention.isa, pages, codes, digest.encoder.width / 64, out);
+    }
+
+    /// Scaled products of the group's queries with places, or what stands for them, `[group][n]`.
+    fn raw_scores(&self, ask: &Ask, q: &[f32], first_page: usize, raw: &mut [f32]) {
+        let n = raw.len() / self.attention.plan.group();
+        let Some(digest) = self.digest(ask) else {
+            return self.key_scores(ask, q, first_page * PAGE, raw);
+        };
+        let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
+        if digest.encoder.kind == DigestKind::Channels {
+            return channel_scores(self.attention.isa, pages, digest.encoder.width, q, raw);
+        }
+        let d = self.attention.d();
+        for (i, page) in pages.enumerate() {
+            let places = i * PAGE..n.min((i + 1) * PAGE);
+            for (q, row) in q.chunks_exact(d).zip(raw.chunks_exact_mut(n)) {
+                row[places.clone()].fill(bound(page, q));
+            }
         }
     }
 
-    /// Scaled products of the group's queries with all places, or what stands for them,
-    /// `[group][n]`.
-    fn raw_scores(&self, ask: &Ask) -> Vec<f32> {
-        let q: Vec<f32> = self.queries(ask).iter().map(|x| x * self.attention.scale).collect();
-        match self.digest(ask) {
-            None => self.key_scores(ask, &q),
-            Some(digest) => self.digest_scores(ask, digest, &q),
-        }
-    }
-
-    fn key_scores(&self, ask: &Ask, q: &[f32]) -> Vec<f32> {
+    fn key_scores(&self, ask: &Ask, q: &[f32], start: usize, raw: &mut [f32]) {
         let Attention { kv, plan, isa, .. } = self.attention;
         assert!(kv.by_rows, "an arena with digests");
-        let (n, group) = (ask.n as usize, plan.group());
-        let mut raw = vec![0.0; group * n];
+        let group = plan.group();
+        let n = raw.len() / group;
         let mut chunk = vec![0.0; group * CHUNK];
         let mut at = [std::ptr::null(); CHUNK];
         let seq = &plan.seqs[ask.seq as usize];
         for first in (0..n).step_by(CHUNK) {
             let places = first..n.min(first + CHUNK);
-            let at = self.attention.row_addresses(ask.head as usize, seq, places.clone(), &mut at);
+            let rows = start + places.start..start + places.end;
+            let at = self.attention.row_addresses(ask.head as usize, seq, rows, &mut at);
             let rows = Rows { dtype: kv.shape.dtype, d: kv.shape.head_dim as usize, at };
             row_scores(isa, &rows, group, q, &mut chunk);
             for (row, chunk) in raw.chunks_exact_mut(n).zip(chunk.chunks_exact(CHUNK)) {
                 row[places.clone()].copy_from_slice(&chunk[..places.len()]);
             }
         }
-        raw
     }
-
-    fn digest_scores(&self, ask: &Ask, digest: &DigestPages, q: &[f32]) -> Vec<f32> {
-        let encoder = &digest.encoder;
-        let (isa, head) = (self.attention.isa, self.head_number(ask));
-        let (n, d) = (ask.n as usize, self.attention.kv.shape.head_dim as usize);
-        let mut raw = vec![0.0; q.len() / d * n];
-        let mut products = vec![0.0; encoder.width];
-        for (q, raw) in q.chunks_exact(d).zip(raw.chunks_exact_mut(n)) {
-            if encoder.kind == DigestKind::Channels {
-                encoder.project(isa, head, q, &mut products);
-            }
-            let pages = self.slots(ask, 0, n.div_ceil(PAGE));
-            for (raw, &slot) in raw.chunks_mut(PAGE).zip(pages) {
-                let start = encoder.page_start(head, slot as usize);
-                let page = &digest.bytes[start..start + encoder.page_bytes];
-                match encoder.kind {
-                    DigestKind::Channels => {
-                        let scores = channel_scores(isa, page, &products);
-                        raw.copy_from_slice(&scores[..raw.len()]);
-                    }
-                    DigestKind::Bounds => raw.fill(bound(page, q)),
-                    DigestKind::Signs => unreachable!("signs are scored by themselves"),
-                }
-            }
-        }
-        raw
-    }
-}
-
-/// Agreeing bits of sixteen keys with all queries of the group.
-fn agreements(isa: Isa, page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512vpopcntdq")]
-        fn vectors(page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-            agreements_inner(page, codes, n_words)
-        }
-        #[target_feature(enable = "popcnt")]
-        fn scalars(page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-            agreements_inner(page, codes, n_words)
-        }
-        if isa >= Isa::Avx512 && is_x86_feature_detected!("avx512vpopcntdq") {
-            #[expect(unsafe_code, reason = "target features")]
-            // SAFETY: the machine has AVX-512, which `Cpu::new` checked, and was asked for the rest.
-            return unsafe { vectors(page, codes, n_words) };
-        }
-        if isa >= Isa::Avx2 && is_x86_feature_detected!("popcnt") {
-            #[expect(unsafe_code, reason = "target features")]
-            // SAFETY: the machine was asked.
-            return unsafe { scalars(page, codes, n_words) };
-        }
-    }
-    let _ = isa;
-    agreements_inner(page, codes, n_words)
-}
-
-#[inline(always)]
-fn agreements_inner(page: &[u8], codes: &[u64], n_words: usize) -> [u32; PAGE] {
-    let (words, _) = page.as_chunks::<8>();
-    let (rows, _) = words.as_chunks::<PAGE>();
-    let mut sums = [0u64; PAGE];
-    for query in codes.chunks_exact(n_words) {
-        for (&query, row) in query.iter().zip(rows) {
-            for (sum, &key) in sums.iter_mut().zip(row) {
-                *sum += u64::from((u64::from_le_bytes(key) ^ !query).count_ones());
-            }
-        }
-    }
-    sums.map(|sum| sum as u32)
-}
-
-versions! {
-    /// Products of sixteen keys' channels with a query's.
-    fn channel_scores(page: &[u8], query: &[f32]) -> [f32; PAGE] = channel_scores_inner;
-}
-
-#[inline(always)]
-fn channel_scores_inner<const FUSED: bool>(page: &[u8], query: &[f32]) -> [f32; PAGE] {
-    let (halves, _) = page.as_chunks::<2>();
-    let (rows, _) = halves.as_chunks::<PAGE>();
-    let mut sums = [0.0; PAGE];
-    for (row, &q) in rows.iter().zip(query) {
-        for (sum, &half) in sums.iter_mut().zip(row) {
-            *sum = fma::<FUSED>(q, f16_to_f32(u16::from_le_bytes(half)), *sum);
-        }
-    }
-    sums
-}
-
-/// The largest product with `q` that a key within the page's bounds could have.
-fn bound(page: &[u8], q: &[f32]) -> f32 {
-    let (halves, _) = page.as_chunks::<2>();
-    let (least, most) = halves.split_at(q.len());
-    let value = |half: [u8; 2]| f16_to_f32(u16::from_le_bytes(half));
-    let pairs = least.iter().zip(most).zip(q);
-    pairs.map(|((&least, &most), &q)| (q * value(least)).max(q * value(most))).sum()
 }

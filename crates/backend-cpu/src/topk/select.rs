@@ -28,9 +28,10 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
     }
     // No score is above the largest, which may be the largest there is.
     let n_above = if low == most { 0 } else { count(isa, middle, low + 1) };
-    chosen.resize(middle.len(), 0);
-    let n = write(isa, middle, Choice { first, threshold: low, n_equal: k - n_above }, chosen);
-    chosen.truncate(n);
+    // One more, because places are written before it is known whether they are chosen.
+    chosen.resize(k + 1, 0);
+    write(isa, middle, Choice { first, threshold: low, n_equal: k - n_above }, chosen);
+    chosen.truncate(k);
 }
 
 versions! {
@@ -63,7 +64,8 @@ struct Choice {
     n_equal: usize,
 }
 
-fn write(isa: Isa, scores: &[u32], choice: Choice, chosen: &mut [u32]) -> usize {
+/// Writes the chosen places; `chosen` has room for one more.
+fn write(isa: Isa, scores: &[u32], choice: Choice, chosen: &mut [u32]) {
     match isa {
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
@@ -73,7 +75,7 @@ fn write(isa: Isa, scores: &[u32], choice: Choice, chosen: &mut [u32]) -> usize 
     }
 }
 
-fn write_plain(scores: &[u32], choice: Choice, chosen: &mut [u32], mut n: usize) -> usize {
+fn write_plain(scores: &[u32], choice: Choice, chosen: &mut [u32], mut n: usize) {
     let mut n_equal = choice.n_equal;
     for (place, &score) in (choice.first..).zip(scores) {
         let is_equal = score == choice.threshold && n_equal > 0;
@@ -81,18 +83,13 @@ fn write_plain(scores: &[u32], choice: Choice, chosen: &mut [u32], mut n: usize)
         // Written always and counted if chosen: there is no branch to mispredict.
         chosen[n] = place;
         n += usize::from(score > choice.threshold || is_equal);
-        if n == chosen.len() {
-            break;
-        }
     }
-    n
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn write_avx512(scores: &[u32], mut choice: Choice, chosen: &mut [u32]) -> usize {
+fn write_avx512(scores: &[u32], mut choice: Choice, chosen: &mut [u32]) {
     use std::arch::x86_64::*;
-    assert!(chosen.len() >= scores.len());
     let (blocks, rest) = scores.as_chunks::<16>();
     let threshold = _mm512_set1_epi32(choice.threshold.cast_signed());
     let lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -109,15 +106,16 @@ fn write_avx512(scores: &[u32], mut choice: Choice, chosen: &mut [u32]) -> usize
         }
         choice.n_equal -= equal.count_ones() as usize;
         let mask = above | equal;
+        let n_after = n + mask.count_ones() as usize;
+        assert!(n_after <= chosen.len());
         let base = _mm512_set1_epi32((choice.first + 16 * i as u32).cast_signed());
         #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-        // SAFETY: at most `16 i` places were written before, and as many as the mask has bits are
-        // written now; `chosen` is as long as the scores (asserted).
+        // SAFETY: as many places as the mask has bits are written, and there is room (asserted).
         unsafe {
             let target = chosen.as_mut_ptr().add(n);
             _mm512_mask_compressstoreu_epi32(target.cast(), mask, _mm512_add_epi32(base, lanes));
         }
-        n += mask.count_ones() as usize;
+        n = n_after;
     }
     choice.first += 16 * blocks.len() as u32;
     write_plain(rest, choice, chosen, n)

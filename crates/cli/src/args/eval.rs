@@ -35,9 +35,9 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2K")]
     #[arg(value_parser = parse_tokens)]
     pub(crate) length: Vec<u32>,
-    /// Prompts of each task and length
-    #[arg(long, value_name = "N", default_value_t = 8)]
-    pub(crate) samples: u32,
+    /// Prompts of each task; one number for all lengths, or one for each
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "8")]
+    pub(crate) samples: Vec<u32>,
     /// How tokens are chosen, as --sparse has it; may be given more than once
     #[arg(long, value_name = "POLICY", default_values = ["full", "hata:256"])]
     pub(crate) policy: Vec<Policy>,
@@ -53,12 +53,42 @@ pub(crate) struct EvalArgs {
     /// Keep results here, and go on with what is there
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    /// Also take the records of these results of the same model; may be given more than once
+    #[arg(long, value_name = "FILE")]
+    pub(crate) add: Vec<PathBuf>,
+    /// Ask only every N-th prompt, beginning with the I-th (from 0), so that processes share them
+    #[arg(long, value_name = "I/N", default_value = "0/1", value_parser = parse_shard)]
+    pub(crate) shard: (u32, u32),
     /// Write every decision of every step, layer and head, as JSON lines; large
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) record_trace: Option<PathBuf>,
     /// Draw accuracy against length
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
+    /// Draw how much of a selection stays while the query turns, of policies with reuse=qsac
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) overlap_plot: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+}
+
+fn parse_shard(text: &str) -> Result<(u32, u32), String> {
+    let parts = text.split_once('/').map(|(i, n)| (i.parse::<u32>(), n.parse::<u32>()));
+    match parts {
+        Some((Ok(i), Ok(n))) if i < n => Ok((i, n)),
+        _ => Err(format!("{text:?} is not I/N with I below N, as in 0/4")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shard_is_one_of_many() {
+        assert_eq!(parse_shard("2/7"), Ok((2, 7)));
+        for bad in ["", "1", "7/7", "0/0", "-1/2", "a/b", "1/2/3"] {
+            assert!(parse_shard(bad).is_err(), "{bad}");
+        }
+    }
 }

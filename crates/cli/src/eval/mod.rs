@@ -3,6 +3,7 @@
 //! `tasks` makes prompts like RULER's, `runner` lets every policy continue each of them, `results`
 //! keeps what was found. A run that was interrupted goes on where it stopped.
 
+mod overlap;
 mod results;
 mod runner;
 mod tasks;
@@ -21,6 +22,7 @@ use nuthatch_tokens::{Conversation, DecodeOptions, EncodeOptions, Message, Words
 use nuthatch_types::{KvDtype, TokenId};
 
 use crate::args::EvalArgs;
+use crate::chart::Figure;
 use crate::config::EngineConfig;
 use crate::device::{Device, DeviceConfig};
 use crate::fetch::{self, Fetch};
@@ -28,6 +30,7 @@ use crate::load;
 use crate::resolve::ModelSpec;
 use crate::sparse;
 use crate::text;
+use overlap::Overlaps;
 use results::{Record, Results};
 use runner::{Continuation, Ending, Runner};
 use tasks::Sample;
@@ -45,6 +48,13 @@ struct Eval<'a> {
     policies: Vec<String>,
     prompts: Prompts,
     fetch: &'a Fetch<'a>,
+}
+
+/// One prompt.
+struct Cell {
+    sample: u32,
+    length: u32,
+    task: TaskName,
 }
 
 /// A model's words, and the prose that haystacks are made of.
@@ -69,10 +79,11 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         seed: args.seed,
         records: Vec::new(),
     };
-    let mut results = match &args.json {
-        Some(path) => Results::resume(path, new)?,
-        None => new,
-    };
+    let mut results = new.clone();
+    for path in args.json.iter().chain(&args.add) {
+        ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
+        results.replace(Results::resume(path, new.clone())?.records);
+    }
     let eval = Eval { args, tasks, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
@@ -85,10 +96,13 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         Device::Cuda(cuda) => eval.all(cuda, &files, config, &mut results)?,
     }
     if let Some(path) = &args.plot {
-        std::fs::write(path, results.figure(&eval.policies).svg())
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        write_figure(path, &results.figure(&eval.policies))?;
     }
     Ok(io::stdout().lock().write_all(results.table(&eval.policies).as_bytes())?)
+}
+
+fn write_figure(path: &Path, figure: &Figure) -> anyhow::Result<()> {
+    std::fs::write(path, figure.svg()).with_context(|| format!("cannot write {}", path.display()))
 }
 
 impl Eval<'_> {
@@ -107,39 +121,62 @@ impl Eval<'_> {
         let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
         let mut runner = Runner::new(backend, files, &options, sizes, self.args.mass)?;
         let mut trace = Trace::open(self.args.record_trace.as_deref())?;
-        if trace.file.is_some() {
+        let mut overlaps = Overlaps::new(self.policies.len());
+        if trace.file.is_some() || self.args.overlap_plot.is_some() {
             runner.record();
         }
         let _running = self.fetch.interrupt.begin();
-        for &length in &self.args.length {
-            for &task in &self.tasks {
-                for sample in 0..self.args.samples {
-                    let is_done = |policy| results.has(task.name(), length, sample, policy);
-                    if self.policies.iter().all(|policy| is_done(policy)) {
-                        continue;
-                    }
-                    if self.fetch.interrupt.requested() {
-                        return Ok(());
-                    }
-                    results.replace(self.one(&mut runner, task, length, sample)?);
-                    trace.write(&runner.take_trace())?;
-                    if let Some(path) = &self.args.json {
-                        results.save(path)?;
-                    }
-                }
-                // A closed stderr is no reason to stop.
-                let _ = writeln!(io::stderr(), "{} @ {length}: done", task.name());
+        for Cell { sample, length, task } in self.cells()? {
+            let is_done = |policy: &String| results.has(task.name(), length, sample, policy);
+            let missing: Vec<usize> =
+                (0..self.policies.len()).filter(|&i| !is_done(&self.policies[i])).collect();
+            if missing.is_empty() {
+                continue;
+            }
+            if self.fetch.interrupt.requested() {
+                return Ok(());
+            }
+            results.replace(self.one(&mut runner, &missing, (task, length, sample))?);
+            let decisions = runner.take_trace();
+            overlaps.add(&decisions);
+            trace.write(&decisions)?;
+            if let Some(path) = &self.args.json {
+                results.save(path)?;
+            }
+            // A closed stderr is no reason to stop.
+            let _ = writeln!(io::stderr(), "{} @ {length}, {sample}: done", task.name());
+        }
+        match &self.args.overlap_plot {
+            Some(path) => write_figure(path, &overlaps.figure(&results.model, &self.policies)),
+            None => Ok(()),
+        }
+    }
+
+    /// This process's prompts: the first of every task and length, then the second, and so on, so
+    /// that a part of them already says something about all.
+    fn cells(&self) -> anyhow::Result<Vec<Cell>> {
+        let lengths = &self.args.length;
+        let samples = match self.args.samples.as_slice() {
+            [n] => vec![*n; lengths.len()],
+            list => list.to_vec(),
+        };
+        let (n_samples, n_lengths) = (samples.len(), lengths.len());
+        ensure!(n_samples == n_lengths, "--samples has {n_samples} numbers, --length {n_lengths}");
+        let mut cells = Vec::new();
+        for sample in 0..samples.iter().copied().max().unwrap_or(0) {
+            for (&length, _) in lengths.iter().zip(&samples).filter(|(_, n)| sample < **n) {
+                cells.extend(self.tasks.iter().map(|&task| Cell { sample, length, task }));
             }
         }
-        Ok(())
+        let (first, step) = self.args.shard;
+        Ok(cells.into_iter().skip(first as usize).step_by(step as usize).collect())
     }
 
     fn one<B: Backend>(
         &self,
         runner: &mut Runner<B>,
-        task: TaskName,
-        length: u32,
-        sample: u32,
+        missing: &[usize],
+        (task, length, sample): (TaskName, u32, u32),
     ) -> anyhow::Result<Vec<Record>> {
         // Another seed for each prompt, whatever the other tasks and lengths are.
         let seed = self.args.seed.wrapping_mul(1_000_003).wrapping_add(u64::from(sample));
@@ -149,8 +186,9 @@ impl Eval<'_> {
         let (made, prompt) = self.prompts.fit(task, length, seed)?;
         let n_tokens = made.n_answer as usize;
         let ending = Ending { n_tokens, ends: &self.prompts.text.ends, given: None };
-        let found = runner.run(&prompt, &ending)?;
-        let records = self.policies.iter().zip(&found).map(|(policy, found)| {
+        let found = runner.run(&prompt, missing, &ending)?;
+        let records = missing.iter().map(|&i| {
+            let (policy, found) = (&self.policies[i], &found[i]);
             let answer =
                 self.prompts.text.tokenizer.decode(&found.tokens, DecodeOptions::default());
             Record {
@@ -169,14 +207,17 @@ impl Eval<'_> {
         length: u32,
         sample: u32,
     ) -> anyhow::Result<Vec<Record>> {
-        let all = self.prompts.prose_tokens()?;
+        let text = self.prompts.prose_tokens()?;
         let n = length as usize;
-        ensure!(n > N_MEASURED && all.len() >= n, "the text has {} tokens, not {n}", all.len());
-        let room = all.len() - n;
-        let start = room * sample as usize / self.args.samples.max(1) as usize;
-        let (prompt, rest) = all[start..start + n].split_at(n - N_MEASURED);
+        ensure!(n > N_MEASURED && text.len() >= n, "the text has {} tokens, not {n}", text.len());
+        let room = text.len() - n;
+        // Spread over the text by the golden ratio, however many samples there will be.
+        let start = (room as f64 * (f64::from(sample) * 0.618_033_988_75).fract()) as usize;
+        let (prompt, rest) = text[start..start + n].split_at(n - N_MEASURED);
         let ending = Ending { n_tokens: N_MEASURED, ends: &[], given: Some(rest) };
-        let found = runner.run(prompt, &ending)?;
+        // Divergences are from the first, so none can be left out.
+        let all: Vec<usize> = (0..self.policies.len()).collect();
+        let found = runner.run(prompt, &all, &ending)?;
         let per_token = |sum: f64| sum / N_MEASURED as f64;
         let records = self.policies.iter().zip(&found).map(|(policy, found)| Record {
             score: per_token(found.nll),

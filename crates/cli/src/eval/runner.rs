@@ -82,10 +82,11 @@ impl<B: Backend> Runner<B> {
         Ok(Runner { model, n_policies, page_len, vocab })
     }
 
-    /// Computes the prompt and lets every policy continue it.
+    /// Computes the prompt and lets these policies continue it; the others' continuations are empty.
     pub(super) fn run(
         &mut self,
         prompt: &[TokenId],
+        policies: &[usize],
         ending: &Ending<'_>,
     ) -> anyhow::Result<Vec<Continuation>> {
         ensure!(!prompt.is_empty(), "an empty prompt");
@@ -95,8 +96,8 @@ impl<B: Backend> Runner<B> {
         let logits = self.prefill(prompt)?;
         self.fork(prompt.len() as u32, ending.n_tokens as u32)?;
         let mut states = vec![Continuation::default(); self.n_policies];
-        let mut running: Vec<usize> = (0..self.n_policies).collect();
-        let mut rows = vec![logits; self.n_policies];
+        let mut running = policies.to_vec();
+        let mut rows = vec![logits; running.len()];
         for step in 0..ending.n_tokens {
             self.choose(&mut states, &running, &rows, step, ending);
             running.retain(|&i| {

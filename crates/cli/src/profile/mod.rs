@@ -161,6 +161,7 @@ fn importance<B: Backend>(
         bar.inc(1);
     }
     bar.finish_and_clear();
+    let sums: Vec<f64> = sums.into_iter().map(|square| square.max(0.0).sqrt()).collect();
     let mut sorted = sums.clone();
     sorted.sort_by(|a, b| b.total_cmp(a));
     let top = sorted[(sorted.len() as f64 * TOP_SHARE) as usize].max(f64::MIN_POSITIVE);

@@ -2,7 +2,7 @@
 //! heads, which is found by the model's fingerprint.
 //!
 //! ```text
-//!   --head-profile FILE  ->  <data>/profiles/<fingerprint>.json  ->  none
+//!   --head-profile FILE  ->  <data>/profiles/<fingerprint>.json  ->  built in  ->  none
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -20,6 +20,9 @@ use crate::text;
 
 /// Text from which averages are made that a profile lacks.
 const CALIBRATION: &str = include_str!("calibration.txt");
+/// The profile of the default model, so that its defaults work at once. The command that made it is
+/// in it.
+const BUILT_IN: &str = include_str!("smollm2-135m-instruct.json");
 /// Largest profile that is read.
 const PROFILE_BYTES_MAX: u64 = 64 << 20;
 
@@ -76,7 +79,8 @@ fn find_profile(
     if let Some(path) = profile_path(env, &fingerprint).filter(|path| path.is_file()) {
         return read_profile(&path).map(Some);
     }
-    Ok(None)
+    let built_in = Profile::from_json(BUILT_IN)?;
+    Ok((built_in.fingerprint == fingerprint).then_some(built_in))
 }
 
 /// Reads a profile from a file.
@@ -86,4 +90,16 @@ pub(crate) fn read_profile(path: &Path) -> anyhow::Result<Profile> {
     anyhow::ensure!(bytes <= PROFILE_BYTES_MAX, "{}: {bytes} bytes are too many", what());
     let text = std::fs::read_to_string(path).with_context(what)?;
     Profile::from_json(&text).with_context(what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_built_in_profile_is_whole() {
+        let profile = Profile::from_json(BUILT_IN).unwrap();
+        assert_eq!(profile.importance.len(), 30 * 9);
+        assert!(profile.serves(&Policy::default()) && profile.command.starts_with("nuthatch"));
+    }
 }

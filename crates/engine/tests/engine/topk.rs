@@ -1,7 +1,7 @@
 //! Top-k attention together with everything else: prefix hits, forks, swaps, chunks, cancelling.
 
-use nuthatch_engine::{EngineHandle, EngineOptions, TopKOptions};
-use nuthatch_types::{Sampling, TokenId};
+use nuthatch_engine::{EngineHandle, EngineOptions, Submission, TopKOptions};
+use nuthatch_types::{BeamParams, EarlyStopping, Sampling, TokenId};
 
 use crate::echo::{Answer, receive_all};
 use crate::golden::{Pool, folder, golden, load_topk, request};
@@ -123,6 +123,53 @@ fn company_changes_nothing_and_everybody_finishes() {
             let cache = handle.stats().unwrap().scheduler.cache;
             assert_eq!(cache.pages_used, 0, "{policy}: {cache:?}");
             handle.shutdown().unwrap();
+        }
+    }
+}
+
+/// Several answers to one prompt fork its pages and their digests; each is what its seed gives alone.
+#[test]
+fn samples_are_what_their_seeds_give_alone() {
+    let (prompt, _) = golden("llama3");
+    for policy in FORGETFUL.into_iter().chain(REMEMBERING) {
+        let handle = spawn("llama3", POOL, 10, Some(policy));
+        let sampling = Sampling { seed: 40, ..Sampling::default() };
+        let asked = Submission { n: 3, ..request(&prompt, sampling) };
+        let answers = receive_all(&handle.submit(asked.clone()).unwrap()).unwrap();
+        assert_eq!(answers.len(), 3);
+        for (i, (answer, _)) in (0..).zip(&answers) {
+            let sampling = Sampling { seed: 40 + i, ..asked.sampling.clone() };
+            let alone = Submission { n: 1, sampling, ..asked.clone() };
+            let alone = Answer::receive(&handle.submit(alone).unwrap()).unwrap();
+            assert_eq!((&answer.tokens, &answer.logprobs), (&alone.tokens, &alone.logprobs));
+        }
+    }
+}
+
+/// Beams fork each other after every token. With a policy that remembers nothing they are the same
+/// however the prompt was cut; with any policy and few pages they end and leave nothing behind.
+#[test]
+fn beams_fork_what_was_chosen_from() {
+    let (prompt, _) = golden("llama3");
+    let beam = BeamParams { width: 3, length_penalty: 1.0, early_stopping: EarlyStopping::No };
+    let asked = Submission { n: 3, beam: Some(beam), ..request(&prompt, Sampling::default()) };
+    let search = |pool: Pool, max_rows: u32, policy: Option<&str>| {
+        let handle = spawn("llama3", pool, max_rows, policy);
+        let answers = receive_all(&handle.submit(asked.clone()).unwrap()).unwrap();
+        assert_eq!(handle.stats().unwrap().scheduler.cache.pages_used, 0);
+        answers.into_iter().map(|(answer, score)| (answer.tokens, score)).collect::<Vec<_>>()
+    };
+    let exact = search(POOL, 10, None);
+    assert_eq!(search(POOL, 10, Some("full")), exact);
+    for policy in FORGETFUL {
+        let found = search(POOL, 10, Some(policy));
+        assert_ne!(found, exact, "{policy} attends to everything");
+        assert_eq!(search(POOL, 4, Some(policy)), found, "{policy}");
+    }
+    for policy in FORGETFUL.into_iter().chain(REMEMBERING) {
+        for host_pages in [0, 20] {
+            let pool = Pool { kv_pages: 9, host_pages, spill: false, max_seqs: 4 };
+            assert_eq!(search(pool, 10, Some(policy)).len(), 3);
         }
     }
 }

@@ -1,0 +1,159 @@
+//! Scores by numbers: products of channels, bounds of pages, and the parts of a softmax.
+
+use crate::isa::Isa;
+use crate::kv::PAGE;
+use crate::pack::f16_to_f32;
+use crate::versions::{exp, fma, sum16, versions};
+
+/// Query heads that are scored at a time.
+const GROUP_MAX: usize = 4;
+
+/// `raw[g][j]`: products of the channels of key `j` with those of query `g`; `q` is
+/// `[group][width]`.
+pub(super) fn channel_scores<'a>(
+    isa: Isa,
+    pages: impl Iterator<Item = &'a [u8]>,
+    width: usize,
+    q: &[f32],
+    raw: &mut [f32],
+) {
+    let n = raw.len() / (q.len() / width);
+    for (i, page) in pages.enumerate() {
+        let places = i * PAGE..n.min((i + 1) * PAGE);
+        let groups = q.chunks(GROUP_MAX * width).zip(raw.chunks_mut(GROUP_MAX * n));
+        for (q, raw) in groups {
+            let mut sums = [[0.0; PAGE]; GROUP_MAX];
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                #[expect(unsafe_code, reason = "target features")]
+                // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+                Isa::Avx512 | Isa::Amx => unsafe {
+                    match q.len() / width {
+                        4 => vectors::<4>(page, width, q, &mut sums),
+                        3 => vectors::<3>(page, width, q, &mut sums),
+                        2 => vectors::<2>(page, width, q, &mut sums),
+                        _ => vectors::<1>(page, width, q, &mut sums),
+                    }
+                },
+                isa => channel_page(isa, page, width, q, &mut sums),
+            }
+            for (row, sums) in raw.chunks_exact_mut(n).zip(&sums) {
+                row[places.clone()].copy_from_slice(&sums[..places.len()]);
+            }
+        }
+    }
+}
+
+versions! {
+    /// Products of sixteen keys' channels with those of a few queries.
+    fn channel_page(page: &[u8], width: usize, q: &[f32], sums: &mut [[f32; PAGE]; GROUP_MAX]) = channel_page_inner;
+}
+
+#[inline(always)]
+fn channel_page_inner<const FUSED: bool>(
+    page: &[u8],
+    width: usize,
+    q: &[f32],
+    sums: &mut [[f32; PAGE]; GROUP_MAX],
+) {
+    let (halves, _) = page.as_chunks::<2>();
+    let (rows, _) = halves.as_chunks::<PAGE>();
+    for (channel, row) in rows.iter().take(width).enumerate() {
+        let key = row.map(|half| f16_to_f32(u16::from_le_bytes(half)));
+        for (q, sums) in q.chunks_exact(width).zip(&mut *sums) {
+            for (sum, key) in sums.iter_mut().zip(key) {
+                *sum = fma::<FUSED>(q[channel], key, *sum);
+            }
+        }
+    }
+}
+
+/// The same for `N` queries: one register holds a channel of sixteen keys.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn vectors<const N: usize>(
+    page: &[u8],
+    width: usize,
+    q: &[f32],
+    sums: &mut [[f32; PAGE]; GROUP_MAX],
+) {
+    use std::arch::x86_64::*;
+    assert!(q.len() == N * width && page.len() >= width * PAGE * 2);
+    let mut totals = [_mm512_setzero_ps(); N];
+    for channel in 0..width {
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: the page has sixteen halves for each channel (asserted).
+        let halves = unsafe { _mm256_loadu_si256(page.as_ptr().add(channel * PAGE * 2).cast()) };
+        let keys = _mm512_cvtph_ps(halves);
+        for (row, total) in totals.iter_mut().enumerate() {
+            *total = _mm512_fmadd_ps(_mm512_set1_ps(q[row * width + channel]), keys, *total);
+        }
+    }
+    for (sums, total) in sums.iter_mut().zip(totals) {
+        #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+        // SAFETY: sixteen numbers.
+        unsafe {
+            _mm512_storeu_ps(sums.as_mut_ptr(), total);
+        }
+    }
+}
+
+/// The largest product with `q` that a key within the page's bounds could have.
+pub(super) fn bound(page: &[u8], q: &[f32]) -> f32 {
+    let (halves, _) = page.as_chunks::<2>();
+    let (least, most) = halves.split_at(q.len());
+    let value = |half: [u8; 2]| f16_to_f32(u16::from_le_bytes(half));
+    let pairs = least.iter().zip(most).zip(q);
+    pairs.map(|((&least, &most), &q)| (q * value(least)).max(q * value(most))).sum()
+}
+
+versions! {
+    /// Turns a row into `exp(x - max)` and returns the maximum and the sum.
+    pub(super) fn exponentials(row: &mut [f32]) -> (f32, f32) = exponentials_inner;
+}
+
+#[inline(always)]
+fn exponentials_inner<const FUSED: bool>(row: &mut [f32]) -> (f32, f32) {
+    let (pages, rest) = row.as_chunks_mut::<PAGE>();
+    let mut maxima = [f32::NEG_INFINITY; PAGE];
+    for page in &*pages {
+        for (max, &x) in maxima.iter_mut().zip(page) {
+            *max = if x > *max { x } else { *max };
+        }
+    }
+    let max =
+        maxima.iter().chain(&*rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    // All are NaN: whatever is subtracted, they stay so.
+    let max = if max == f32::NEG_INFINITY { 0.0 } else { max };
+    let mut sums = [0.0; PAGE];
+    for page in pages {
+        for (x, sum) in page.iter_mut().zip(&mut sums) {
+            *x = exp::<FUSED>(*x - max);
+            *sum += *x;
+        }
+    }
+    for (x, sum) in rest.iter_mut().zip(&mut sums) {
+        *x = exp::<FUSED>(*x - max);
+        *sum += *x;
+    }
+    (max, sum16(&sums))
+}
+
+versions! {
+    /// The sums of the rows of `[group][n]`, each times its factor, as bits that are ordered as the
+    /// numbers are.
+    pub(super) fn combine(rows: &[f32], factors: &[f32], out: &mut [u32]) = combine_inner;
+}
+
+#[inline(always)]
+fn combine_inner<const FUSED: bool>(rows: &[f32], factors: &[f32], out: &mut [u32]) {
+    let n = out.len();
+    out.fill(0);
+    for (row, &factor) in rows.chunks_exact(n).zip(factors) {
+        for (out, &x) in out.iter_mut().zip(row) {
+            let sum = fma::<FUSED>(x, factor, f32::from_bits(*out));
+            // Positive floats are ordered as their bits are; what is no number is worth nothing.
+            *out = if sum > 0.0 { sum.to_bits() } else { 0 };
+        }
+    }
+}
