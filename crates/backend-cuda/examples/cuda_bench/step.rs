@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use nuthatch_backend::{Backend, HostMatrix, Pass, WeightType};
+use nuthatch_backend::{Backend, HostMatrix, Norm, Pass, WeightType};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx};
 
@@ -160,7 +160,7 @@ impl Model {
         let Shape { hidden, ff, vocab, n_heads, n_kv_heads, head_dim, n_layers, .. } = self.shape;
         let heads = |n: u32| (n * head_dim) as usize;
         let layer = match stage {
-            Stage::Norms | Stage::Rope => 0,
+            Stage::Rope => 0,
             Stage::Qkv => hidden * heads(n_heads + 2 * n_kv_heads),
             Stage::Attention => return (tokens * kv.token_bytes()) as f64,
             Stage::Out => hidden * heads(n_heads),
@@ -186,11 +186,8 @@ impl Model {
         cuda.embed(&self.table, &rig.plan, x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let at = LayerIdx(i as u32);
-            if has(Stage::Norms) {
-                cuda.norm(x, norm, 1e-5, n, h)?;
-            }
             if has(Stage::Qkv) {
-                cuda.matmul(&layer.qkv, h, n, qkv)?;
+                cuda.norm_matmul(&Norm { x, weight: norm, eps: 1e-5 }, &layer.qkv, n, h, qkv)?;
             }
             if has(Stage::Rope) {
                 cuda.rope_append(&rig.plan, at, &spec, qkv, &mut rig.kv)?;
@@ -201,11 +198,9 @@ impl Model {
             if has(Stage::Out) {
                 cuda.matmul_add(&layer.out, attended, n, x)?;
             }
-            if has(Stage::Norms) {
-                cuda.norm(x, norm, 1e-5, n, h)?;
-            }
             if has(Stage::GateUp) {
-                cuda.gated_matmul(&layer.gate_up, h, ff, n, gate_up, gated)?;
+                let of = Norm { x, weight: norm, eps: 1e-5 };
+                cuda.norm_gated_matmul(&of, &layer.gate_up, ff, n, (h, gate_up), gated)?;
             }
             if has(Stage::Down) {
                 cuda.matmul_add(&layer.down, gated, n, x)?;
@@ -213,8 +208,8 @@ impl Model {
         }
         if has(Stage::Head) {
             cuda.gather_rows(&rig.plan, x, hidden, last)?;
-            cuda.norm(last, norm, 1e-5, n, h)?;
-            cuda.matmul(&self.table, h, n, logits)?;
+            let of = Norm { x: last, weight: norm, eps: 1e-5 };
+            cuda.norm_matmul(&of, &self.table, n, h, logits)?;
         }
         Ok(())
     }
@@ -223,7 +218,6 @@ impl Model {
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    Norms,
     Qkv,
     Rope,
     Attention,
@@ -234,8 +228,7 @@ enum Stage {
 }
 
 impl Stage {
-    const ALL: [Stage; 8] = [
-        Stage::Norms,
+    const ALL: [Stage; 7] = [
         Stage::Qkv,
         Stage::Rope,
         Stage::Attention,
