@@ -1,8 +1,8 @@
 // The products of matmul.cu for many rows of x, by Hopper's matrix instruction of four warps.
 //
 // A block takes WIDE rows of W and WIDE rows of x at a time, and as many of these tiles as come to it.
-// One thread has the copy engine bring both through a ring; it swizzles x as the instruction wants it. The
-// other eight warps each take sixteen rows of W from the ring into registers, where
+// Four warps have the copy engine bring both through a ring: W by runs, x by tiles, which it swizzles as the
+// instruction wants them. (W by tiles, which one thread could ask for, came at half the speed.) Eight warps each take sixteen rows of W from the ring into registers, where
 // they already lie in order, and multiply them with all rows of x. Two blocks that follow each other have
 // the same rows of x: each brings half of them for both, since the second-level cache gives no more.
 //
@@ -16,7 +16,6 @@ struct alignas(128) TileMap {
 };
 
 struct WideParams {
-    TileMap w;  // [tile of 16 rows][cell][eights of bytes]
     TileMap x;
     MatmulParams product;
 };
@@ -24,10 +23,12 @@ static_assert(sizeof(WideParams) == WIDE_PARAMS_SIZE, "the host's WideParams dif
 
 #define WIDE 128
 #define WIDE_SHARE (WIDE / WIDE_PAIR)
+#define WIDE_OWN 2  // tiles of W that a warp brings
 #define WIDE_X_BYTES (WIDE * 128)
 #define WIDE_STAGE (WIDE / 16 * CELL_BYTES + WIDE_X_BYTES)
 #define WIDE_BARRIERS (WIDE_STAGES * WIDE_STAGE)
 static_assert(WIDE_BARRIERS + 16 * WIDE_STAGES == WIDE_SHARED, "the host's shared memory differs");
+static_assert(4 * WIDE_OWN == WIDE / 16, "four warps bring all tiles");
 static_assert(CELL_BYTES * (WIDE / 16) % 1024 == 0, "tiles of x begin where their pattern does");
 // Blocks of x that follow each other before the next rows of W: they stay in the second-level cache.
 #define WIDE_GROUP 16
@@ -57,15 +58,6 @@ DEVICE u32 place_in_pair() {
     u32 place;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
     return place;
-}
-
-// Brings one cell of WIDE rows of W.
-DEVICE void w_copy(u32 shared, const TileMap& map, u32 cell, u32 tile, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared),
-        "l"(&map), "r"(0), "r"(cell), "r"(tile), "r"(barrier)
-        : "memory");
 }
 
 // Brings 64 columns of WIDE_SHARE rows of x to both blocks of the pair, and tells the barriers of both.
@@ -161,21 +153,32 @@ struct WidePlace {
     }
 };
 
-DEVICE void wide_bring(const WideParams& p, u32 ring) {
-    const u32 cells = p.product.cells;
+// What one of the warps that bring does, by one thread: some tiles of W; the first also brings x.
+DEVICE void wide_bring(const WideParams& p, u32 ring, u32 warp) {
+    const u32 tiles = (p.product.rows + 15) / 16, cells = p.product.cells;
     const u32 share = place_in_pair() * WIDE_SHARE;
     WidePlace place = {0, 0};
     for (u32 i = blockIdx.x / WIDE_PAIR; i < WideTile::count(p.product);
          i += gridDim.x / WIDE_PAIR) {
         const WideTile tile = WideTile::at(p.product, i);
+        // Tiles beyond the last are not there, and nobody looks at their products.
+        const u32 own = tile.w * (WIDE / 16) + warp * WIDE_OWN;
+        const u32 n_own = own < tiles ? min(tiles - own, (u32)WIDE_OWN) : 0;
+        const u8* source = p.product.packed + (u64)own * cells * CELL_BYTES;
         for (u32 cell = 0; cell < cells; cell++) {
             const u32 ready = ring + WIDE_BARRIERS + place.stage * 8;
             const u32 target = ring + place.stage * WIDE_STAGE;
             barrier_wait(ready + WIDE_STAGES * 8, place.phase ^ 1);
-            barrier_expect(ready, WIDE_STAGE);
-            w_copy(target, p.w, cell, tile.w * (WIDE / 16), ready);
-            x_copy(target + WIDE / 16 * CELL_BYTES + share * 128, p.x, cell * 64,
-                   tile.x * WIDE + share, ready);
+            // Everybody arrives, also without tiles: nobody may be a round behind.
+            barrier_expect(ready, n_own * CELL_BYTES + (warp == 0 ? WIDE_X_BYTES : 0));
+            if (warp == 0)
+                x_copy(target + WIDE / 16 * CELL_BYTES + share * 128, p.x, cell * 64,
+                       tile.x * WIDE + share, ready);
+            UNROLL
+            for (u32 t = 0; t < WIDE_OWN; t++)
+                if (t < n_own)
+                    bulk_copy(target + (warp * WIDE_OWN + t) * CELL_BYTES,
+                              source + ((u64)t * cells + cell) * CELL_BYTES, CELL_BYTES, ready);
             WidePlace::go_on(place);
         }
     }
@@ -255,13 +258,13 @@ DEVICE void wide_compute(const WideParams& p, const u8* shared, u32 ring) {
     }
 }
 
-extern "C" __global__ void __cluster_dims__(WIDE_PAIR, 1, 1) __launch_bounds__(288, 1)
+extern "C" __global__ void __cluster_dims__(WIDE_PAIR, 1, 1) __launch_bounds__(384, 1)
     matmul_wide(const __grid_constant__ WideParams p) {
     extern __shared__ __align__(1024) u8 wide_shared[];
     const u32 ring = shared_address(wide_shared), barriers = ring + WIDE_BARRIERS;
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < WIDE_STAGES; i++) {
-            barrier_init_for(barriers + i * 8, 1);
+            barrier_init_for(barriers + i * 8, 4);
             barrier_init_for(barriers + (WIDE_STAGES + i) * 8, 8 * WIDE_PAIR);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -271,8 +274,8 @@ extern "C" __global__ void __cluster_dims__(WIDE_PAIR, 1, 1) __launch_bounds__(2
     begin();
     if (threadIdx.x < 256)
         wide_compute(p, wide_shared, ring);
-    else if (threadIdx.x == 256)
-        wide_bring(p, ring);
+    else if (threadIdx.x % 32 == 0)
+        wide_bring(p, ring, threadIdx.x / 32 - 8);
     // The other block may still write here, or arrive.
     __syncwarp();
     pair_sync();
