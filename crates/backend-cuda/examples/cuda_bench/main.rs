@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! The words say what: `start`, `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`, and
-//! `step` for whole decode steps (of the models that are named, or all), which take up to 120 GB of the
+//! The words say what: `start`, `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`,
+//! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all), which take up to 120 GB of the
 //! device; `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings
 //! pages to the second-level cache early.
 //!
@@ -78,6 +78,9 @@ fn main() -> Outcome {
         for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
             prefill(&cuda, &mut report, depth, rows)?;
         }
+    }
+    if has("prompt") {
+        step::prompts(&cuda, &mut report)?;
     }
     if has("draw") {
         draws(&cuda, &mut report)?;

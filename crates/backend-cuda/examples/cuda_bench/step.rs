@@ -86,7 +86,32 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     Ok(())
 }
 
+/// Times prompts of 8192 tokens at several depths, each in one pass, of the first model that is named.
+pub(crate) fn prompts(cuda: &Cuda, report: &mut Report) -> Outcome {
+    const ROWS: usize = 8192;
+    let model = Model::new(cuda, LLAMA3_8B)?;
+    let Shape { n_layers, n_heads, n_kv_heads, head_dim, name, .. } = model.shape;
+    let dtype = KvDtype::F16;
+    let kv = KvShape { n_layers, n_kv_heads, head_dim, page_len: 16, dtype };
+    let mut acts = Acts::new(cuda, &model.shape, ROWS)?;
+    acts.outputs = 1;
+    for depth in [0, 8192, 16384, 24576] {
+        let mut rig = Rig::new(cuda, (kv, n_heads), (1, depth, ROWS))?;
+        rig.lay_out(&[(0, depth, ROWS)])?;
+        let seconds = time(cuda, |_| model.pass(cuda, &mut rig, &mut acts, None))?;
+        let keys = ROWS as f64 * (depth as f64 + ROWS as f64 / 2.0);
+        let attention = 4.0 * keys * f64::from(n_layers * n_heads * head_dim);
+        let operations = ROWS as f64 * (model.bytes(&kv, 0) - model.head_bytes()) + attention;
+        report.add(&format!("prompt {name}, {ROWS} at {depth}"), seconds, 0.0, operations);
+    }
+    Ok(())
+}
+
 impl Model {
+    fn head_bytes(&self) -> f64 {
+        (2 * self.shape.vocab * self.shape.hidden) as f64
+    }
+
     fn new(cuda: &Cuda, shape: Shape) -> Result<Self, Box<dyn Error>> {
         let qkv = ((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim) as usize;
         let heads = (shape.n_heads * shape.head_dim) as usize;
@@ -181,8 +206,9 @@ impl Model {
     ) -> Outcome {
         let Shape { hidden, ff, n_heads, head_dim, .. } = self.shape;
         let spec = spec(n_heads, head_dim);
-        let Acts { n, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
-        let (n, has) = (*n, |stage: Stage| without != Some(stage));
+        let Acts { n, outputs, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
+        let (n, outputs) = (*n, *outputs);
+        let has = |stage: Stage| without != Some(stage);
         cuda.embed(&self.table, &rig.plan, x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let at = LayerIdx(i as u32);
@@ -209,7 +235,7 @@ impl Model {
         if has(Stage::Head) {
             cuda.gather_rows(&rig.plan, x, hidden, last)?;
             let of = Norm { x: last, weight: norm, eps: 1e-5 };
-            cuda.norm_matmul(&of, &self.table, n, h, logits)?;
+            cuda.norm_matmul(&of, &self.table, outputs, h, logits)?;
         }
         Ok(())
     }
@@ -244,6 +270,8 @@ type Buf = <Cuda as Backend>::Buf;
 /// The buffers of a step of `n` rows.
 struct Acts {
     n: usize,
+    /// Rows that logits are computed for.
+    outputs: usize,
     norm: Buf,
     x: Buf,
     h: Buf,
@@ -263,6 +291,7 @@ impl Acts {
         cuda.write(&mut norm, &vec![1.0; hidden])?;
         Ok(Acts {
             n,
+            outputs: n,
             norm,
             x: cuda.alloc(n * hidden)?,
             h: cuda.alloc(n * hidden)?,
