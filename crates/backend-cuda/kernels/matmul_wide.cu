@@ -1,16 +1,16 @@
 // The products of matmul.cu for many rows of x, by Hopper's matrix instruction of four warps.
 //
 // A block takes WIDE rows of W and WIDE rows of x at a time, and as many of these tiles as come to it.
-// Four warps have the copy engine bring both through a ring: W by runs, x by tiles, which it swizzles as the
-// instruction wants them. (W by tiles, which one thread could ask for, came at half the speed.) Eight warps each take sixteen rows of W from the ring into registers, where
-// they already lie in order, and multiply them with all rows of x. Two blocks that follow each other have
-// the same rows of x: each brings half of them for both, since the second-level cache gives no more.
+// One warp brings both through a ring: W by runs, x by the copy engine's tiles, which swizzle it as the
+// instruction wants it. The other eight each take sixteen rows of W from the ring into registers, where
+// they already lie in order, and multiply them with all rows of x. Two blocks that share x by the copy
+// engine, and tell each other when a stage is free, ran at 0.6 of the speed on one H200.
 //
 // An output is the same chain of sums of sixteen products as in matmul.cu: the same bits.
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && TYPE == BF16
 
-// An array that the copy engine takes tiles from.
+// A tile of x, as the copy engine knows it.
 struct alignas(128) TileMap {
     u64 opaque[16];
 };
@@ -22,13 +22,10 @@ struct WideParams {
 static_assert(sizeof(WideParams) == WIDE_PARAMS_SIZE, "the host's WideParams differs");
 
 #define WIDE 128
-#define WIDE_SHARE (WIDE / WIDE_PAIR)
-#define WIDE_OWN 2  // tiles of W that a warp brings
 #define WIDE_X_BYTES (WIDE * 128)
 #define WIDE_STAGE (WIDE / 16 * CELL_BYTES + WIDE_X_BYTES)
 #define WIDE_BARRIERS (WIDE_STAGES * WIDE_STAGE)
 static_assert(WIDE_BARRIERS + 16 * WIDE_STAGES == WIDE_SHARED, "the host's shared memory differs");
-static_assert(4 * WIDE_OWN == WIDE / 16, "four warps bring all tiles");
 static_assert(CELL_BYTES * (WIDE / 16) % 1024 == 0, "tiles of x begin where their pattern does");
 // Blocks of x that follow each other before the next rows of W: they stay in the second-level cache.
 #define WIDE_GROUP 16
@@ -37,35 +34,16 @@ DEVICE void barrier_init_for(u32 barrier, u32 n) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
 }
 
-// Arrives at the barrier of one block of the pair.
-DEVICE void barrier_arrive_at(u32 barrier, u32 block) {
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Brings 64 columns of WIDE rows.
+DEVICE void tile_copy(u32 shared, const TileMap& map, u32 column, u32 row, u32 barrier) {
     asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-        "}" ::"r"(barrier),
-        "r"(block)
-        : "memory");
-}
-
-// Waits for all threads of the pair.
-DEVICE void pair_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-DEVICE u32 place_in_pair() {
-    u32 place;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
-    return place;
-}
-
-// Brings 64 columns of WIDE_SHARE rows of x to both blocks of the pair, and tells the barriers of both.
-DEVICE void x_copy(u32 shared, const TileMap& map, u32 column, u32 row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << WIDE_PAIR) - 1))
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
 
@@ -122,24 +100,19 @@ DEVICE void wide_wait(float (&d)[64]) {
         : "memory");
 }
 
-// Where a tile is, and the tiles of a pair of blocks, which differ in their rows of W.
+// Where a tile is.
 struct WideTile {
-    u32 w, x;  // counted in tiles; rows of W may lie beyond the last
-
-    DEVICE u32 pairs_of_w(const MatmulParams& p) {
-        return (p.rows + WIDE * WIDE_PAIR - 1) / (WIDE * WIDE_PAIR);
-    }
+    u32 w, x;  // counted in tiles
 
     DEVICE WideTile at(const MatmulParams& p, u32 index) {
-        const u32 n_w = pairs_of_w(p), n_x = (p.n_x + WIDE - 1) / WIDE;
+        const u32 n_w = (p.rows + WIDE - 1) / WIDE, n_x = (p.n_x + WIDE - 1) / WIDE;
         const u32 group = index / (n_w * WIDE_GROUP), inside = index % (n_w * WIDE_GROUP);
         const u32 columns = min(n_x - group * WIDE_GROUP, (u32)WIDE_GROUP);
-        return WideTile{inside / columns * WIDE_PAIR + place_in_pair(),
-                        group * WIDE_GROUP + inside % columns};
+        return WideTile{inside / columns, group * WIDE_GROUP + inside % columns};
     }
 
     DEVICE u32 count(const MatmulParams& p) {
-        return pairs_of_w(p) * ((p.n_x + WIDE - 1) / WIDE);
+        return (p.rows + WIDE - 1) / WIDE * ((p.n_x + WIDE - 1) / WIDE);
     }
 };
 
@@ -153,32 +126,22 @@ struct WidePlace {
     }
 };
 
-// What one of the warps that bring does, by one thread: some tiles of W; the first also brings x.
-DEVICE void wide_bring(const WideParams& p, u32 ring, u32 warp) {
+DEVICE void wide_bring(const WideParams& p, u32 ring) {
     const u32 tiles = (p.product.rows + 15) / 16, cells = p.product.cells;
-    const u32 share = place_in_pair() * WIDE_SHARE;
     WidePlace place = {0, 0};
-    for (u32 i = blockIdx.x / WIDE_PAIR; i < WideTile::count(p.product);
-         i += gridDim.x / WIDE_PAIR) {
+    for (u32 i = blockIdx.x; i < WideTile::count(p.product); i += gridDim.x) {
         const WideTile tile = WideTile::at(p.product, i);
-        // Tiles beyond the last are not there, and nobody looks at their products.
-        const u32 own = tile.w * (WIDE / 16) + warp * WIDE_OWN;
-        const u32 n_own = own < tiles ? min(tiles - own, (u32)WIDE_OWN) : 0;
-        const u8* source = p.product.packed + (u64)own * cells * CELL_BYTES;
+        const u32 first = tile.w * (WIDE / 16), n = min(tiles - first, (u32)WIDE / 16);
         for (u32 cell = 0; cell < cells; cell++) {
             const u32 ready = ring + WIDE_BARRIERS + place.stage * 8;
             const u32 target = ring + place.stage * WIDE_STAGE;
             barrier_wait(ready + WIDE_STAGES * 8, place.phase ^ 1);
-            // Everybody arrives, also without tiles: nobody may be a round behind.
-            barrier_expect(ready, n_own * CELL_BYTES + (warp == 0 ? WIDE_X_BYTES : 0));
-            if (warp == 0)
-                x_copy(target + WIDE / 16 * CELL_BYTES + share * 128, p.x, cell * 64,
-                       tile.x * WIDE + share, ready);
-            UNROLL
-            for (u32 t = 0; t < WIDE_OWN; t++)
-                if (t < n_own)
-                    bulk_copy(target + (warp * WIDE_OWN + t) * CELL_BYTES,
-                              source + ((u64)t * cells + cell) * CELL_BYTES, CELL_BYTES, ready);
+            barrier_expect(ready, n * CELL_BYTES + WIDE_X_BYTES);
+            for (u32 t = 0; t < n; t++)
+                bulk_copy(target + t * CELL_BYTES,
+                          p.product.packed + ((u64)(first + t) * cells + cell) * CELL_BYTES,
+                          CELL_BYTES, ready);
+            tile_copy(target + WIDE / 16 * CELL_BYTES, p.x, cell * 64, tile.x * WIDE, ready);
             WidePlace::go_on(place);
         }
     }
@@ -219,8 +182,7 @@ DEVICE void wide_compute(const WideParams& p, const u8* shared, u32 ring) {
     WidePlace place = {0, 0};
     UNROLL
     for (int j = 0; j < 64; j++) acc[j] = 0.0f;
-    for (u32 i = blockIdx.x / WIDE_PAIR; i < WideTile::count(p.product);
-         i += gridDim.x / WIDE_PAIR) {
+    for (u32 i = blockIdx.x; i < WideTile::count(p.product); i += gridDim.x) {
         UNROLL
         for (int j = 0; j < 64; j++) total[j] = 0.0f;
         u32 segment = 0, is_begun = 0;
@@ -242,8 +204,7 @@ DEVICE void wide_compute(const WideParams& p, const u8* shared, u32 ring) {
                 wide_load(own + place.stage * WIDE_STAGE, next);
             }
             wide_wait(acc);
-            // Both blocks write to this one's stages.
-            if (threadIdx.x % 32 < WIDE_PAIR) barrier_arrive_at(free, threadIdx.x % 32);
+            if (threadIdx.x % 32 == 0) barrier_arrive(free);
             UNROLL
             for (int step = 0; step < 4; step++) a[step] = next[step];
             is_begun = 1;
@@ -258,26 +219,21 @@ DEVICE void wide_compute(const WideParams& p, const u8* shared, u32 ring) {
     }
 }
 
-extern "C" __global__ void __cluster_dims__(WIDE_PAIR, 1, 1) __launch_bounds__(384, 1)
-    matmul_wide(const __grid_constant__ WideParams p) {
+extern "C" __global__ void __launch_bounds__(288, 1) matmul_wide(const __grid_constant__ WideParams p) {
     extern __shared__ __align__(1024) u8 wide_shared[];
     const u32 ring = shared_address(wide_shared), barriers = ring + WIDE_BARRIERS;
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < WIDE_STAGES; i++) {
-            barrier_init_for(barriers + i * 8, 4);
-            barrier_init_for(barriers + (WIDE_STAGES + i) * 8, 8 * WIDE_PAIR);
+            barrier_init_for(barriers + i * 8, 1);
+            barrier_init_for(barriers + (WIDE_STAGES + i) * 8, 8);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    // The other block's barriers are ready too.
-    pair_sync();
+    __syncthreads();
     begin();
     if (threadIdx.x < 256)
         wide_compute(p, wide_shared, ring);
-    else if (threadIdx.x % 32 == 0)
-        wide_bring(p, ring, threadIdx.x / 32 - 8);
-    // The other block may still write here, or arrive.
-    __syncwarp();
-    pair_sync();
+    else if (threadIdx.x == 256)
+        wide_bring(p, ring);
 }
 #endif

@@ -81,7 +81,6 @@ impl Program {
             ("ONE_ROW_BYTES", matmul_one::ROW_BYTES.to_string()),
             ("ONE_PIECES", matmul_one::PIECES.to_string()),
             ("ONE_ENTRY", matmul_one::entry(dtype)),
-            ("WIDE_PAIR", matmul_wide::PAIR.to_string()),
             ("WIDE_STAGES", matmul_wide::STAGES.to_string()),
             ("WIDE_SHARED", matmul_wide::shared_bytes(dtype).to_string()),
             ("WIDE_PARAMS_SIZE", size_of::<matmul_wide::WideParams>().to_string()),

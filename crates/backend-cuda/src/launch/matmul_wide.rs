@@ -17,12 +17,10 @@ params! {
 
 /// Rows of the weight, and of the activations, of a tile; `WIDE` of `matmul_wide.cu`.
 const WIDE: usize = 128;
-/// Blocks that share rows of activations; `WIDE_PAIR`.
-pub(crate) const PAIR: u32 = 2;
 /// Cells that the ring holds.
 pub(crate) const STAGES: usize = 6;
-/// Eight warps that multiply, and four that bring.
-const THREADS: u32 = 384;
+/// Eight warps that multiply, and one that brings.
+const THREADS: u32 = 288;
 
 /// The architecture that has the instruction, and the type that it takes as it is.
 pub(crate) fn is_for(device: &Device, dtype: WeightType) -> bool {
@@ -34,15 +32,14 @@ pub(crate) fn shared_bytes(dtype: WeightType) -> usize {
     STAGES * (WIDE / 16 * cell_bytes(dtype) + WIDE * 128 + 16)
 }
 
-/// Tiles of pairs of blocks.
-fn n_pairs(product: &MatmulParams) -> u32 {
-    product.rows.div_ceil(PAIR * count(WIDE)) * product.n_x.div_ceil(count(WIDE))
+fn n_tiles(product: &MatmulParams) -> u32 {
+    product.rows.div_ceil(count(WIDE)) * product.n_x.div_ceil(count(WIDE))
 }
 
 /// Whether a product has tiles for enough of the device. Measured on one H200: with 32 tiles of its 132
 /// the tiles for few rows take two thirds of the time, with 48 as much.
 pub(crate) fn fills(device: &Device, product: &MatmulParams) -> bool {
-    3 * PAIR * n_pairs(product) >= device.n_multiprocessors()
+    3 * n_tiles(product) >= device.n_multiprocessors()
 }
 
 /// Queues a product whose parameters the caller has checked.
@@ -52,7 +49,7 @@ pub(crate) fn launch(
     product: &MatmulParams,
 ) -> Result<(), DeviceError> {
     let params = WideParams { x: map_of(device, product)?, product: *product };
-    let blocks = PAIR * n_pairs(product).min(device.n_multiprocessors() / PAIR);
+    let blocks = n_tiles(product).min(device.n_multiprocessors());
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: the kernel reads the packed part, whole by construction, and of x what the map says; it
     // writes `n_x` rows of out, which the caller has asserted to fit.
@@ -61,8 +58,7 @@ pub(crate) fn launch(
     }
 }
 
-/// The rows of x in tiles of 64 columns by what one block of a pair brings, swizzled as the instruction
-/// reads them; zeros beyond the end.
+/// The rows of x in tiles of 64 columns, swizzled as the instruction reads them; zeros beyond the end.
 fn map_of(device: &Device, product: &MatmulParams) -> Result<sys::CUtensorMap, DeviceError> {
     use sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 as BF16;
     use sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS;
@@ -72,7 +68,7 @@ fn map_of(device: &Device, product: &MatmulParams) -> Result<sys::CUtensorMap, D
     device.enter()?;
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     let sizes = [u64::from(product.x_stride), u64::from(product.n_x)];
-    let (strides, tile, every) = ([sizes[0] * 2], [64, count(WIDE) / PAIR], [1, 1]);
+    let (strides, tile, every) = ([sizes[0] * 2], [64, count(WIDE)], [1, 1]);
     #[expect(unsafe_code, reason = "a call of the C interface")]
     // SAFETY: all pointers are to live arrays of two dimensions' worth, and the map is written only.
     let made = unsafe {
