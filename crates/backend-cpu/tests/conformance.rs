@@ -46,6 +46,7 @@ judged! {
     matmul_stacks_match,
     matmul_rows_agree,
     gated_matmul_agrees,
+    norm_matmul_agrees,
     draw_matches,
     rope_matches,
     rope_rows_agree,

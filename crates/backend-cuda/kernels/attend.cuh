@@ -1,11 +1,11 @@
 // Attention over pages, as the kernels that compute it share it:
 // out[t, h] = softmax(scale q[t, h] K) V, causal, and not further back than the window. 16-bit KV, on
-// tensor cores, with f32 accuracy.
+// tensor cores. PARTS says how exactly: with two f16, or three bf16, to f32's accuracy.
 //
 // A warp takes up to sixteen *lines*: pairs of a token and a query head of one KV head. Keys are cut
 // into chunks at fixed places from the sequence's start. For each chunk it goes in steps of 32 keys:
 //
-//   s = q K             q is split into PARTS 16-bit floats whose sum it is; a chain along D each
+//   s = q K             q is the sum of PARTS 16-bit floats, or rounded to one; a chain along D each
 //   m, p = exp2(s - m)  the running maximum of the chunk; what came before is scaled down
 //   l, o                sums of p and of p V; p is split as q is; one chain along the keys
 //
@@ -64,15 +64,13 @@ struct AttendParams {
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 
-// Parts of a float, and what it is multiplied with before so that small parts keep their bits.
+// What a float is multiplied with before it is taken apart, so that small parts keep their bits.
 #if KV == KV_F16
-#define PARTS 2
 #define P_SCALE 16384.0f
 DEVICE float part_value(u32 bits) { return f16_to_float(bits & 0xFFFF); }
 DEVICE u32 part_pair(float x, float y) { return f16x2(x, y); }
 DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
 #else
-#define PARTS 3
 #define P_SCALE 1.0f
 DEVICE float part_value(u32 bits) { return bf16_to_float(bits & 0xFFFF); }
 DEVICE u32 part_pair(float x, float y) { return bf16x2(x, y); }
@@ -202,10 +200,19 @@ DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) 
     }
 }
 
+// Queries as `load_queries` leaves them.
+struct SharedQueries {
+    const u32* operands;
+
+    __device__ uint4 operator[](u32 at) const {
+        return *(const uint4*)(operands + (at * 32 + threadIdx.x % 32) * 4);
+    }
+};
+
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
 // of its pages are STRIDE apart.
-template <int R, int STRIDE>
-DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][2 * R]) {
+template <int R, int STRIDE, typename Queries>
+DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES][2 * R]) {
     const int SETS = Lines<R>::SETS;
     const u32 lane = threadIdx.x % 32;
     float sums[KEY_TILES][SETS][4];
@@ -227,8 +234,7 @@ DEVICE void score(const u8* stage, const u32* operands, float (&s)[KEY_TILES][2 
         for (int i = 0; i < 2; i++)
             UNROLL
             for (int set = 0; set < SETS; set++) {
-                const u32 at = (((k * 2 + i) * SETS + set) * 32 + lane) * 4;
-                const uint4 bits = *(const uint4*)(operands + at);
+                const uint4 bits = queries[(k * 2 + i) * SETS + set];
                 const u32 q[4] = {bits.x, bits.y, bits.z, bits.w};
                 UNROLL
                 for (int j = 0; j < KEY_TILES; j++)

@@ -310,6 +310,7 @@ struct Splitter {
             feed.known = 0;
         }
         Lines<R> lines;
+        const SharedQueries queries = {operands};
         Place place = {0, 0};
         u32 n_done = 0, last = ~0u;
         for (;;) {
@@ -325,7 +326,7 @@ struct Splitter {
             const u32 end_step = Work::end_step(p, work);
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
-                score<R, HALF_PAGE>(await(own, ring, place), operands, s);
+                score<R, HALF_PAGE>(await(own, ring, place), queries, s);
                 go_on(place);
                 // The half before this one is free, and the products take a while.
                 bring(p, feed, own, ring);

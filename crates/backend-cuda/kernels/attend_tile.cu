@@ -167,6 +167,15 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
     for (u32 i = 0; i < TILE_STAGES - 1; i++) load_step(pages, ring, i, first_step + i, end_step);
     load_queries(p, lines, operands);
     __syncthreads();
+    const SharedQueries queries = {operands};
+#if PARTS == 1 && WIDTH <= 128
+    // There is room for them in registers.
+    uint4 q[2 * KT];
+    UNROLL
+    for (int i = 0; i < 2 * KT; i++) q[i] = queries[i];
+#else
+    const SharedQueries& q = queries;
+#endif
 
     Total total[2] = {{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
     float all[TILES][4];
@@ -184,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         load_step(pages, ring, next, step + TILE_STAGES - 1, end_step);
         const u8* stage = shared + turn % TILE_STAGES * STAGE_BYTES;
         float s[KEY_TILES][4], down[2];
-        score<2, HEAD_PAGE_BYTES>(stage, operands, s);
+        score<2, HEAD_PAGE_BYTES>(stage, q, s);
         soften<2>(step * STEP, lines, s, down);
         mix_values<2, HEAD_PAGE_BYTES>(stage + HEAD_PAGE_BYTES / 2, s, down, lines.o);
         if ((step + 1) * STEP != chunk_end && step + 1 != end_step) continue;

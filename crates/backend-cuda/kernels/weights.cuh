@@ -9,10 +9,8 @@
 //             8 bits: [two steps][lane][step][a0 a1 a2 a3], plus 128    1024 bytes
 //             4 bits: [lane][step], a word whose nibble i is the first of a_i and 4 + i the second
 //
-// A lane 4 g + t holds rows g (a0, a2) and g + 8 (a1, a3). Of the columns it holds
-//   RUN 32:  32 (step / 2) + 8 t + 4 (step % 2) + 0..4
-//   RUN 16:  16 step + 4 t + 0..4
-// which lets it load its part of the activations in one piece.
+// A lane 4 g + t holds rows g (a0, a2) and g + 8 (a1, a3), and of a step's columns 2 t, 2 t + 1 (a0, a1),
+// 2 t + 8 and 2 t + 9 (a2, a3).
 //
 // Types with blocks of 256 get their scales multiplied out, which is exact in f32; codes of 5 and
 // 6 bits, and those of 2 and 3, take 8.
@@ -78,21 +76,9 @@ struct Place {
     u32 step, t, e;
 };
 
-DEVICE Place place_of(u32 k) {
-#if RUN == 32
-    return Place{k / 32 * 2 + k % 8 / 4, k % 32 / 8, k % 4};
-#else
-    return Place{k / 16, k % 16 / 4, k % 4};
-#endif
-}
+DEVICE Place place_of(u32 k) { return Place{k / 16, k % 8 / 2, k % 16 / 8 * 2 + k % 2}; }
 
-DEVICE u32 column_of(u32 step, u32 t, u32 e) {
-#if RUN == 32
-    return step / 2 * 32 + t * 8 + step % 2 * 4 + e;
-#else
-    return step * 16 + t * 4 + e;
-#endif
-}
+DEVICE u32 column_of(u32 step, u32 t, u32 e) { return step * 16 + e / 2 * 8 + t * 2 + e % 2; }
 
 #if BITS < 16
 // A run's scale and offset for one row of a cell.

@@ -10,6 +10,7 @@ use cudarc::nvrtc::Ptx;
 use nuthatch_backend::DeviceError;
 
 use crate::error::OpenError;
+use crate::timing::Timing;
 
 /// The driver that the bindings were made for, in the driver's way of counting.
 const DRIVER_NEEDED: i32 = 13_000;
@@ -24,6 +25,7 @@ pub(crate) struct Device {
     /// Most dynamic shared memory of a block.
     shared_bytes_max: usize,
     n_multiprocessors: u32,
+    pub(crate) timing: Timing,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
 }
@@ -59,6 +61,7 @@ impl Device {
             capability: (major, minor),
             shared_bytes_max: usize::try_from(shared).unwrap_or(0),
             n_multiprocessors: u32::try_from(count).unwrap_or(1),
+            timing: Timing::default(),
             fault: Mutex::new(None),
         })
     }
@@ -112,7 +115,7 @@ impl Device {
     pub(crate) fn kernel(
         &self,
         module: &Arc<CudaModule>,
-        name: &str,
+        name: &'static str,
         shared_bytes: usize,
     ) -> Result<Kernel, DeviceError> {
         self.enter()?;
@@ -129,7 +132,7 @@ impl Device {
             sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         self.check(function.set_attribute(attribute, 100))?;
         let shared_bytes = n_bytes.cast_unsigned();
-        Ok(Kernel { function, shared_bytes })
+        Ok(Kernel { name, function, shared_bytes })
     }
 
     /// Allocates bytes, all zero.
@@ -152,28 +155,6 @@ impl Device {
         let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) };
         self.check(zeroed)?;
         Ok(memory)
-    }
-
-    /// Allocates pinned memory of the host that the device sees at the same addresses.
-    pub(crate) fn alloc_pinned(
-        &self,
-        bytes: usize,
-        what: &'static str,
-    ) -> Result<PinnedMemory, DeviceError> {
-        self.enter()?;
-        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        #[expect(unsafe_code, reason = "raw pinned memory")]
-        // SAFETY: nobody reads the memory before a kernel has written to it.
-        let allocated = unsafe { result::malloc_host(bytes, flags) };
-        match allocated {
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                Err(DeviceError::OutOfMemory { bytes, what })
-            }
-            other => {
-                let address = self.check(other)? as u64;
-                Ok(PinnedMemory { address, context: Arc::clone(&self.context) })
-            }
-        }
     }
 
     /// Copies host values into device memory, from byte `start` on.
@@ -260,11 +241,16 @@ impl Device {
         };
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
         let (function, arguments) = (kernel.function.cu_function(), arguments.as_mut_ptr());
+        let begin = self.check(self.timing.mark(&self.stream))?;
         // SAFETY: the configuration, its attribute and the parameters outlive the call, which copies
         // them; the rest is the caller's promise.
         let launched =
             unsafe { sys::cuLaunchKernelEx(&config, function, arguments, std::ptr::null_mut()) };
-        self.check(launched.result())
+        self.check(launched.result())?;
+        if let (Some(begin), Some(end)) = (begin, self.check(self.timing.mark(&self.stream))?) {
+            self.timing.push(kernel.name, begin, end);
+        }
+        Ok(())
     }
 
     /// Refuses work after a fault, and makes the device current on this thread.
@@ -286,6 +272,7 @@ impl Device {
 
 /// A kernel that can be queued.
 pub(crate) struct Kernel {
+    name: &'static str,
     function: CudaFunction,
     /// Dynamic shared memory of a block.
     shared_bytes: u32,
@@ -318,31 +305,6 @@ impl Drop for Memory {
             // SAFETY: allocated in `Device::alloc`, and freed here only. The call waits for what is
             // queued.
             let freed = unsafe { result::free_sync(self.address) };
-            let _ = freed;
-        }
-    }
-}
-
-/// Pinned memory of the host. Dropping it frees it.
-pub(crate) struct PinnedMemory {
-    address: u64,
-    context: Arc<CudaContext>,
-}
-
-impl PinnedMemory {
-    /// Where it is, for a kernel's parameters.
-    pub(crate) fn address(&self) -> u64 {
-        self.address
-    }
-}
-
-impl Drop for PinnedMemory {
-    fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
-            #[expect(unsafe_code, reason = "raw pinned memory")]
-            // SAFETY: allocated in `Device::alloc_pinned`, and freed here only. The call waits for
-            // what is queued.
-            let freed = unsafe { result::free_host(self.address as *mut std::ffi::c_void) };
             let _ = freed;
         }
     }

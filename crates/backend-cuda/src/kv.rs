@@ -4,7 +4,8 @@
 use nuthatch_backend::DeviceError;
 use nuthatch_types::{KvDtype, KvShape, KvSlots};
 
-use crate::device::{Device, Memory, PinnedMemory};
+use crate::device::{Device, Memory};
+use crate::pinned::PinnedMemory;
 
 /// Tokens of a page.
 pub(crate) const PAGE_LEN: usize = 16;
@@ -68,7 +69,7 @@ impl CudaKv {
         let arena = device.alloc(bytes(slots.device), "the KV cache")?;
         let host = match slots.host {
             0 => None,
-            n => Some(device.alloc_pinned(bytes(n), "the host's KV pages")?),
+            n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
         Ok(CudaKv { shape, page, slots, arena, host })
     }

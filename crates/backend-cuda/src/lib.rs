@@ -1,16 +1,18 @@
 //! NVIDIA GPUs as a device: CUDA loaded at run time, kernels compiled by NVRTC at first use.
 //!
-//! - `device`: the driver, one stream, memory, and the fault that ends it
+//! - `device`, `pinned`: the driver, one stream, memory, the host's too, and the fault that ends it
 //! - `nvrtc`, `program`, `compile`: compiling kernels, keeping them on disk, what is compiled
 //!   together, and compiling all of it to see that it can be
+//! - `common`: the kernels that every model needs
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
 //! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
 //!   products
-//! - `graph`: passes that are queued again by one call
+//! - `graph`: passes that are queued again by one call; `timing`: what each kernel takes
 //!
 //! Nothing at build time needs CUDA, and a machine without a driver gets an error, not a crash.
 
 mod buf;
+mod common;
 mod compile;
 mod device;
 mod error;
@@ -18,9 +20,11 @@ mod graph;
 mod kv;
 mod launch;
 mod nvrtc;
+mod pinned;
 mod plan;
 mod product;
 mod program;
+mod timing;
 mod weight;
 
 use std::collections::BTreeMap;
@@ -28,18 +32,20 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::{
-    AttnSpec, Backend, BatchLayout, DeviceError, Draw, HostMatrix, Pass, PlanShape, WeightType,
+    AttnSpec, Backend, BatchLayout, DeviceError, Draw, HostMatrix, Norm, Pass, PlanShape,
+    WeightType,
 };
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use buf::CudaBuf;
+use common::Common;
 pub use compile::{Extent, compile_all};
-use device::{Device, Kernel};
+use device::Device;
 pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{Attend, AttendKernels, Attention, SplitShape};
+use launch::attend::{Attend, AttendKernels, AttendShape, Attention, SplitShape};
 use launch::draw::Draws;
 use launch::matmul::Target;
 use launch::{attend, copy, embed, gather, norm, roof, rope, shift, swiglu};
@@ -47,6 +53,7 @@ use nvrtc::Compiler;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
 use program::Program;
+pub use timing::KernelTime;
 pub use weight::CudaWeight;
 use weight::{Kernels, Part, WeightKernels, check_size};
 
@@ -55,8 +62,9 @@ use weight::{Kernels, Part, WeightKernels, check_size};
 pub struct CudaConfig {
     /// Where compiled kernels are kept; nowhere if not given.
     pub cache_dir: Option<PathBuf>,
-    /// Whether products take all bits of the activations, at three times the arithmetic; if not,
-    /// activations are rounded to bf16 before they are multiplied, as is usual on GPUs.
+    /// Whether products and attention take all bits of the activations, at two or three times the
+    /// arithmetic; if not, activations are rounded to bf16 before they are multiplied with weights, and
+    /// queries to the type of keys and values, as is usual on GPUs.
     pub is_exact: bool,
     /// Steps of 32 keys that decoding brings to the second-level cache ahead of their use; none if 0.
     pub l2_prefetch: u32,
@@ -76,21 +84,6 @@ pub struct Cuda {
     l2_prefetch: u32,
     is_eager: bool,
     scratch: Mutex<Scratch>,
-}
-
-/// The kernels that every model needs.
-struct Common {
-    norm: Kernel,
-    swiglu: Kernel,
-    round: Kernel,
-    sum: Kernel,
-    gather: Kernel,
-    copy: Kernel,
-    angles: Kernel,
-    draw: Kernel,
-    read_all: Kernel,
-    matmul_f32: Kernel,
-    embed_f32: Kernel,
 }
 
 impl Cuda {
@@ -125,6 +118,17 @@ impl Cuda {
         roof::read_all(&self.device, &self.common.read_all, source, out)
     }
 
+    /// From now on every kernel is timed, and queued by itself.
+    pub fn begin_timing(&self) {
+        self.device.timing.begin();
+    }
+
+    /// The kernels since then, in the order in which they ran.
+    pub fn end_timing(&self) -> Result<Vec<KernelTime>, DeviceError> {
+        self.device.enter()?;
+        self.device.check(self.device.timing.end())
+    }
+
     fn weight_kernels(&self, dtype: WeightType) -> Result<Kernels, DeviceError> {
         if dtype == WeightType::F32 {
             return Ok(Kernels::F32(Arc::clone(&self.common)));
@@ -144,9 +148,10 @@ impl Cuda {
         if let Some(kernels) = known.get(&page) {
             return Ok(Arc::clone(kernels));
         }
-        let splits = SplitShape::fitting(page, self.device.shared_bytes_max());
-        let cubin = self.cubin(&Program::attention(page, splits))?;
-        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (page, splits))?);
+        let attend = AttendShape::new(page, self.is_exact);
+        let splits = SplitShape::fitting(attend, self.device.shared_bytes_max());
+        let cubin = self.cubin(&Program::attention(attend, splits))?;
+        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (attend, splits))?);
         known.insert(page, Arc::clone(&kernels));
         Ok(kernels)
     }
@@ -156,42 +161,22 @@ impl Cuda {
     }
 }
 
-impl Common {
-    fn new(device: &Device, cubin: Vec<u8>) -> Result<Self, DeviceError> {
-        let module = device.load(cubin)?;
-        let kernel = |name| device.kernel(&module, name, 0);
-        Ok(Common {
-            norm: kernel("norm_rows")?,
-            swiglu: kernel("swiglu")?,
-            round: kernel("round_rows")?,
-            sum: kernel("sum_rows")?,
-            gather: kernel("gather_rows")?,
-            copy: kernel("copy_pages")?,
-            angles: kernel("rope_angles")?,
-            draw: kernel("draw_tokens")?,
-            read_all: kernel("read_all")?,
-            matmul_f32: kernel("matmul_f32")?,
-            embed_f32: kernel("embed_f32")?,
-        })
-    }
-}
-
 impl AttendKernels {
     fn new(
         device: &Device,
         cubin: Vec<u8>,
-        (page, [small, large]): (PageShape, [SplitShape; 2]),
+        (attend, [small, large]): (AttendShape, [SplitShape; 2]),
     ) -> Result<Self, DeviceError> {
         let module = device.load(cubin)?;
         let kernel = |name, shared| device.kernel(&module, name, shared);
         let split = |shape: SplitShape| {
-            Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(page))?))
+            Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
-        let attend = match page.dtype {
+        let attend = match attend.page.dtype {
             nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
                 splits: [split(small)?, split(large)?],
-                tile: kernel("attend_tile", attend::tile_shared_bytes(page))?,
+                tile: kernel("attend_tile", attend.tile_shared_bytes())?,
                 merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
             },
         };
@@ -217,6 +202,10 @@ impl Backend for Cuda {
 
     fn rounds_activations(&self) -> bool {
         !self.is_exact
+    }
+
+    fn begin_stage(&self, stage: &'static str, layer: Option<LayerIdx>) {
+        self.device.timing.begin_stage(stage, layer);
     }
 
     fn alloc(&self, len: usize) -> Result<CudaBuf, DeviceError> {
@@ -316,12 +305,13 @@ impl Backend for Cuda {
         tables: &CudaTables,
         layout: &BatchLayout,
     ) -> Result<(), DeviceError> {
+        self.begin_stage("plan", None);
         plan.prepare(&self.device, tables, layout)?;
         rope::angles(&self.device, &self.common.angles, plan)
     }
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
-        if self.is_eager || !plan.is_decode() {
+        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
             return Ok(Pass::Needed);
         }
         let key = PassKey {
@@ -345,6 +335,7 @@ impl Backend for Cuda {
         plan: &CudaPlan,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
+        self.begin_stage("embed", None);
         embed::embed(&self.device, table, plan, out)
     }
 
@@ -406,6 +397,39 @@ impl Backend for Cuda {
         self.swiglu(gate_up, f, rows, out)
     }
 
+    fn norm_matmul(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &CudaWeight,
+        rows: usize,
+        h: &mut CudaBuf,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        let Some(row) = self.normed_row(w, norm, rows) else {
+            self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
+            return self.matmul(w, h, rows, out);
+        };
+        self.normed_product(w, row, &mut Target { out, stride: w.rows, is_added: false })
+    }
+
+    fn norm_gated_matmul(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &CudaWeight,
+        f: usize,
+        rows: usize,
+        (h, gate_up): (&mut CudaBuf, &mut CudaBuf),
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        match self.normed_row(w, norm, rows).filter(|_| w.is_gated) {
+            Some(row) => self.gated_rows(w, row, out),
+            None => {
+                self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
+                self.gated_matmul(w, h, f, rows, gate_up, out)
+            }
+        }
+    }
+
     fn rope_append(
         &self,
         plan: &CudaPlan,
@@ -444,6 +468,7 @@ impl Backend for Cuda {
         if draws.is_empty() {
             return Ok(());
         }
+        self.begin_stage("draw", None);
         let draws = Draws::new(draws);
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let room = scratch.draws(&self.device, draws.bytes())?;

@@ -3,12 +3,13 @@
 
 use std::sync::PoisonError;
 
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, Norm};
 
 use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::launch::matmul::{Rows, Target};
+use crate::launch::matmul_one::{self, Normed};
 use crate::launch::round::Rounding;
 use crate::launch::{matmul, round};
 use crate::weight::{CudaWeight, Kernels, Part};
@@ -106,14 +107,60 @@ impl Cuda {
         rows: usize,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let [Part { kernels: Kernels::Packed(kernels), .. }] = &w.parts[..] else {
-            panic!("a gated weight is one packed part")
-        };
         if rows == 0 {
             return Ok(());
         }
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let x = self.rounded_rows(x, rows, w.cols, &mut scratch.rounded)?;
+        self.gated_rows(w, x, out)
+    }
+
+    /// One row for products with `w` that normalise it on the way, if they can.
+    pub(crate) fn normed_row(
+        &self,
+        w: &CudaWeight,
+        norm: &Norm<'_, Cuda>,
+        rows: usize,
+    ) -> Option<Rows> {
+        let can = |part: &Part| match &part.kernels {
+            Kernels::F32(_) => false,
+            Kernels::Packed(kernels) => kernels.one.is_some() && matmul_one::normalises(part),
+        };
+        if rows != 1 || self.is_exact || !w.parts.iter().all(can) {
+            return None;
+        }
+        assert!(w.cols <= norm.x.len && w.cols <= norm.weight.len, "the row and its weights");
+        let (x, weight) = (norm.x.floats.address(), norm.weight.floats.address());
+        let normed = Some(Normed { x, weight, eps: norm.eps });
+        Some(Rows { address: 0, stride: w.cols, n: 1, normed })
+    }
+
+    /// `W x` of a row that is normalised on the way.
+    pub(crate) fn normed_product(
+        &self,
+        w: &CudaWeight,
+        row: Rows,
+        target: &mut Target<'_>,
+    ) -> Result<(), DeviceError> {
+        assert!(!w.is_gated, "a gated weight gives no plain product");
+        target.out.set_stale();
+        for part in &w.parts {
+            let Kernels::Packed(kernels) = &part.kernels else { panic!("a part that cannot") };
+            matmul::matmul(&self.device, (part, kernels), row, target)?;
+        }
+        Ok(())
+    }
+
+    /// The activation of both halves of `W x`, for activations that are ready.
+    pub(crate) fn gated_rows(
+        &self,
+        w: &CudaWeight,
+        x: Rows,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        let [Part { kernels: Kernels::Packed(kernels), .. }] = &w.parts[..] else {
+            panic!("a gated weight is one packed part")
+        };
         matmul::matmul_gated(&self.device, (&w.parts[0], kernels), x, out)
     }
 
@@ -131,13 +178,13 @@ impl Cuda {
         if stride != cols {
             let target = scratch.at_least(&self.device, rows * stride * 2)?;
             round::round(&self.device, &self.common.round, x, rounding, target)?;
-            return Ok(Rows { address: target.address(), stride, n: rows });
+            return Ok(Rows { address: target.address(), stride, n: rows, normed: None });
         }
         if !x.is_fresh(rows * cols) {
             round::round(&self.device, &self.common.round, x, rounding, &x.rounded)?;
             x.set_fresh(rows * cols);
         }
-        Ok(Rows { address: x.rounded.address(), stride, n: rows })
+        Ok(Rows { address: x.rounded.address(), stride, n: rows, normed: None })
     }
 
     /// Activations as rows of bf16 whose sums they are.
@@ -152,6 +199,6 @@ impl Cuda {
         let target = scratch.at_least(&self.device, rows * parts * stride * 2)?;
         let rounding = Rounding { rows, cols, stride, parts };
         round::round(&self.device, &self.common.round, x, rounding, target)?;
-        Ok(Rows { address: target.address(), stride, n: rows * parts })
+        Ok(Rows { address: target.address(), stride, n: rows * parts, normed: None })
     }
 }

@@ -10,7 +10,8 @@ use nuthatch_types::KvDtype;
 use crate::compile::Extent;
 use crate::kv::PageShape;
 use crate::launch::{
-    attend, copy, draw, embed, gather, matmul, norm, pack, roof, rope, round, shift, swiglu,
+    attend, copy, draw, embed, gather, matmul, matmul_one, matmul_wide, norm, pack, roof, rope,
+    round, shift, swiglu,
 };
 
 /// One compilation.
@@ -77,6 +78,12 @@ impl Program {
             ("SEGMENTS", matmul::SEGMENTS.to_string()),
             ("MATMUL_ENTRIES", matmul::entries(dtype)),
             ("MATMUL_PARAMS_SIZE", size_of::<matmul::MatmulParams>().to_string()),
+            ("ONE_ROW_BYTES", matmul_one::ROW_BYTES.to_string()),
+            ("ONE_PIECES", matmul_one::PIECES.to_string()),
+            ("ONE_ENTRY", matmul_one::entry(dtype)),
+            ("WIDE_STAGES", matmul_wide::STAGES.to_string()),
+            ("WIDE_SHARED", matmul_wide::shared_bytes(dtype).to_string()),
+            ("WIDE_PARAMS_SIZE", size_of::<matmul_wide::WideParams>().to_string()),
             ("PACK_PARAMS_SIZE", size_of::<pack::PackParams>().to_string()),
             ("EMBED_PARAMS_SIZE", size_of::<embed::EmbedParams>().to_string()),
         ];
@@ -84,13 +91,17 @@ impl Program {
             ("weights.cuh", include_str!("../kernels/weights.cuh")),
             ("pack.cu", include_str!("../kernels/pack.cu")),
             ("embed.cu", include_str!("../kernels/embed.cu")),
+            ("matmul.cuh", include_str!("../kernels/matmul.cuh")),
             ("matmul.cu", include_str!("../kernels/matmul.cu")),
+            ("matmul_one.cu", include_str!("../kernels/matmul_one.cu")),
+            ("matmul_wide.cu", include_str!("../kernels/matmul_wide.cu")),
         ];
         Program::new(format!("weights-{dtype}"), &constants, &files)
     }
 
     /// Appending and attending for one KV type and head width.
-    pub(crate) fn attention(page: PageShape, splits: [attend::SplitShape; 2]) -> Self {
+    pub(crate) fn attention(attend: attend::AttendShape, splits: [attend::SplitShape; 2]) -> Self {
+        let attend::AttendShape { page, parts } = attend;
         let kv = match page.dtype {
             KvDtype::F32 => "KV_F32",
             KvDtype::F16 => "KV_F16",
@@ -100,12 +111,13 @@ impl Program {
             ("KV", kv.to_owned()),
             ("HEAD_DIM", page.head_dim.to_string()),
             ("HEAD_PAGE_BYTES", page.bytes().to_string()),
+            ("PARTS", parts.to_string()),
             ("SMALL_CHUNK", attend::SMALL_CHUNK.to_string()),
             ("MIDDLE_CHUNK", attend::MIDDLE_CHUNK.to_string()),
             ("LARGE_CHUNK", attend::LARGE_CHUNK.to_string()),
-            ("SPLIT_ENTRIES", splits.map(|split| split.entry(page)).join(" ")),
+            ("SPLIT_ENTRIES", splits.map(|split| split.entry(attend)).join(" ")),
             ("TILE_STAGES", attend::TILE_STAGES.to_string()),
-            ("TILE_SHARED", attend::tile_shared_bytes(page).to_string()),
+            ("TILE_SHARED", attend.tile_shared_bytes().to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
             ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
             ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
@@ -131,7 +143,8 @@ impl Program {
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
             ]),
         }
-        Program::new(format!("attention-{}-{}", page.dtype, page.head_dim), &constants, &files)
+        let name = format!("attention-{}-{}-{parts}", page.dtype, page.head_dim);
+        Program::new(name, &constants, &files)
     }
 
     /// The programs, for a device with so much shared memory.
@@ -157,13 +170,20 @@ impl Program {
             Extent::Usual => (packed.collect(), [FEW, USUAL].concat()),
             Extent::Every => (packed.collect(), [FEW, USUAL, EVERY].concat()),
         };
-        let attention = |(dtype, head_dim)| {
-            let page = PageShape { dtype, head_dim };
-            Program::attention(page, attend::SplitShape::fitting(page, shared_bytes_max))
+        let attention = |page: PageShape, is_exact: bool| {
+            let attend = attend::AttendShape::new(page, is_exact);
+            Program::attention(attend, attend::SplitShape::fitting(attend, shared_bytes_max))
         };
         let mut programs = vec![Program::common()];
         programs.extend(weights.into_iter().map(Program::weights));
-        programs.extend(pages.into_iter().map(attention));
+        for (dtype, head_dim) in pages {
+            let page = PageShape { dtype, head_dim };
+            programs.push(attention(page, true));
+            // Wider floats are never rounded.
+            if dtype != F32 {
+                programs.push(attention(page, false));
+            }
+        }
         programs
     }
 }

@@ -15,10 +15,11 @@ use std::sync::Arc;
 
 use nuthatch_backend::{DeviceError, HostMatrix, WeightType};
 
-use crate::Common;
+use crate::common::Common;
 use crate::device::{Device, Kernel, Memory};
 use crate::launch::matmul::{Tile, cell_bytes, tiles};
 use crate::launch::pack::{FileMatrix, pack};
+use crate::launch::{matmul_one, matmul_wide};
 
 /// One or more matrices, multiplied as one whose rows are stacked.
 pub struct CudaWeight {
@@ -57,6 +58,10 @@ pub(crate) struct WeightKernels {
     pub(crate) embed: Kernel,
     /// For few rows of activations first.
     pub(crate) matmul: Vec<(Tile, Kernel)>,
+    /// For one row, where it fits the device.
+    pub(crate) one: Option<Kernel>,
+    /// For many rows, instead of the last of `matmul`.
+    pub(crate) wide: Option<Kernel>,
 }
 
 impl WeightKernels {
@@ -72,8 +77,15 @@ impl WeightKernels {
             let kernel = device.kernel(&module, tile.name, tile.shared_bytes(dtype))?;
             Ok((tile, kernel))
         });
+        let one = matmul_one::shared_bytes(dtype);
+        let one =
+            (one <= device.shared_bytes_max()).then(|| device.kernel(&module, "matmul_one", one));
+        let wide = matmul_wide::is_for(device, dtype)
+            .then(|| device.kernel(&module, "matmul_wide", matmul_wide::shared_bytes(dtype)));
         Ok(WeightKernels {
             matmul: matmul.collect::<Result<_, DeviceError>>()?,
+            one: one.transpose()?,
+            wide: wide.transpose()?,
             pack: device.kernel(&module, "pack", 0)?,
             embed: device.kernel(&module, "embed", 0)?,
         })

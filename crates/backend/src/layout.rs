@@ -91,6 +91,17 @@ pub enum Pass {
     Queued,
 }
 
+/// What [`Backend::norm`] is of.
+#[derive(Debug)]
+pub struct Norm<'a, B: Backend + ?Sized> {
+    /// `[rows, d]`
+    pub x: &'a B::Buf,
+    /// `[d]`
+    pub weight: &'a B::Buf,
+    /// Added to the mean square under the root.
+    pub eps: f32,
+}
+
 /// One layer's attention.
 #[derive(Debug)]
 pub struct AttnSpec<'a, B: Backend> {

@@ -21,7 +21,7 @@ use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift,
 
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
-pub use layout::{AttnSpec, BatchLayout, Pass, PlanShape, RopeSpec, RopeStyle};
+pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
 pub use topk::{Ask, Digest, DigestKind, Pick, ScoreBy};
 pub use weight::{HostMatrix, WeightType};
 
@@ -51,10 +51,15 @@ pub trait Backend: Send + Sync + 'static {
     fn name(&self) -> String;
     /// Whether products with F16 and BF16 weights take the activations rounded to bf16, as tensor
     /// cores do. Products with F32 weights never do; those with quantised weights may round
-    /// activations to eight bits in blocks of 32, or to bf16, which is closer.
+    /// activations to eight bits in blocks of 32, or to bf16, which is closer. Attention may then take
+    /// queries, and the weights of values, rounded to the type of keys and values.
     fn rounds_activations(&self) -> bool {
         false
     }
+
+    /// Says what the operations that follow are for, to a device that measures: a part of a layer, or of
+    /// the whole pass.
+    fn begin_stage(&self, _stage: &'static str, _layer: Option<LayerIdx>) {}
 
     // Memory.
 
@@ -197,6 +202,33 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), DeviceError> {
         self.matmul(w, x, rows, gate_up)?;
         self.swiglu(gate_up, f, rows, out)
+    }
+    /// [`Backend::matmul`] of [`Backend::norm`], with the bits of both; `h`, which may be changed, is as
+    /// large as the norm's input.
+    fn norm_matmul(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &Self::Weight,
+        rows: usize,
+        h: &mut Self::Buf,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError> {
+        self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
+        self.matmul(w, h, rows, out)
+    }
+    /// [`Backend::gated_matmul`] of [`Backend::norm`], in the same way.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn norm_gated_matmul(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &Self::Weight,
+        f: usize,
+        rows: usize,
+        (h, gate_up): (&mut Self::Buf, &mut Self::Buf),
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError> {
+        self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
+        self.gated_matmul(w, h, f, rows, gate_up, out)
     }
     /// Normalises the heads of q and k if the spec has weights for it, rotates them by their
     /// positions, and writes k and v to the pages of their sequences.

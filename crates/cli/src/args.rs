@@ -392,6 +392,9 @@ pub(crate) struct BenchArgs {
     /// Also write JSON to a file; `-` prints it instead of the table
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    /// Also say what each stage of each layer takes; on a GPU
+    #[arg(long)]
+    pub(crate) breakdown: bool,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
 }

@@ -161,6 +161,7 @@ pub(crate) struct BenchConfig {
     pub(crate) depths: Vec<u32>,
     pub(crate) repeat: u32,
     pub(crate) json: Option<std::path::PathBuf>,
+    pub(crate) breakdown: bool,
     pub(crate) engine: EngineConfig,
 }
 
@@ -475,6 +476,7 @@ impl BenchConfig {
             depths: args.depth.clone(),
             repeat: args.repeat,
             json: args.json.clone(),
+            breakdown: args.breakdown,
             engine: EngineConfig::new(&args.engine, 1)?,
         })
     }

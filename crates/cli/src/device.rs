@@ -138,6 +138,14 @@ pub(crate) enum AnyExecutor {
 }
 
 impl AnyExecutor {
+    /// The GPU, if it is one.
+    pub(crate) fn cuda(&self) -> Option<&Cuda> {
+        match self {
+            AnyExecutor::Cpu(_) => None,
+            AnyExecutor::Cuda(executor) => Some(executor.forward().backend()),
+        }
+    }
+
     /// What top-k attention did so far, if there is such.
     pub(crate) fn topk_stats(&self) -> Option<&Stats> {
         match self {

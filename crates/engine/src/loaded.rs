@@ -158,6 +158,11 @@ impl<B: Backend> LoadedModel<B> {
         self.model.topk_mut()
     }
 
+    /// The device.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
     /// What top-k attention did so far.
     pub fn topk_stats(&self) -> Option<&Stats> {
         self.model.topk().map(TopK::stats)

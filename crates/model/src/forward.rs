@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use nuthatch_attention::topk::{TopK, TopKLayer, TopKShape};
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Pass, PlanShape};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Norm, Pass, PlanShape};
 use nuthatch_store::KvStore;
-use nuthatch_types::{KvDtype, KvShape, PageShift};
+use nuthatch_types::{KvDtype, KvShape, LayerIdx, PageShift};
 
 use crate::config::ModelConfig;
 use crate::files::ModelFiles;
@@ -196,8 +196,8 @@ impl<B: Backend> Model<B> {
             return Ok(());
         };
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
-        b.norm(&acts.x, &layer.attn_norm, eps, rows, &mut acts.h)?;
-        b.matmul(&layer.qkv, &acts.h, rows, next)?;
+        let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
+        b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, next)?;
         // This also writes keys and values, which the layer itself writes again before it reads.
         layer.attention.append(b, plan, store, next)
     }
@@ -211,8 +211,10 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), DeviceError> {
         let (b, acts, layer) = (&*self.backend, &mut self.acts, &self.weights.layers[idx]);
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
-        b.norm(&acts.x, &layer.attn_norm, eps, rows, &mut acts.h)?;
-        b.matmul(&layer.qkv, &acts.h, rows, &mut acts.qkv)?;
+        let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
+        b.begin_stage("qkv", Some(LayerIdx(idx as u32)));
+        b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, &mut acts.qkv)?;
+        b.begin_stage("append", Some(LayerIdx(idx as u32)));
         layer.attention.append(b, &self.plan, store, &mut acts.qkv)
     }
 
@@ -220,6 +222,7 @@ impl<B: Backend> Model<B> {
     fn attend(&mut self, idx: usize, store: &KvStore<B>) -> Result<(), DeviceError> {
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
         let dense = &self.weights.layers[idx].attention;
+        b.begin_stage("attend", Some(LayerIdx(idx as u32)));
         let Some(topk) = &mut self.topk else {
             let (spec, kv) = (dense.spec(), store.device());
             return b.attend(plan, dense.layer, &spec, &acts.qkv, kv, &mut acts.attended);
@@ -242,10 +245,14 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), DeviceError> {
         let (b, acts, layer) = (&*self.backend, &mut self.acts, &self.weights.layers[idx]);
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
+        let at = Some(LayerIdx(idx as u32));
+        b.begin_stage("out", at);
         b.matmul_add(&layer.out, &acts.attended, rows, &mut acts.x)?;
-        b.norm(&acts.x, &layer.ffn_norm, eps, rows, &mut acts.h)?;
-        let (f, gate_up, gated) = (self.config.ff as usize, &mut acts.gate_up, &mut acts.gated);
-        b.gated_matmul(&layer.gate_up, &acts.h, f, rows, gate_up, gated)?;
+        b.begin_stage("gate and up", at);
+        let norm = Norm { x: &acts.x, weight: &layer.ffn_norm, eps };
+        let (f, scratch) = (self.config.ff as usize, (&mut acts.h, &mut acts.gate_up));
+        b.norm_gated_matmul(&norm, &layer.gate_up, f, rows, scratch, &mut acts.gated)?;
+        b.begin_stage("down", at);
         b.matmul_add(&layer.down, &acts.gated, rows, &mut acts.x)
     }
 
@@ -256,9 +263,10 @@ impl<B: Backend> Model<B> {
         if outputs > 0 {
             let head = self.weights.output.as_ref().unwrap_or(&self.weights.embedding);
             let eps = self.config.norm_eps;
+            b.begin_stage("logits", None);
             b.gather_rows(&self.plan, &acts.x, d, &mut acts.last)?;
-            b.norm(&acts.last, &self.weights.output_norm, eps, outputs, &mut acts.last_h)?;
-            b.matmul(head, &acts.last_h, outputs, &mut acts.logits)?;
+            let norm = Norm { x: &acts.last, weight: &self.weights.output_norm, eps };
+            b.norm_matmul(&norm, head, outputs, &mut acts.last_h, &mut acts.logits)?;
         }
         Ok(&acts.logits)
     }

@@ -2,9 +2,10 @@
 //!
 //!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! The words say what: `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`, and `step` for whole
-//! decode steps (of the models that are named, or all), which take up
-//! to 120 GB of the device; `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings pages to the second-level cache early.
+//! The words say what: `start`, `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`,
+//! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all), which take up to 120 GB of the
+//! device; `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings
+//! pages to the second-level cache early.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
 //! Operands are rotated, so that the second-level cache does not serve them.
@@ -12,6 +13,7 @@
 #![expect(clippy::print_stdout, reason = "a bench prints")]
 
 mod rig;
+mod start;
 mod step;
 
 use std::error::Error;
@@ -59,10 +61,13 @@ fn main() -> Outcome {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let l2_prefetch = if has("l2") { 3 } else { 0 };
     let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager: has("eager") };
-    let cuda = Cuda::open(0, config)?;
+    let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };
     roof(&cuda, &mut report)?;
+    if has("start") {
+        start::start(&config, &mut report)?;
+    }
     if has("matmul") {
         matmuls(&cuda, &mut report)?;
     }
@@ -73,6 +78,9 @@ fn main() -> Outcome {
         for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
             prefill(&cuda, &mut report, depth, rows)?;
         }
+    }
+    if has("prompt") {
+        step::prompts(&cuda, &mut report)?;
     }
     if has("draw") {
         draws(&cuda, &mut report)?;

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use nuthatch_backend::{Backend, HostMatrix, Pass, WeightType};
+use nuthatch_backend::{Backend, HostMatrix, Norm, Pass, WeightType};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx};
 
@@ -86,7 +86,32 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     Ok(())
 }
 
+/// Times prompts of 8192 tokens at several depths, each in one pass, of the first model that is named.
+pub(crate) fn prompts(cuda: &Cuda, report: &mut Report) -> Outcome {
+    const ROWS: usize = 8192;
+    let model = Model::new(cuda, LLAMA3_8B)?;
+    let Shape { n_layers, n_heads, n_kv_heads, head_dim, name, .. } = model.shape;
+    let dtype = KvDtype::F16;
+    let kv = KvShape { n_layers, n_kv_heads, head_dim, page_len: 16, dtype };
+    let mut acts = Acts::new(cuda, &model.shape, ROWS)?;
+    acts.outputs = 1;
+    for depth in [0, 8192, 16384, 24576] {
+        let mut rig = Rig::new(cuda, (kv, n_heads), (1, depth, ROWS))?;
+        rig.lay_out(&[(0, depth, ROWS)])?;
+        let seconds = time(cuda, |_| model.pass(cuda, &mut rig, &mut acts, None))?;
+        let keys = ROWS as f64 * (depth as f64 + ROWS as f64 / 2.0);
+        let attention = 4.0 * keys * f64::from(n_layers * n_heads * head_dim);
+        let operations = ROWS as f64 * (model.bytes(&kv, 0) - model.head_bytes()) + attention;
+        report.add(&format!("prompt {name}, {ROWS} at {depth}"), seconds, 0.0, operations);
+    }
+    Ok(())
+}
+
 impl Model {
+    fn head_bytes(&self) -> f64 {
+        (2 * self.shape.vocab * self.shape.hidden) as f64
+    }
+
     fn new(cuda: &Cuda, shape: Shape) -> Result<Self, Box<dyn Error>> {
         let qkv = ((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim) as usize;
         let heads = (shape.n_heads * shape.head_dim) as usize;
@@ -160,7 +185,7 @@ impl Model {
         let Shape { hidden, ff, vocab, n_heads, n_kv_heads, head_dim, n_layers, .. } = self.shape;
         let heads = |n: u32| (n * head_dim) as usize;
         let layer = match stage {
-            Stage::Norms | Stage::Rope => 0,
+            Stage::Rope => 0,
             Stage::Qkv => hidden * heads(n_heads + 2 * n_kv_heads),
             Stage::Attention => return (tokens * kv.token_bytes()) as f64,
             Stage::Out => hidden * heads(n_heads),
@@ -181,16 +206,14 @@ impl Model {
     ) -> Outcome {
         let Shape { hidden, ff, n_heads, head_dim, .. } = self.shape;
         let spec = spec(n_heads, head_dim);
-        let Acts { n, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
-        let (n, has) = (*n, |stage: Stage| without != Some(stage));
+        let Acts { n, outputs, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
+        let (n, outputs) = (*n, *outputs);
+        let has = |stage: Stage| without != Some(stage);
         cuda.embed(&self.table, &rig.plan, x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let at = LayerIdx(i as u32);
-            if has(Stage::Norms) {
-                cuda.norm(x, norm, 1e-5, n, h)?;
-            }
             if has(Stage::Qkv) {
-                cuda.matmul(&layer.qkv, h, n, qkv)?;
+                cuda.norm_matmul(&Norm { x, weight: norm, eps: 1e-5 }, &layer.qkv, n, h, qkv)?;
             }
             if has(Stage::Rope) {
                 cuda.rope_append(&rig.plan, at, &spec, qkv, &mut rig.kv)?;
@@ -201,11 +224,9 @@ impl Model {
             if has(Stage::Out) {
                 cuda.matmul_add(&layer.out, attended, n, x)?;
             }
-            if has(Stage::Norms) {
-                cuda.norm(x, norm, 1e-5, n, h)?;
-            }
             if has(Stage::GateUp) {
-                cuda.gated_matmul(&layer.gate_up, h, ff, n, gate_up, gated)?;
+                let of = Norm { x, weight: norm, eps: 1e-5 };
+                cuda.norm_gated_matmul(&of, &layer.gate_up, ff, n, (h, gate_up), gated)?;
             }
             if has(Stage::Down) {
                 cuda.matmul_add(&layer.down, gated, n, x)?;
@@ -213,8 +234,8 @@ impl Model {
         }
         if has(Stage::Head) {
             cuda.gather_rows(&rig.plan, x, hidden, last)?;
-            cuda.norm(last, norm, 1e-5, n, h)?;
-            cuda.matmul(&self.table, h, n, logits)?;
+            let of = Norm { x: last, weight: norm, eps: 1e-5 };
+            cuda.norm_matmul(&of, &self.table, outputs, h, logits)?;
         }
         Ok(())
     }
@@ -223,7 +244,6 @@ impl Model {
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    Norms,
     Qkv,
     Rope,
     Attention,
@@ -234,8 +254,7 @@ enum Stage {
 }
 
 impl Stage {
-    const ALL: [Stage; 8] = [
-        Stage::Norms,
+    const ALL: [Stage; 7] = [
         Stage::Qkv,
         Stage::Rope,
         Stage::Attention,
@@ -251,6 +270,8 @@ type Buf = <Cuda as Backend>::Buf;
 /// The buffers of a step of `n` rows.
 struct Acts {
     n: usize,
+    /// Rows that logits are computed for.
+    outputs: usize,
     norm: Buf,
     x: Buf,
     h: Buf,
@@ -270,6 +291,7 @@ impl Acts {
         cuda.write(&mut norm, &vec![1.0; hidden])?;
         Ok(Acts {
             n,
+            outputs: n,
             norm,
             x: cuda.alloc(n * hidden)?,
             h: cuda.alloc(n * hidden)?,

@@ -180,21 +180,43 @@ pub(crate) enum Attend {
     },
 }
 
-/// Bytes of the pages of one step.
-fn step_bytes(page: PageShape) -> usize {
-    STEP / PAGE_LEN * page.bytes()
+/// What decides the kernels.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttendShape {
+    pub(crate) page: PageShape,
+    /// Floats of the pages' type that stand for an element of a query, and for a weight of a value;
+    /// `PARTS` of `attend.cuh`.
+    pub(crate) parts: usize,
 }
 
-/// Bytes of the queries of a warp of eight or sixteen lines; `Q_BYTES` of `attend.cuh`.
-fn query_bytes(page: PageShape, lines: usize) -> usize {
-    let parts: usize = if page.dtype == KvDtype::F16 { 2 } else { 3 };
-    let sets = if lines == 8 { parts.div_ceil(2) } else { parts };
-    page.width() / 16 * sets * 512
-}
+impl AttendShape {
+    /// Rounded to the pages' type, or with all bits if `is_exact`.
+    pub(crate) fn new(page: PageShape, is_exact: bool) -> Self {
+        let parts = match page.dtype {
+            // Not taken apart, but there for their kernel's name.
+            KvDtype::F32 => 1,
+            _ if !is_exact => 1,
+            KvDtype::F16 => 2,
+            KvDtype::Bf16 => 3,
+        };
+        AttendShape { page, parts }
+    }
 
-/// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
-pub(crate) fn tile_shared_bytes(page: PageShape) -> usize {
-    TILE_STAGES * step_bytes(page) + TEAM * query_bytes(page, WARP_LINES) + 64
+    /// Bytes of the pages of one step.
+    fn step_bytes(self) -> usize {
+        STEP / PAGE_LEN * self.page.bytes()
+    }
+
+    /// Bytes of the queries of a warp of eight or sixteen lines; `Q_BYTES` of `attend.cuh`.
+    fn query_bytes(self, lines: usize) -> usize {
+        let sets = if lines == 8 { self.parts.div_ceil(2) } else { self.parts };
+        self.page.width() / 16 * sets * 512
+    }
+
+    /// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
+    pub(crate) fn tile_shared_bytes(self) -> usize {
+        TILE_STAGES * self.step_bytes() + TEAM * self.query_bytes(WARP_LINES) + 64
+    }
 }
 
 /// Dynamic shared memory of a block of `merge`.
@@ -216,11 +238,11 @@ impl SplitShape {
 
     /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
     /// smallest if none does.
-    pub(crate) fn fitting(page: PageShape, shared_bytes_max: usize) -> [Self; 2] {
+    pub(crate) fn fitting(attend: AttendShape, shared_bytes_max: usize) -> [Self; 2] {
         [8, 16].map(|lines| {
             let mut shapes =
                 Self::ALL.map(|(warps, stages)| SplitShape { lines, warps, stages }).into_iter();
-            let fits = |shape: &Self| shape.shared_bytes(page) <= shared_bytes_max;
+            let fits = |shape: &Self| shape.shared_bytes(attend) <= shared_bytes_max;
             shapes.find(fits).unwrap_or(SplitShape { lines, warps: 1, stages: 2 })
         })
     }
@@ -231,17 +253,17 @@ impl SplitShape {
     }
 
     /// The kernel, for the compiler.
-    pub(crate) fn entry(self, page: PageShape) -> String {
+    pub(crate) fn entry(self, attend: AttendShape) -> String {
         let SplitShape { lines, warps, stages } = self;
-        let (name, shared) = (self.name(), self.shared_bytes(page));
+        let (name, shared) = (self.name(), self.shared_bytes(attend));
         format!("SPLIT({name}, {}, {warps}, {stages}, {shared})", lines / 8)
     }
 
     /// Dynamic shared memory of a block: keys or values of pages, queries, tasks and barriers of each
     /// warp.
-    pub(crate) fn shared_bytes(self, page: PageShape) -> usize {
-        let ring = self.stages * step_bytes(page) / 2;
-        self.warps * (ring + query_bytes(page, self.lines) + 4 * 32 + 64)
+    pub(crate) fn shared_bytes(self, attend: AttendShape) -> usize {
+        let ring = self.stages * attend.step_bytes() / 2;
+        self.warps * (ring + attend.query_bytes(self.lines) + 4 * 32 + 64)
     }
 }
 
@@ -420,11 +442,13 @@ mod tests {
         for (dtype, head_dim) in
             [(KvDtype::F16, 64), (KvDtype::F16, 128), (KvDtype::Bf16, 128), (KvDtype::Bf16, 256)]
         {
-            let page = PageShape { dtype, head_dim };
-            assert!(tile_shared_bytes(page) <= HOPPER, "{dtype} {head_dim}");
-            for limit in [HOPPER, SMALLEST] {
-                for shape in SplitShape::fitting(page, limit) {
-                    assert!(shape.shared_bytes(page) <= limit, "{dtype} {head_dim}: {shape:?}");
+            for is_exact in [false, true] {
+                let attend = AttendShape::new(PageShape { dtype, head_dim }, is_exact);
+                assert!(attend.tile_shared_bytes() <= HOPPER, "{attend:?}");
+                for limit in [HOPPER, SMALLEST] {
+                    for shape in SplitShape::fitting(attend, limit) {
+                        assert!(shape.shared_bytes(attend) <= limit, "{attend:?}: {shape:?}");
+                    }
                 }
             }
         }

@@ -4,8 +4,9 @@ use nuthatch_backend::DeviceError;
 use nuthatch_types::PageCopy;
 
 use super::{Address, count, params};
-use crate::device::{Device, Kernel, PinnedMemory};
+use crate::device::{Device, Kernel};
 use crate::kv::CudaKv;
+use crate::pinned::PinnedMemory;
 
 params! {
     /// Mirrors `CopyParams`.

@@ -2,7 +2,8 @@
 
 use nuthatch_backend::{DeviceError, WeightType};
 
-use super::{Address, count, params};
+use super::matmul_one::{self, Normed};
+use super::{Address, count, matmul_wide, params};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Kernel, Memory};
 use crate::weight::{Part, WeightKernels};
@@ -23,6 +24,10 @@ params! {
         out_first: u32,
         is_added: u32,
         is_gated: u32,
+        norm_x: Address,
+        norm_weight: Address,
+        norm_eps: f32,
+        norm_threads: u32,
     }
 }
 
@@ -127,6 +132,8 @@ pub(crate) struct Rows {
     pub(crate) address: Address,
     pub(crate) stride: usize,
     pub(crate) n: usize,
+    /// What the only row is made of, if it is not there yet.
+    pub(crate) normed: Option<Normed>,
 }
 
 /// Where a product goes.
@@ -192,7 +199,7 @@ pub(crate) fn matmul_gated(
 
 fn params_of(part: &Part, x: Rows) -> MatmulParams {
     assert_eq!(x.stride, part.cols.next_multiple_of(64), "rows of the weight's width");
-    MatmulParams {
+    let params = MatmulParams {
         packed: part.memory.address(),
         bias: 0,
         x: x.address,
@@ -206,7 +213,12 @@ fn params_of(part: &Part, x: Rows) -> MatmulParams {
         out_first: 0,
         is_added: 0,
         is_gated: 0,
-    }
+        norm_x: 0,
+        norm_weight: 0,
+        norm_eps: 0.0,
+        norm_threads: 0,
+    };
+    x.normed.map_or(params, |of| matmul_one::normed(&params, of))
 }
 
 fn launch(
@@ -214,9 +226,19 @@ fn launch(
     kernels: &WeightKernels,
     params: &MatmulParams,
 ) -> Result<(), DeviceError> {
+    if let Some(one) = kernels.one.as_ref().filter(|_| matmul_one::takes(params)) {
+        return matmul_one::launch(device, one, params);
+    }
     let fits = |(tile, _): &&(Tile, Kernel)| params.n_x <= count(tile.shape().1);
-    let last = &kernels.matmul[kernels.matmul.len() - 1];
-    let (tile, kernel) = kernels.matmul.iter().find(fits).unwrap_or(last);
+    let (last, few) = kernels.matmul.split_last().expect("one tile fits every device");
+    let (tile, kernel) = match (few.iter().find(fits), &kernels.wide) {
+        (None, Some(wide)) if matmul_wide::fills(device, params) => {
+            return matmul_wide::launch(device, wide, params);
+        }
+        // Few rows at a time read the weight again and again, but by many blocks.
+        (None, Some(_)) => few.last().unwrap_or(last),
+        (found, _) => found.unwrap_or(last),
+    };
     let (tile_rows, tile_columns) = tile.shape();
     let grid = (params.rows.div_ceil(count(tile_rows)), params.n_x.div_ceil(count(tile_columns)));
     #[expect(unsafe_code, reason = "a kernel")]

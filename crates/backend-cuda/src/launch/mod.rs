@@ -7,6 +7,8 @@ pub(crate) mod draw;
 pub(crate) mod embed;
 pub(crate) mod gather;
 pub(crate) mod matmul;
+pub(crate) mod matmul_one;
+pub(crate) mod matmul_wide;
 pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod roof;

@@ -19,7 +19,7 @@ params! {
 }
 
 /// Threads of a block: enough for four elements each, in whole warps.
-fn threads(d: usize) -> u32 {
+pub(crate) fn threads(d: usize) -> u32 {
     count(d.div_ceil(4).next_multiple_of(32)).min(1024)
 }
 

@@ -49,7 +49,7 @@ impl<'a, B: Backend> Batch<'a, B> {
         let outputs = self.rig.step(&parts);
         let case = self.rig.case;
         for (part, got) in parts.iter().zip(outputs) {
-            let truth = attend(case, part.seq, part.start..part.end);
+            let truth = attend(self.rig.b, case, part.seq, part.start..part.end);
             truth.check(&got, &|| {
                 let (rows, n) = (part.start..part.end, part.seq.rows);
                 format!("attention of rows {rows:?} of {n}, {}", case.name())
@@ -136,7 +136,7 @@ pub fn attend_far_matches<B: Backend>(b: &B) {
         for (start, end) in [(known, known + 1), (known + 1, 99), (99, 100)] {
             let part = Part { seq: &seq, table: 0, start, end };
             let got = &rig.step(&[part])[0];
-            attend(&case, &seq, start..end)
+            attend(b, &case, &seq, start..end)
                 .check(got, &|| format!("far rows {start}..{end}, {}", case.name()));
         }
     }

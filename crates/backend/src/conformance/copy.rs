@@ -70,7 +70,7 @@ pub fn layers_match<B: Backend>(b: &B) {
     let rows = layers.last_rows(0);
     for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
         let end = seq.rows;
-        let truth = attend(&case, seq, end - 1..end);
+        let truth = attend(b, &case, seq, end - 1..end);
         truth.check(&got, &|| format!("attention of layer {layer}"));
     }
 }

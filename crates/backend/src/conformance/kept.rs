@@ -64,7 +64,7 @@ pub fn attend_places_are_not_positions<B: Backend>(b: &B) {
             rig.write_table(0, 0, &slots[..seq.n_pages()]);
             for (start, end) in [(0, 17), (17, 18), (18, 69), (69, ROWS)] {
                 let got = &rig.step(&[Part { seq: &seq, table: 0, start, end }])[0];
-                attend(case, &seq, start..end).check(got, &|| {
+                attend(b, case, &seq, start..end).check(got, &|| {
                     format!("rows {start}..{end}, {turn} positions on, {}", case.name())
                 });
             }

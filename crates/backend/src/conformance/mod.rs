@@ -55,7 +55,7 @@ pub use rope::{rope_matches, rope_rows_agree};
 pub use rows::gather_rows_matches;
 pub use shared::shared_layers_agree;
 pub use shift::shift_pages_matches;
-pub use swiglu::{gated_matmul_agrees, swiglu_matches, swiglu_rows_agree};
+pub use swiglu::{gated_matmul_agrees, norm_matmul_agrees, swiglu_matches, swiglu_rows_agree};
 pub use topk::{picks_match, picks_rows_agree, row_pages_agree, scores_match};
 
 /// One check: it returns if the device conforms, and panics if not.
@@ -76,6 +76,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("matmul_stacks_match", matmul_stacks_match::<B>),
         ("matmul_rows_agree", matmul_rows_agree::<B>),
         ("gated_matmul_agrees", gated_matmul_agrees::<B>),
+        ("norm_matmul_agrees", norm_matmul_agrees::<B>),
         ("draw_matches", draw_matches::<B>),
         ("rope_matches", rope_matches::<B>),
         ("rope_rows_agree", rope_rows_agree::<B>),

@@ -181,7 +181,7 @@ pub(super) struct Room {
 
 /// One device with its arena, all slots of the device filled with NaN and infinities.
 pub(super) struct Rig<'a, B: Backend> {
-    b: &'a B,
+    pub(super) b: &'a B,
     pub(super) case: &'a Case,
     pub(super) kv: B::Kv,
     tables: B::Tables,

@@ -43,7 +43,7 @@ pub fn shift_pages_matches<B: Backend>(b: &B) {
                 let turns = |row: usize| [first, -3, 0][row / PAGE_LEN];
                 let rows = layers.last_rows(table);
                 for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
-                    let truth = attend_turned(case, seq, seq.rows - 1..seq.rows, &turns);
+                    let truth = attend_turned(b, case, seq, seq.rows - 1..seq.rows, &turns);
                     truth.check(&got, &|| {
                         let name = case.name();
                         format!("layer {layer} by table {table}, pages turned by {by}, {name}")

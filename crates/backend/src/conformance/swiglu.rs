@@ -1,6 +1,6 @@
 //! `swiglu`: the gated activation between the two products of the feed-forward layer.
 
-use crate::{Backend, HostMatrix, WeightType};
+use crate::{Backend, HostMatrix, Norm, WeightType};
 
 use super::compare::{ROUNDING, TINY, Truth, download, same_bits, unwritten, upload};
 use super::inputs::{Matrix, Random};
@@ -71,6 +71,40 @@ pub fn gated_matmul_agrees<B: Backend>(b: &B) {
                     (download(b, &expected, rows * f), download(b, &out, rows * f));
                 same_bits(&out, &expected, &|| format!("{rows} rows of {f} by {cols}, {dtype}"));
             }
+        }
+    }
+}
+
+/// Products of norms have the bits of both done apart, plain ones and gated ones.
+pub fn norm_matmul_agrees<B: Backend>(b: &B) {
+    const EPS: f32 = 1e-5;
+    let mut random = Random::new(33);
+    let types = [WeightType::F32, WeightType::F16, WeightType::BF16, WeightType::Q8_0];
+    for (dtype, f, cols) in types.into_iter().flat_map(|dtype| {
+        [(5, 96), (24, 576), (8, 4096), (8, 5120), (8, 9216)].map(|(f, cols)| (dtype, f, cols))
+    }) {
+        let (gate, up) = (random.matrix(dtype, f, cols), random.matrix(dtype, f, cols));
+        let bias = random.values(f);
+        let (gate, up) = (host_matrix(&gate, Some(&bias)), host_matrix(&up, None));
+        let plain = b.load(&[gate, up]).expect("the device takes the type");
+        let gated = b.load_gated(gate, up).expect("the device takes the type");
+        let weight = upload(b, &random.values(cols));
+        for rows in [1, 3] {
+            let x = upload(b, &random.values(rows * cols));
+            let [mut h, mut other_h] = [(); 2].map(|()| unwritten(b, rows * cols));
+            let [mut expected, mut out, mut gate_up] = [(); 3].map(|()| unwritten(b, rows * 2 * f));
+            let what = |op: &str| format!("{op} of {rows} rows of {f} by {cols}, {dtype}");
+            b.norm(&x, &weight, EPS, rows, &mut h).expect("norm runs");
+            b.matmul(&plain, &h, rows, &mut expected).expect("matmul runs");
+            let norm = Norm { x: &x, weight: &weight, eps: EPS };
+            b.norm_matmul(&norm, &plain, rows, &mut other_h, &mut out).expect("it runs");
+            let len = rows * 2 * f;
+            same_bits(&download(b, &out, len), &download(b, &expected, len), &|| what("product"));
+            b.gated_matmul(&gated, &h, f, rows, &mut gate_up, &mut expected).expect("it runs");
+            let scratch = (&mut other_h, &mut gate_up);
+            b.norm_gated_matmul(&norm, &gated, f, rows, scratch, &mut out).expect("it runs");
+            let len = rows * f;
+            same_bits(&download(b, &out, len), &download(b, &expected, len), &|| what("gated"));
         }
     }
 }

@@ -9,14 +9,15 @@
 //! `sum p_j e_j |v_j - o|`; the weighted sum itself adds its own rounding. A score is off by the
 //! rounding of its dot product and of its exponent. Heads that were normalised or rotated on the
 //! device carry the rounding of that, the rounding of the angle (position times frequency, in
-//! `f32`), and sometimes a key element that fell on the other side of a tie when it was stored.
+//! `f32`), and sometimes a key element that fell on the other side of a tie when it was stored. A device
+//! that rounds activations may also round queries, and the weights `p`, to the arena's type.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 use nuthatch_types::KvDtype;
 
-use crate::{RopeSpec, RopeStyle};
+use crate::{Backend, RopeSpec, RopeStyle};
 
 use super::compare::{ROUNDING, TINY, Truth};
 use super::rig::{Case, EPS, Sequence};
@@ -128,19 +129,25 @@ fn stored_step(dtype: KvDtype) -> f64 {
 /// By how many positions the key of a row was turned after it was stored.
 pub(super) type Turns<'a> = dyn Fn(usize) -> i32 + 'a;
 
+/// How far off a device may round a query's elements and the weights, relative to each.
+fn attend_step<B: Backend>(b: &B, dtype: KvDtype) -> f64 {
+    if b.rounds_activations() && dtype != KvDtype::F32 { stored_step(dtype) / 2.0 } else { 0.0 }
+}
+
 /// Outputs of some rows of a sequence, `[rows, H, D]`.
-pub(super) fn attend(case: &Case, seq: &Sequence, rows: Range<usize>) -> Truth {
-    attend_turned(case, seq, rows, &|_| 0)
+pub(super) fn attend<B: Backend>(b: &B, case: &Case, seq: &Sequence, rows: Range<usize>) -> Truth {
+    attend_turned(b, case, seq, rows, &|_| 0)
 }
 
 /// The same, of a sequence some of whose keys were turned.
-pub(super) fn attend_turned(
+pub(super) fn attend_turned<B: Backend>(
+    b: &B,
     case: &Case,
     seq: &Sequence,
     rows: Range<usize>,
     turns: &Turns<'_>,
 ) -> Truth {
-    let d = case.d();
+    let (d, step) = (case.d(), attend_step(b, case.kv.dtype));
     let heads = Heads::new(case, seq, &rows, turns);
     let first_row = rows.start;
     let angles = AngleError::new(case);
@@ -154,7 +161,7 @@ pub(super) fn attend_turned(
             let scores: Vec<Score> = (start..=t)
                 .map(|j| {
                     let k = &heads.k[at(j)..][..d];
-                    let mut score = Score::new(case, q, k);
+                    let mut score = Score::new(case, q, k, step);
                     if turns(j) != 0 {
                         // It was computed and rounded twice.
                         score.error *= 2.0;
@@ -164,7 +171,7 @@ pub(super) fn attend_turned(
                 })
                 .collect();
             let values: Vec<&[f64]> = (start..=t).map(|j| &heads.v[at(j)..][..d]).collect();
-            mix(&scores, &values, &mut truth);
+            mix(&scores, &values, step, &mut truth);
         }
     }
     truth
@@ -177,7 +184,7 @@ struct Score {
 }
 
 impl Score {
-    fn new(case: &Case, q: &[f64], k: &[f64]) -> Self {
+    fn new(case: &Case, q: &[f64], k: &[f64], step: f64) -> Self {
         let scale = f64::from(case.scale());
         let (mut sum, mut mass, mut largest) = (0.0, 0.0, 0.0f64);
         for (q, k) in q.iter().zip(k) {
@@ -187,7 +194,7 @@ impl Score {
             largest = largest.max(product.abs());
         }
         let width = (q.len() as f64).sqrt();
-        let mut error = mass * (2.0 * width + 4.0) * ROUNDING;
+        let mut error = mass * ((2.0 * width + 4.0) * ROUNDING + step);
         if case.changes_heads() {
             error += mass * (2.0 * width + 16.0) * ROUNDING;
             error += largest * FLIPS * stored_step(case.kv.dtype);
@@ -225,7 +232,7 @@ impl<'a> AngleError<'a> {
 }
 
 /// The softmax of the scores, applied to the values.
-fn mix(scores: &[Score], values: &[&[f64]], truth: &mut Truth) {
+fn mix(scores: &[Score], values: &[&[f64]], step: f64, truth: &mut Truth) {
     let top = scores.iter().fold(f64::NEG_INFINITY, |top, score| top.max(score.value));
     let weights: Vec<f64> = scores.iter().map(|score| (score.value - top).exp()).collect();
     let total: f64 = weights.iter().sum();
@@ -240,7 +247,7 @@ fn mix(scores: &[Score], values: &[&[f64]], truth: &mut Truth) {
     }
     let mut error: Vec<f64> = mass
         .iter()
-        .map(|mass| mass * (8.0 + 2.0 * (values.len() as f64).sqrt()) * ROUNDING)
+        .map(|mass| mass * ((8.0 + 2.0 * (values.len() as f64).sqrt()) * ROUNDING + step))
         .collect();
     for ((weight, score), v) in weights.iter().zip(scores).zip(values) {
         let off = weight / total * score.error;

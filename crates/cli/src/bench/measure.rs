@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use nuthatch_backend_cuda::Cuda;
 use nuthatch_engine::topk::Policy;
 use nuthatch_engine::{SharedClock, Submission};
 use nuthatch_types::{Limits, Sampling, TokenId};
@@ -12,6 +13,7 @@ use crate::config::WARM_UP_TOKENS;
 use crate::device::AnyEngine;
 use crate::random::Random;
 
+use super::breakdown::Breakdown;
 use super::result::TopKResult;
 
 /// What a test measures.
@@ -33,6 +35,18 @@ pub(super) struct Test {
     pub(super) tokens: u32,
     /// Tokens in the cache before.
     pub(super) depth: u32,
+}
+
+impl Test {
+    /// Tokens of its prompt and of its answer, and where measuring begins.
+    fn sequence(self) -> (u32, u32, u32) {
+        match self.kind {
+            Kind::Prefill => (self.depth + self.tokens, 1, self.depth),
+            // The prefill gives the first token, so one more is asked for; an empty cache gets one
+            // token, as there must be something to continue.
+            Kind::Decode => (self.depth.max(1), self.tokens + 1, self.depth.max(1)),
+        }
+    }
 }
 
 impl fmt::Display for Test {
@@ -92,20 +106,41 @@ impl Bench {
     }
 
     fn measure_once(&mut self, test: Test) -> anyhow::Result<f64> {
-        let (prompt, answer, from) = match test.kind {
-            Kind::Prefill => (test.depth + test.tokens, 1, test.depth),
-            // The prefill gives the first token, so one more is asked for; an empty cache gets one
-            // token, as there must be something to continue.
-            Kind::Decode => (test.depth.max(1), test.tokens + 1, test.depth.max(1)),
-        };
+        let (prompt, answer, from) = test.sequence();
         let steps = self.run_sequence(prompt, answer)?;
         let seconds = seconds_from(&steps, u64::from(from));
         ensure!(seconds > 0.0, "{test} took no time at all");
         Ok(f64::from(test.tokens) / seconds)
     }
 
+    /// Takes the steps of a test apart.
+    pub(super) fn break_down(&mut self, test: Test) -> anyhow::Result<Breakdown> {
+        let (prompt, answer, from) = test.sequence();
+        ensure!(self.engine.executor().cuda().is_some(), "--breakdown needs a GPU");
+        let mut n_steps = 0;
+        self.run_sequence_with(prompt, answer, |engine, start| {
+            if start >= u64::from(from) {
+                let cuda = engine.executor().cuda();
+                cuda.filter(|_| n_steps == 0).into_iter().for_each(Cuda::begin_timing);
+                n_steps += 1;
+            }
+        })?;
+        let cuda = self.engine.executor().cuda().context("--breakdown needs a GPU")?;
+        Ok(Breakdown::new(test.to_string(), n_steps, &cuda.end_timing()?))
+    }
+
     /// Runs one sequence of random tokens to its end.
     fn run_sequence(&mut self, n_prompt: u32, n_answer: u32) -> anyhow::Result<Vec<Step>> {
+        self.run_sequence_with(n_prompt, n_answer, |_, _| {})
+    }
+
+    /// The same; calls `before` with the tokens in the cache before each step.
+    fn run_sequence_with(
+        &mut self,
+        n_prompt: u32,
+        n_answer: u32,
+        mut before: impl FnMut(&AnyEngine, u64),
+    ) -> anyhow::Result<Vec<Step>> {
         // Other tokens each time, so that nothing of it is in the cache.
         let prompt = (0..n_prompt).map(|_| TokenId(self.random.below(self.vocab))).collect();
         let limits = Limits { max_tokens: n_answer, ..Limits::default() };
@@ -117,6 +152,7 @@ impl Bench {
         let mut start = 0;
         let mut computed = self.computed();
         loop {
+            before(&self.engine, start);
             let begin = self.clock.0.now();
             let ran = self.engine.step().context("the device failed")?;
             let elapsed: Duration = self.clock.0.now().saturating_sub(begin);

@@ -7,6 +7,7 @@
 //!   tgN @ dD   [ D tokens, not measured ][ N steps of one token ]
 //! ```
 
+mod breakdown;
 mod measure;
 mod result;
 mod serve;
@@ -49,6 +50,10 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
         }
         tests.push(TestResult::new(test, bench.measure(test, config.repeat)?));
     }
+    let mut breakdowns = Vec::new();
+    for test in tests_of(config).into_iter().filter(|_| config.breakdown) {
+        breakdowns.push(bench.break_down(test)?);
+    }
     let result = BenchResult {
         version: env!("CARGO_PKG_VERSION"),
         commit: option_env!("NUTHATCH_COMMIT"),
@@ -63,6 +68,7 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
         overhead: bench.overhead(),
         topk: bench.topk(config.engine.sparse.sparse.as_ref()),
         tests,
+        breakdowns,
     };
     print(config.json.as_deref(), &result)
 }

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::breakdown::Breakdown;
 use super::measure::{Kind, Test};
 use crate::size::Bytes;
 use crate::table::{Align, Table};
@@ -26,6 +27,9 @@ pub(super) struct BenchResult {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) topk: Option<TopKResult>,
     pub(super) tests: Vec<TestResult>,
+    /// What stages take, if that was asked for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) breakdowns: Vec<Breakdown>,
 }
 
 /// What top-k attention did. Shares are of the context, for each head and step.
@@ -113,8 +117,9 @@ impl BenchResult {
         }
         let commit = self.commit.map(|commit| format!(" ({commit})")).unwrap_or_default();
         let topk = self.topk.as_ref().map(TopKResult::line).unwrap_or_default();
+        let breakdowns: String = self.breakdowns.iter().map(Breakdown::table).collect();
         format!(
-            "{}\n{topk}nuthatch {}{commit}, medians; planning and bookkeeping took {:.2} % of the time\n",
+            "{}{breakdowns}\n{topk}nuthatch {}{commit}, medians; planning and bookkeeping took {:.2} % of the time\n",
             table.markdown(),
             self.version,
             self.overhead * 100.0,
@@ -172,6 +177,7 @@ mod tests {
             overhead: 0.0123,
             topk: None,
             tests: vec![TestResult::new(test, vec![100.0, 110.0, 90.0])],
+            breakdowns: Vec::new(),
         };
         let table = result.table();
         assert!(table.contains("| tg128 @ d2048 | 100.00 \u{b1} 10.00 |"), "{table}");
