@@ -265,8 +265,9 @@ impl<B: Backend> Model<B> {
             let eps = self.config.norm_eps;
             b.begin_stage("logits", None);
             b.gather_rows(&self.plan, &acts.x, d, &mut acts.last)?;
-            let norm = Norm { x: &acts.last, weight: &self.weights.output_norm, eps };
-            b.norm_matmul(&norm, head, outputs, &mut acts.last_h, &mut acts.logits)?;
+            // Not in one with the product: [`Model::hidden`] shows the states.
+            b.norm(&acts.last, &self.weights.output_norm, eps, outputs, &mut acts.last_h)?;
+            b.matmul(head, &acts.last_h, outputs, &mut acts.logits)?;
         }
         Ok(&acts.logits)
     }
