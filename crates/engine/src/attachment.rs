@@ -70,6 +70,16 @@ pub enum Pooling {
 
 type TakeHidden = dyn Fn(&[f32]) + Send + Sync;
 
+impl Pooling {
+    /// Its name, as people write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pooling::Last => "last",
+            Pooling::Mean => "mean",
+        }
+    }
+}
+
 impl HiddenSink {
     /// A sink that gives the state of the last token to `take`.
     pub fn new(take: impl Fn(&[f32]) + Send + Sync + 'static) -> Self {

@@ -1,4 +1,5 @@
-//! Prompts that are read whole: probabilities of their tokens, as evaluation harnesses ask for them.
+//! Prompts that are read whole: probabilities of their tokens, as evaluation harnesses ask for them,
+//! and vectors that are means.
 
 use serde_json::{Value, json};
 
@@ -97,4 +98,29 @@ fn a_harness_needs_no_answer() {
     let refused = serve.post(TEXT, &with(&base, &more));
     assert_eq!(refused.status, 400, "{}", refused.body);
     assert!(refused.body.contains("a beam search does not tell"), "{}", refused.body);
+}
+
+#[test]
+fn a_vector_is_the_last_tokens_or_a_mean() {
+    let vectors = |pooling: &str| {
+        let serve = Serve::start(&["--pooling", pooling]);
+        let card = serve.get("/v1/models").json();
+        assert_eq!(card["data"][0]["pooling"], pooling);
+        // The second and the third find pages of the first, if they look.
+        let text = "Something that fills a page, and more than one of them";
+        let body = json!({"input": [text, text, format!("{text}."), "H"]});
+        let answer = serve.post("/v1/embeddings", &body).json();
+        [0, 1, 2, 3].map(|i| -> Vec<f64> {
+            let numbers = answer["data"][i]["embedding"].as_array().unwrap();
+            numbers.iter().map(|number| number.as_f64().unwrap()).collect()
+        })
+    };
+    let product = |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).map(|(x, y)| x * y).sum() };
+    let (last, mean) = (vectors("last"), vectors("mean"));
+    assert_eq!((&last[0], &mean[0]), (&last[1], &mean[1]), "equal texts have equal vectors");
+    assert_eq!(last[3], mean[3], "of one token, both are the same");
+    assert!(product(&last[0], &mean[0]) < 0.999, "of several they are not");
+    assert!((product(&mean[0], &mean[0]) - 1.0).abs() < 1e-5, "vectors have length 1");
+    // One more token moves a mean less than it moves the last state.
+    assert!(product(&mean[0], &mean[2]) > product(&last[0], &last[2]));
 }
