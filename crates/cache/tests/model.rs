@@ -353,7 +353,8 @@ impl Model {
     fn admit(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>, op: Entering) {
         let Entering { window, may_spill, room } = op;
         let retention = Retention::default();
-        let prompt = Prompt { tokens: &tokens, salt, retention, window, may_spill };
+        let is_fresh = false;
+        let prompt = Prompt { tokens: &tokens, salt, retention, window, may_spill, is_fresh };
         let mut admission = self.cache.plan_admit(seq, prompt);
         let (n_shared, mut copy) = self.find(salt, &tokens);
         let miss = admission.miss().expect("the prefix tree was asked");
