@@ -26,6 +26,8 @@ pub struct Prompt<'a> {
     pub window: Option<Window>,
     /// Whether it may run on pages of the host, where [`crate::Options::host_reads`] allows that.
     pub may_spill: bool,
+    /// Whether nothing that is cached is of use to it, because it has to compute all its tokens.
+    pub is_fresh: bool,
 }
 
 /// A decision which pages a new sequence starts with; valid until the cache changes.
@@ -111,14 +113,14 @@ impl Cache {
     /// tokens, always without the last token, which must be computed to give logits. Changes
     /// nothing.
     pub fn plan_admit(&self, seq: SeqId, prompt: Prompt<'_>) -> Admission {
-        let Prompt { tokens, salt, retention, window, may_spill } = prompt;
+        let Prompt { tokens, salt, retention, window, may_spill, is_fresh } = prompt;
         let n_tokens = tokens.len() as u32;
         let (mut pages, copy, miss) = match &self.prefix {
-            Some(prefix) => {
+            Some(prefix) if !is_fresh => {
                 let Found { pages, copy, miss } = prefix.walk(salt, tokens);
                 (pages, copy, Some(miss))
             }
-            None => (Vec::new(), None, None),
+            Some(_) | None => (Vec::new(), None, None),
         };
         let (may_spill, mut copy) = (may_spill && self.spills(), copy);
         if !may_spill

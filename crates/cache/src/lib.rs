@@ -35,7 +35,7 @@
 //! let mut cache = Cache::with_options(sizes, Options::default())?;
 //! let tokens: Vec<TokenId> = (0..10).map(TokenId).collect();
 //! let (salt, retention) = (Salt::default(), Retention::default());
-//! let prompt = Prompt { tokens: &tokens, salt, retention, window: None, may_spill: true };
+//! let prompt = Prompt { tokens: &tokens, salt, retention, window: None, may_spill: true, is_fresh: false };
 //!
 //! let first = cache.plan_admit(SeqId(1), prompt);
 //! assert_eq!(cache.admit(first).n_found, 0);

@@ -114,7 +114,8 @@ mod tests {
     fn pass(cache: &mut Cache, seq: u64, tokens: &[TokenId], salt: Salt, is_kept: bool) {
         let seq = SeqId(seq);
         let retention = Retention::default();
-        let prompt = Prompt { tokens, salt, retention, window: None, may_spill: false };
+        let prompt =
+            Prompt { tokens, salt, retention, window: None, may_spill: false, is_fresh: false };
         let admission = cache.plan_admit(seq, prompt);
         let n_found = cache.admit(admission).n_found;
         let extend = cache.plan_extend(seq, tokens.len() as u32 - n_found, 0).unwrap();

@@ -25,7 +25,7 @@ pub(crate) use eval::EvalArgs;
 pub(crate) use file::{FileError, with_config_file};
 pub(crate) use profile::ProfileArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
-pub(crate) use serve::{ServeArgs, ToolParserArg};
+pub(crate) use serve::{PoolingArg, ServeArgs, ToolParserArg};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
 pub(crate) use sparse::SparseArgs;
 

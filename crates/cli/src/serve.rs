@@ -48,6 +48,7 @@ pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
             api_keys: config.api_keys.clone(),
             admin_key: config.admin_key.clone(),
             isolates_tenants: config.isolates_tenants,
+            pooling: config.pooling,
             tls: config.tls.clone(),
             events: config.events.clone(),
             limits: config.limits,

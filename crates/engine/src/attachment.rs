@@ -11,6 +11,8 @@ use std::sync::Arc;
 
 use nuthatch_types::TokenId;
 
+use crate::executor::PromptReader;
+
 /// Says which tokens may come next in one answer.
 pub trait Constraint: fmt::Debug + Send {
     /// Makes the logits of tokens that may not come next minus infinity. An error ends the answer.
@@ -47,21 +49,55 @@ impl fmt::Debug for Form {
     }
 }
 
-/// Takes the model's last hidden state of a prompt, which is `[hidden]` floats after the last norm,
-/// when the answer's first token is chosen. Called on the engine's thread, so it must not wait.
+/// Takes the model's hidden state of a prompt, which is `[hidden]` floats after the last norm, when
+/// the answer's first token is chosen. Called on the engine's thread, so it must not wait.
 #[derive(Clone)]
-pub struct HiddenSink(Arc<TakeHidden>);
+pub struct HiddenSink {
+    pooling: Pooling,
+    take: Arc<TakeHidden>,
+}
+
+/// Which hidden state stands for a prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pooling {
+    /// That of the last token, which has seen the whole prompt. What the cache holds of the others
+    /// need not be computed.
+    #[default]
+    Last,
+    /// The mean over all tokens, all of which are computed for it.
+    Mean,
+}
 
 type TakeHidden = dyn Fn(&[f32]) + Send + Sync;
 
+impl Pooling {
+    /// Its name, as people write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pooling::Last => "last",
+            Pooling::Mean => "mean",
+        }
+    }
+}
+
 impl HiddenSink {
-    /// A sink that gives the state to `take`.
+    /// A sink that gives the state of the last token to `take`.
     pub fn new(take: impl Fn(&[f32]) + Send + Sync + 'static) -> Self {
-        HiddenSink(Arc::new(take))
+        HiddenSink { pooling: Pooling::Last, take: Arc::new(take) }
+    }
+
+    /// The same sink for another state.
+    #[must_use]
+    pub fn with_pooling(self, pooling: Pooling) -> Self {
+        HiddenSink { pooling, ..self }
+    }
+
+    pub(crate) fn pooling(&self) -> Pooling {
+        self.pooling
     }
 
     pub(crate) fn send(&self, hidden: &[f32]) {
-        (self.0)(hidden);
+        (self.take)(hidden);
     }
 }
 
@@ -76,6 +112,8 @@ impl fmt::Debug for HiddenSink {
 pub struct Attachment {
     /// Which tokens may come next.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Who wants the hidden state; taken when it was sent.
+    /// Who wants the hidden state of the prompt's last token; taken when it was sent.
     pub hidden: Option<HiddenSink>,
+    /// Who reads all rows of the prompt. The sequence must compute them all.
+    pub prompt: Option<PromptReader>,
 }

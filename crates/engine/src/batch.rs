@@ -7,6 +7,8 @@
 //!   output_rows               2         3                5      (those that are sampled)
 //! ```
 
+use std::ops::Range;
+
 use nuthatch_backend::BatchLayout;
 use nuthatch_types::{SeqStep, TokenId};
 
@@ -50,6 +52,12 @@ impl Batch {
         if step.sample {
             layout.output_rows.push(n_rows - 1);
         }
+    }
+
+    /// Asks for these rows instead of those that are sampled.
+    pub(crate) fn set_outputs(&mut self, rows: Range<u32>) {
+        self.layout.output_rows.clear();
+        self.layout.output_rows.extend(rows);
     }
 
     /// The rows so far.

@@ -15,7 +15,9 @@ use nuthatch_types::{
 use crate::beam::{BeamSearch, Move};
 use crate::executor::Execute;
 use crate::requests::{Gone, Member, Request, Requests};
-use crate::{Attachment, EngineError, Form, Hints, Sink, Submission, SubmitError};
+use crate::{
+    Attachment, EngineError, Form, Hints, Pooling, PromptReader, Sink, Submission, SubmitError,
+};
 
 /// A clock that the engine and its callers read.
 pub type SharedClock = Arc<dyn Clock + Send + Sync>;
@@ -117,8 +119,23 @@ impl<E: Execute> Engine<E> {
         if let Some(error) = &self.error {
             return Err(SubmitError::Failed { reason: error.to_string() });
         }
-        let Submission { prompt, sampling, limits, n, beam, streaming, form, hidden, hints } =
-            submission;
+        let Submission {
+            prompt,
+            sampling,
+            limits,
+            n,
+            beam,
+            streaming,
+            form,
+            hidden,
+            scores,
+            hints,
+        } = submission;
+        let (mean, hidden) = match hidden {
+            Some(sink) if sink.pooling() == Pooling::Mean => (Some(sink), None),
+            hidden => (None, hidden),
+        };
+        let reads_prompt = mean.is_some() || scores.is_some();
         if n == 0 {
             return Err(SubmitError::NoAnswers);
         }
@@ -128,14 +145,19 @@ impl<E: Execute> Engine<E> {
         if beam.is_some() && form.is_some() {
             return Err(SubmitError::FormOfBeams);
         }
+        if beam.is_some() && reads_prompt {
+            return Err(SubmitError::PromptOfBeams);
+        }
         let vocab = self.executor.vocab();
         let bias = sampling.logit_bias.iter().map(|&(token, _)| token);
         if let Some(token) = prompt.iter().copied().chain(bias).find(|token| token.0 >= vocab) {
             return Err(SubmitError::UnknownToken { token, vocab });
         }
         let seq = SeqId(self.next_seq);
+        let mut reader = reads_prompt.then(|| PromptReader::new(prompt.clone(), scores, mean));
         let submission = nuthatch_scheduler::Submission { seq, prompt, sampling, limits };
-        let hints = nuthatch_scheduler::Hints { streaming, ..self.scheduler_hints(&hints) };
+        let hints = self.scheduler_hints(&hints);
+        let hints = nuthatch_scheduler::Hints { streaming, computes_all: reads_prompt, ..hints };
         let search = match beam {
             Some(params) => Some(self.submit_beams(submission, hints, params, n)?),
             None => {
@@ -143,11 +165,12 @@ impl<E: Execute> Engine<E> {
                 None
             }
         };
-        if form.is_some() || hidden.is_some() {
+        if form.is_some() || hidden.is_some() || reader.is_some() {
             for index in 0..u64::from(n) {
                 let constraint = form.as_ref().map(Form::constraint);
                 let hidden = hidden.clone().filter(|_| index == 0);
-                self.executor.attach(SeqId(seq.0 + index), Attachment { constraint, hidden });
+                let attachment = Attachment { constraint, hidden, prompt: reader.take() };
+                self.executor.attach(SeqId(seq.0 + index), attachment);
             }
         }
         self.requests.insert(seq, Request::new(outputs.into(), n, submitted, search));
@@ -329,7 +352,9 @@ impl<E: Execute> Engine<E> {
             let sampling = Sampling { seed, n_candidates: 0, ..first.sampling.clone() };
             let submission = nuthatch_scheduler::Submission { seq, sampling, ..first.clone() };
             let fork_of = (index > 0).then_some(first.seq);
-            let hints = nuthatch_scheduler::Hints { fork_of, ..hints };
+            // The others share what the first computes.
+            let computes_all = hints.computes_all && index == 0;
+            let hints = nuthatch_scheduler::Hints { fork_of, computes_all, ..hints };
             let taken = self.scheduler.submit_with(submission, hints);
             assert!(taken.is_ok() || index == 0, "what is taken once is taken again");
             taken?;

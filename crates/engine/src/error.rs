@@ -42,6 +42,9 @@ pub enum SubmitError {
     /// Beams follow what is most probable, and a form is kept by one answer at a time.
     #[error("a beam search cannot keep a form")]
     FormOfBeams,
+    /// Beams take each other's place, and a prompt is read with one answer.
+    #[error("a beam search does not tell about all tokens of its prompt")]
+    PromptOfBeams,
     /// The engine has too many commands before it. The same request may be accepted later.
     #[error("the engine is too busy to take another request")]
     Busy,

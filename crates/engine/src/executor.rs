@@ -3,6 +3,8 @@
 //! The executor obeys plain data and decides nothing. It knows no queue, and it cannot reach the
 //! cache: what it knows of a sequence is its row of the tables and its sampler.
 
+mod prompt;
+
 use std::fmt;
 use std::time::Duration;
 
@@ -15,6 +17,8 @@ use nuthatch_types::{
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
 use crate::{Attachment, SharedClock};
+
+pub use prompt::{PromptReader, PromptScores, ScoredToken};
 
 /// What can carry out plans.
 pub trait Execute {
@@ -57,6 +61,10 @@ pub trait Forward {
     /// The hidden states of the first output rows of the last forward pass, after the last norm:
     /// as many as fit `hidden`, which is `[rows, hidden_len]`.
     fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError>;
+    /// Looks back on the last forward pass: `layout` is its own but for `output_rows`, of which there
+    /// are no more than a pass may have. Afterwards [`Forward::hidden`] is about those. Writes their
+    /// logits to `logits`, which is `[n_outputs, V]`, or empty if nobody wants them.
+    fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
     /// Whether the device chooses tokens: whether there is a [`Forward::forward_and_draw`].
     fn draws(&self) -> bool {
         false
@@ -103,6 +111,8 @@ pub struct Executor<F> {
     seqs: FastMap<SeqId, Known>,
     /// What sequences have of their own.
     attachments: FastMap<SeqId, Attachment>,
+    /// Prompts that are read whole and have not been yet.
+    readers: FastMap<SeqId, PromptReader>,
     /// Tables that belong to no sequence.
     free_rows: Vec<u32>,
     batch: Batch,
@@ -175,6 +185,7 @@ impl<F: Forward> Executor<F> {
         Executor {
             seqs: FastMap::with_capacity_and_hasher(max_seqs, Default::default()),
             attachments: FastMap::default(),
+            readers: FastMap::default(),
             free_rows: (0..capacity.max_seqs).rev().collect(),
             batch: Batch::with_capacity(capacity.max_rows as usize, max_seqs),
             logits: vec![0.0; max_seqs * vocab],
@@ -228,10 +239,11 @@ impl<F: Forward> Executor<F> {
         let drawn = self.compute(plan)?;
         let compute_nanos = nanos(self.now().saturating_sub(copied));
         self.show_hidden(plan)?;
-        let (sampled, failed) = match drawn {
+        let (mut sampled, mut failed) = match drawn {
             Some(tokens) => self.take(plan, &tokens),
             None => self.sample(plan),
         };
+        self.read_prompts(plan, (&mut sampled, &mut failed))?;
         Ok(StepResult { sampled, failed, copy_nanos, compute_nanos })
     }
 
@@ -430,11 +442,17 @@ impl<F: Forward> Execute for Executor<F> {
         result
     }
 
-    fn attach(&mut self, seq: SeqId, attachment: Attachment) {
-        self.attachments.insert(seq, attachment);
+    fn attach(&mut self, seq: SeqId, mut attachment: Attachment) {
+        if let Some(reader) = attachment.prompt.take() {
+            self.readers.insert(seq, reader);
+        }
+        if attachment.constraint.is_some() || attachment.hidden.is_some() {
+            self.attachments.insert(seq, attachment);
+        }
     }
 
     fn detach(&mut self, seq: SeqId) {
+        self.readers.remove(&seq);
         self.attachments.remove(&seq);
     }
 }

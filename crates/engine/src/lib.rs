@@ -31,10 +31,10 @@ mod output;
 mod requests;
 pub mod sample;
 
-pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink};
+pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink, Pooling};
 pub use engine::{CacheListener, CachePicture, Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
-pub use executor::{Capacity, Execute, Executor, Forward};
+pub use executor::{Capacity, Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::{LoadedModel, TopKOptions};
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};

@@ -212,6 +212,14 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.backend.read(self.model.hidden(), hidden)
     }
 
+    fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
+        let device_logits = self.model.look_back(&self.tables, layout, !logits.is_empty())?;
+        if logits.is_empty() {
+            return Ok(());
+        }
+        self.backend.read(device_logits, logits)
+    }
+
     fn draws(&self) -> bool {
         self.backend.draws()
     }

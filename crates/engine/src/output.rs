@@ -8,7 +8,7 @@ use nuthatch_cache::Retention;
 use nuthatch_scheduler::{Tenant, Usage};
 use nuthatch_types::{BeamParams, FinishReason, Limits, Sampling, Streaming, TokenId};
 
-use crate::{Form, HiddenSink};
+use crate::{Form, HiddenSink, PromptScores};
 
 /// A request, in tokens.
 #[derive(Clone, Debug)]
@@ -32,8 +32,10 @@ pub struct Submission {
     pub streaming: Option<Streaming>,
     /// The form that the answers must have. Not for a beam search.
     pub form: Option<Form>,
-    /// Who wants to see the hidden state of the prompt's last token.
+    /// Who wants to see the hidden state of the prompt. Its mean is not for a beam search.
     pub hidden: Option<HiddenSink>,
+    /// Who wants to know the probabilities of the prompt's tokens. Not for a beam search.
+    pub scores: Option<PromptScores>,
     /// How the request is served.
     pub hints: Hints,
 }
@@ -49,6 +51,7 @@ impl Default for Submission {
             streaming: None,
             form: None,
             hidden: None,
+            scores: None,
             hints: Hints::default(),
         }
     }

@@ -160,6 +160,22 @@ impl<B: Backend> Model<B> {
         Ok(&mut self.acts.logits)
     }
 
+    /// Looks back on the batch that was computed last, of which only `layout.output_rows` are others:
+    /// works out their hidden states, and their logits if they are wanted.
+    pub fn look_back(
+        &mut self,
+        tables: &B::Tables,
+        layout: &BatchLayout,
+        with_logits: bool,
+    ) -> Result<&B::Buf, DeviceError> {
+        self.backend.plan(&mut self.plan, tables, layout)?;
+        if with_logits {
+            return self.logits(layout);
+        }
+        self.output_states(layout)?;
+        Ok(&self.acts.logits)
+    }
+
     /// Prepares the plan, and the residual stream by the embedding.
     pub(crate) fn begin(
         &mut self,
@@ -258,18 +274,24 @@ impl<B: Backend> Model<B> {
 
     /// The logits of the rows that they are wanted for.
     pub(crate) fn logits(&mut self, layout: &BatchLayout) -> Result<&B::Buf, DeviceError> {
+        let outputs = layout.output_rows.len();
+        if outputs > 0 {
+            self.backend.begin_stage("logits", None);
+            // Not in one with the product: [`Model::hidden`] shows the states.
+            self.output_states(layout)?;
+            let head = self.weights.output.as_ref().unwrap_or(&self.weights.embedding);
+            self.backend.matmul(head, &self.acts.last_h, outputs, &mut self.acts.logits)?;
+        }
+        Ok(&self.acts.logits)
+    }
+
+    /// The hidden states of the rows that outputs are wanted for, after the last norm.
+    fn output_states(&mut self, layout: &BatchLayout) -> Result<(), DeviceError> {
         let (b, acts) = (&*self.backend, &mut self.acts);
         let (outputs, d) = (layout.output_rows.len(), self.config.hidden as usize);
-        if outputs > 0 {
-            let head = self.weights.output.as_ref().unwrap_or(&self.weights.embedding);
-            let eps = self.config.norm_eps;
-            b.begin_stage("logits", None);
-            b.gather_rows(&self.plan, &acts.x, d, &mut acts.last)?;
-            // Not in one with the product: [`Model::hidden`] shows the states.
-            b.norm(&acts.last, &self.weights.output_norm, eps, outputs, &mut acts.last_h)?;
-            b.matmul(head, &acts.last_h, outputs, &mut acts.logits)?;
-        }
-        Ok(&acts.logits)
+        let (norm, eps) = (&self.weights.output_norm, self.config.norm_eps);
+        b.gather_rows(&self.plan, &acts.x, d, &mut acts.last)?;
+        b.norm(&acts.last, norm, eps, outputs, &mut acts.last_h)
     }
 }
 

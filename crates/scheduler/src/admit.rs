@@ -249,6 +249,9 @@ impl Scheduler {
     fn plan_admission(&self, seq: SeqId) -> Admission {
         let sequence = self.seq(seq);
         let found = self.cache.plan_admit(seq, prompt(sequence, self.window(&sequence.hints)));
+        if sequence.computes_all() {
+            return found;
+        }
         let n_found = found.miss().map_or(0, |miss| miss.at);
         if self.n_stored(sequence) * self.cache.config().page_len > n_found {
             // What is loaded follows full pages.
@@ -283,5 +286,6 @@ impl Scheduler {
 fn prompt(sequence: &Sequence, window: Option<Window>) -> Prompt<'_> {
     let Hints { salt, retention, .. } = *sequence.hints;
     let tokens = &sequence.tokens.settled()[..sequence.n_sharable()];
-    Prompt { tokens, salt, retention, window, may_spill: sequence.stream.is_none() }
+    let (may_spill, is_fresh) = (sequence.stream.is_none(), sequence.computes_all());
+    Prompt { tokens, salt, retention, window, may_spill, is_fresh }
 }

@@ -56,7 +56,8 @@ impl Scheduler {
     /// Full pages at a sequence's beginning that a slower tier holds, without the last token, which
     /// is always computed.
     pub(crate) fn n_stored(&self, sequence: &Sequence) -> u32 {
-        if sequence.stream.is_some() || self.config.window.is_some() {
+        let keeps_all = sequence.stream.is_none() && self.config.window.is_none();
+        if !keeps_all || sequence.computes_all() {
             return 0;
         }
         let limit = sequence.n_prompt.min(sequence.tokens.len() - 1);

@@ -94,6 +94,9 @@ pub struct Hints {
     /// Keeps only the first and the last tokens in the cache, so that neither the context nor the
     /// cache bounds the answer.
     pub streaming: Option<Streaming>,
+    /// Computes every token of the prompt, whatever the cache holds, for somebody who wants to see
+    /// what comes out at each of them. Other requests may use what was computed.
+    pub computes_all: bool,
 }
 
 /// Why a request is refused.

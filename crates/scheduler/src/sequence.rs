@@ -131,6 +131,11 @@ impl Sequence {
         self.pending() == 1 && self.n_sampled() > 0
     }
 
+    /// Whether its prompt has to be computed from the first token on, whatever the cache holds.
+    pub(crate) fn computes_all(&self) -> bool {
+        self.hints.computes_all && self.computed_max < self.n_prompt
+    }
+
     /// Tokens sampled so far.
     pub(crate) fn n_sampled(&self) -> u32 {
         self.tokens.len() - self.n_prompt

@@ -236,8 +236,16 @@ impl World {
             n_sinks: self.rng.range(0..self.max_prompt / 4 + 2),
             window: self.rng.range(0..self.max_prompt / 2 + 2),
         });
-        let mut hints =
-            Hints { salt, retention, fork_of: None, n_stored: 0, priority, tenant, streaming };
+        let mut hints = Hints {
+            salt,
+            retention,
+            fork_of: None,
+            n_stored: 0,
+            priority,
+            tenant,
+            streaming,
+            computes_all: self.rng.one_in(6),
+        };
         let mut prompt = match self.rng.range(0..4) {
             0 => Vec::new(),
             1 | 2 => self.openings[self.rng.range(0..3) as usize].clone(),

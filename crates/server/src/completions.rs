@@ -87,7 +87,7 @@ impl Prepared {
                 submission.hints.cache_salt.extend(tenant.0.to_le_bytes());
             }
         }
-        let job = Job::new(&request, endpoint, submissions.len());
+        let job = Job::new(&request, endpoint, &submissions);
         Ok(Prepared { request, submissions, job })
     }
 }

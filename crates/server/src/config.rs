@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use nuthatch_engine::Sizes;
+use nuthatch_engine::{Pooling, Sizes};
 
 use crate::{Endpoint, EventsConfig};
 
@@ -24,6 +24,8 @@ pub struct ServerConfig {
     pub admin_key: Option<String>,
     /// Whether clients with different keys, or of different tenants, share no cached pages.
     pub isolates_tenants: bool,
+    /// Which hidden state is the vector of a text.
+    pub pooling: Pooling,
     /// Certificate and key; without them connections are not encrypted.
     pub tls: Option<TlsFiles>,
     /// How changes of the cache are published, if they are.

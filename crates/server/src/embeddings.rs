@@ -1,8 +1,8 @@
-//! `POST /v1/embeddings`: the hidden state of a text's last token, of length 1.
+//! `POST /v1/embeddings`: the hidden state of a text's last token, or the mean over all, of length 1.
 //!
 //! The last token has seen the whole text, and it is computed even if the cache holds all others, so
-//! that a text that begins like an earlier one costs little. A mean over all tokens would have to
-//! compute them all.
+//! that a text that begins like an earlier one costs little. A mean over all tokens has to compute
+//! them all.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -83,7 +83,7 @@ fn prepare(
             prompt,
             sampling: Sampling::greedy(),
             limits: Limits { max_tokens: 1, ..Limits::default() },
-            hidden: Some(hidden),
+            hidden: Some(hidden.with_pooling(app.config.pooling)),
             ..Submission::default()
         };
         submission.hints.tenant = tenant;

@@ -59,6 +59,7 @@ fn card(app: &App, name: &str) -> ModelCard {
         root: app.model().to_owned(),
         parent: None,
         max_model_len: app.config.endpoint.max_context,
+        pooling: app.config.pooling.name(),
     }
 }
 

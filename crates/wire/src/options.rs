@@ -17,7 +17,7 @@ pub struct Options {
     pub best_of: u32,
     /// Searches for the best answers instead of sampling; the width is `best_of`.
     pub beam: Option<BeamParams>,
-    /// Most tokens of an answer.
+    /// Most tokens of an answer; 0 only where its prompt is repeated.
     pub max_tokens: Option<u32>,
     /// Tokens before which no stop token ends an answer.
     pub min_tokens: u32,
@@ -199,10 +199,11 @@ struct RawRetention {
 
 impl RawOptions<'_> {
     /// Reads every field but the prompt's, `logprobs` and those of the form.
-    pub(crate) fn read(&self) -> Result<Options, RequestError> {
-        let max_tokens = number(self.max_tokens, "max_tokens", 1..=u32::MAX)?;
+    /// An answer may be limited to `least` tokens, and not to fewer.
+    pub(crate) fn read(&self, least: u32) -> Result<Options, RequestError> {
+        let max_tokens = number(self.max_tokens, "max_tokens", least..=u32::MAX)?;
         let max_completion =
-            number(self.max_completion_tokens, "max_completion_tokens", 1..=u32::MAX)?;
+            number(self.max_completion_tokens, "max_completion_tokens", least..=u32::MAX)?;
         let stream_options: Option<RawStreamOptions> =
             field(self.stream_options, "stream_options")?;
         let salt = name(self.cache_salt, "cache_salt")?;

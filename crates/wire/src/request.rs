@@ -134,7 +134,7 @@ impl ChatRequest {
         let messages = messages(raw.messages)?;
         let tools = tools::tools(raw.tools)?;
         let tool_choice = tools::choice(raw.tool_choice, &tools)?;
-        let mut options = raw_options.read()?;
+        let mut options = raw_options.read(1)?;
         options.format = Format::parse(body)?;
         if options.format != Format::Text && tool_choice.is_forced() {
             let detail = "a call that must be made leaves no room for another form";
@@ -216,12 +216,10 @@ impl CompletionRequest {
         if field::<String>(raw.suffix, "suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(unsupported("suffix", "filling in"));
         }
-        let mut options = raw_options.read()?;
+        // A prompt that is only repeated needs no answer.
+        let mut options = raw_options.read(u32::from(!echo))?;
         options.format = Format::parse(body)?;
         options.logprobs = number(raw_options.logprobs, "logprobs", 0..=caps::TOP_LOGPROBS)?;
-        if echo && options.logprobs.is_some() {
-            return Err(unsupported("echo", "the probabilities of the prompt"));
-        }
         let n_choices = prompts.len() * options.best_of as usize;
         if n_choices > caps::CHOICES {
             let detail = format!("{n_choices} answers, but at most {} are allowed", caps::CHOICES);

@@ -132,10 +132,11 @@ pub struct TextChoice {
 pub struct TextLogprobs {
     /// The tokens' texts.
     pub tokens: Vec<String>,
-    /// Natural logarithms of their probabilities.
-    pub token_logprobs: Vec<f32>,
-    /// The most probable tokens and their logarithms.
-    pub top_logprobs: Vec<BTreeMap<String, f32>>,
+    /// Natural logarithms of their probabilities. Null for the first token of a prompt that is
+    /// repeated, before which there is nothing.
+    pub token_logprobs: Vec<Option<f32>>,
+    /// The most probable tokens and their logarithms; null where those are.
+    pub top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
     /// Where each token begins, in characters from the begin of the answer.
     pub text_offset: Vec<usize>,
 }

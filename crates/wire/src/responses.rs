@@ -77,7 +77,7 @@ impl ResponsesRequest {
         messages.extend(input(raw.input)?);
         let tools = tools::tools(raw.tools)?;
         let tool_choice = tools::choice(raw.tool_choice, &tools)?;
-        let mut options = raw_options.read()?;
+        let mut options = raw_options.read(1)?;
         options.format = format(raw.text)?;
         if options.format == Format::Text {
             options.format = Format::parse(body)?;

@@ -32,6 +32,8 @@ pub struct ModelCard {
     pub parent: Option<String>,
     /// Most tokens of prompt and answer together.
     pub max_model_len: u32,
+    /// Which hidden state is the vector of a text: `last` or `mean`.
+    pub pooling: &'static str,
 }
 
 /// `POST /tokenize`.

@@ -75,6 +75,10 @@ pub(crate) struct ServeArgs {
     /// How the model writes calls of tools
     #[arg(long, value_enum, default_value_t, value_name = "FORMAT")]
     pub(crate) tool_call_parser: ToolParserArg,
+    /// Which hidden state /v1/embeddings gives for a text: that of its last token, or the mean over
+    /// all of them
+    #[arg(long, value_enum, default_value_t, value_name = "KIND")]
+    pub(crate) pooling: PoolingArg,
     /// A file with these flags, as YAML
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -86,6 +90,14 @@ pub(crate) struct ServeArgs {
     pub(crate) as_always: bool,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+}
+
+/// Which hidden state is the vector of a text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PoolingArg {
+    #[default]
+    Last,
+    Mean,
 }
 
 /// How a model writes calls of tools; `auto` asks its chat template.

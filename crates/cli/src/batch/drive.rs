@@ -125,7 +125,7 @@ impl<E: Execute, R: BufRead> Driver<'_, E, R> {
         // Without a seed of its own a request gets its line's number, so that a batch can be repeated.
         let origin = Origin { seed: line, now: self.clock.now(), ..Origin::default() };
         let submissions = self.endpoint.submissions(request, &origin)?;
-        let job = Job::new(request, &self.endpoint, submissions.len());
+        let job = Job::new(request, &self.endpoint, &submissions);
         let n_seqs = submissions.iter().map(|s| s.beam.map_or(s.n, |b| b.width) as usize).sum();
         let mut parts: Vec<Part> = Vec::with_capacity(submissions.len());
         for submission in submissions {

@@ -4,10 +4,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use nuthatch_engine::Pooling;
 use nuthatch_server::{EventsConfig, HttpLimits, TlsFiles};
 
 use super::{ConfigError, EngineConfig, model_or_default};
-use crate::args::{ServeArgs, ToolParserArg};
+use crate::args::{PoolingArg, ServeArgs, ToolParserArg};
 use crate::config::BATCH_SEQS;
 use crate::resolve::ModelSpec;
 
@@ -22,6 +23,7 @@ pub(crate) struct ServeConfig {
     pub(crate) api_keys: Vec<String>,
     pub(crate) admin_key: Option<String>,
     pub(crate) isolates_tenants: bool,
+    pub(crate) pooling: Pooling,
     pub(crate) tls: Option<TlsFiles>,
     pub(crate) events: Option<EventsConfig>,
     pub(crate) limits: HttpLimits,
@@ -74,6 +76,10 @@ impl ServeConfig {
             api_keys,
             admin_key: args.admin_key.clone(),
             isolates_tenants: args.isolate_tenants,
+            pooling: match args.pooling {
+                PoolingArg::Last => Pooling::Last,
+                PoolingArg::Mean => Pooling::Mean,
+            },
             tls,
             events: events.flatten(),
             limits: HttpLimits {

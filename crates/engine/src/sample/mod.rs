@@ -202,6 +202,19 @@ impl Sampler {
     }
 }
 
+/// The logarithm of a token's probability, and the `n_top` most probable tokens with theirs. `None`
+/// if the logits are no numbers.
+pub(crate) fn score(
+    logits: &[f32],
+    token: TokenId,
+    n_top: u32,
+    scratch: &mut Scratch,
+) -> Option<(f32, Vec<(TokenId, f32)>)> {
+    let total = softmax::log_sum_exp(logits, softmax::finite_max(logits)?);
+    let logit = *logits.get(token.0 as usize)?;
+    Some((logprob(logit, total), best_logprobs(logits, total, n_top, &mut scratch.0)))
+}
+
 /// The `n` best tokens, best first, each with its logit less `log_total`.
 fn best_logprobs(logits: &[f32], log_total: f64, n: u32, room: &mut Room) -> Vec<(TokenId, f32)> {
     nucleus::select_best(logits, n as usize, &mut room.candidates);

@@ -40,6 +40,10 @@ impl Forward for Drawing {
         self.0.hidden(hidden)
     }
 
+    fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
+        self.0.look_back(layout, logits)
+    }
+
     fn draws(&self) -> bool {
         true
     }

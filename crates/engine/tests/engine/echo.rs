@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender};
 use nuthatch_backend::{BatchLayout, DeviceError};
-use nuthatch_cache::Cache;
+use nuthatch_cache::{Cache, Options};
 use nuthatch_engine::sample::{Sampler, Scratch};
 use nuthatch_engine::{Capacity, Engine, Executor, Forward, Output, Submission, Ticket, Usage};
 use nuthatch_scheduler::Scheduler;
@@ -51,6 +51,8 @@ pub(crate) struct Echo {
     script: Script,
     /// `[outputs]` the last token of each row, in place of a hidden state.
     hidden: Vec<f32>,
+    /// The last batch.
+    last: BatchLayout,
 }
 
 impl Echo {
@@ -58,6 +60,7 @@ impl Echo {
         let table = vec![u32::MAX; capacity.table_len() as usize];
         Echo {
             hidden: Vec::new(),
+            last: BatchLayout::default(),
             arena: vec![None; (capacity.n_slots * capacity.page_len) as usize],
             tables: vec![table; capacity.max_seqs as usize],
             page_len: capacity.page_len as usize,
@@ -109,6 +112,7 @@ impl Forward for Echo {
         if self.script.fault_at == Some(self.n_steps) {
             return Err(DeviceError::Fault("the fake device fails as it was told".to_owned()));
         }
+        self.last = layout.clone();
         self.hidden.clear();
         let mut rows = logits.chunks_exact_mut(VOCAB as usize);
         for seq in 0..layout.n_seqs() {
@@ -140,10 +144,34 @@ impl Forward for Echo {
         hidden.copy_from_slice(&self.hidden[..hidden.len()]);
         Ok(())
     }
+
+    fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
+        let output_rows = layout.output_rows.clone();
+        assert_eq!(layout, &BatchLayout { output_rows, ..self.last.clone() }, "the same batch");
+        assert!(
+            layout.output_rows.len() <= self.tables.len(),
+            "as many outputs as a pass may have"
+        );
+        self.hidden.clear();
+        let mut logits = logits.chunks_exact_mut(VOCAB as usize);
+        for &row in &layout.output_rows {
+            let seq = layout.query_start.partition_point(|&start| start <= row) - 1;
+            let n_after = layout.query_start[seq + 1] - row - 1;
+            let tokens: Vec<TokenId> = (0..layout.kv_len[seq] - n_after)
+                .map(|p| self.arena[self.place(layout.table_row[seq], p)].expect("computed"))
+                .map(TokenId)
+                .collect();
+            self.hidden.push(tokens[tokens.len() - 1].0 as f32);
+            if let Some(logits) = logits.next() {
+                logits.copy_from_slice(&echo_logits(&tokens));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The logits after `tokens`.
-fn echo_logits(tokens: &[TokenId]) -> Vec<f32> {
+pub(crate) fn echo_logits(tokens: &[TokenId]) -> Vec<f32> {
     if tokens.contains(&NAN_TOKEN) {
         return vec![f32::NAN; VOCAB as usize];
     }
@@ -269,10 +297,19 @@ impl Clock for HandClock {
     }
 }
 
-/// An engine over an [`Echo`], and its clock.
+/// An engine over an [`Echo`] that finds nothing again, and its clock.
 pub(crate) fn engine(
     capacity: Capacity,
     script: Script,
+) -> (Engine<Executor<Echo>>, Arc<HandClock>) {
+    engine_with(capacity, script, Options { prefix: false, ..Options::default() })
+}
+
+/// An engine over an [`Echo`], and its clock.
+pub(crate) fn engine_with(
+    capacity: Capacity,
+    script: Script,
+    options: Options,
 ) -> (Engine<Executor<Echo>>, Arc<HandClock>) {
     let cache = nuthatch_cache::Config {
         page_len: capacity.page_len,
@@ -286,7 +323,7 @@ pub(crate) fn engine(
         max_context: capacity.max_context,
         window: None,
     };
-    let scheduler = Scheduler::new(config, Cache::new(cache).unwrap()).unwrap();
+    let scheduler = Scheduler::new(config, Cache::with_options(cache, options).unwrap()).unwrap();
     let executor = Executor::new(Echo::new(capacity, script), capacity);
     let clock = Arc::new(HandClock::default());
     (Engine::new(scheduler, executor, clock.clone()), clock)

@@ -3,7 +3,9 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use nuthatch_engine::{Form, Hints, Refusal, Retention, Submission, SubmitError, Tenant};
+use nuthatch_engine::{
+    Form, Hints, PromptScores, Refusal, Retention, Submission, SubmitError, Tenant,
+};
 use nuthatch_tokens::{Conversation, Message, Words, WordsError};
 use nuthatch_types::{Limits, Sampling, TokenId};
 use nuthatch_wire::{
@@ -58,6 +60,8 @@ impl Endpoint {
     ) -> Result<Vec<Submission>, ApiError> {
         let options = request.options();
         let form = self.form(request)?;
+        let is_echo = matches!(request, Request::Completion(completion) if completion.echo);
+        let n_scores = options.logprobs.filter(|_| is_echo);
         let submission = |prompt: Vec<TokenId>| {
             Ok(Submission {
                 limits: self.limits(request, prompt.len(), form.is_some())?,
@@ -67,6 +71,7 @@ impl Endpoint {
                 n: if options.beam.is_some() { options.n } else { options.best_of },
                 beam: options.beam,
                 form: form.clone(),
+                scores: n_scores.map(PromptScores::new),
                 hints: hints(options, origin),
                 ..Submission::default()
             })
@@ -129,6 +134,8 @@ impl Endpoint {
             (Some(asked), _) if asked > room => {
                 return Err(ApiError::context_length(max_context, n_prompt, Some(asked)));
             }
+            // What is computed of an answer that nobody wants is told to nobody.
+            (Some(0), _) => return Ok(Limits { max_tokens: 1, ..Limits::default() }),
             (Some(asked), _) => asked,
             (None, Request::Chat(_)) => room,
             (None, Request::Completion(_)) => room.min(COMPLETION_TOKENS),
@@ -235,6 +242,7 @@ pub fn refusal(error: &SubmitError) -> ApiError {
         | SubmitError::NoAnswers
         | SubmitError::StreamingBeams
         | SubmitError::FormOfBeams
+        | SubmitError::PromptOfBeams
         | SubmitError::TooManyBeams { .. } => (ErrorKind::InvalidRequest, "invalid_value"),
         SubmitError::Failed { .. } | SubmitError::Stopped => {
             (ErrorKind::Unavailable, "engine_stopped")

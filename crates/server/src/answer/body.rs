@@ -167,9 +167,9 @@ impl Job {
                 })
             }
             Kind::Completion => {
-                let logprobs = piece.token.as_ref().filter(|_| self.with_logprobs);
-                let logprobs =
-                    logprobs.map(|token| self.text_logprobs(std::slice::from_ref(token)));
+                let mut tokens = piece.prompt_tokens.iter().chain(&piece.token).peekable();
+                let has_some = self.with_logprobs && tokens.peek().is_some();
+                let logprobs = has_some.then(|| self.text_logprobs(tokens));
                 let text = piece.text;
                 let choices = vec![TextChunkChoice { index, text, logprobs, finish_reason }];
                 let object = TextCompletion::OBJECT;
@@ -207,7 +207,8 @@ impl Job {
     }
 
     fn text_choice(&self, index: u32, shown: &Shown<'_>) -> TextChoice {
-        let logprobs = self.with_logprobs.then(|| self.text_logprobs(shown.tokens));
+        let tokens = shown.prompt_tokens.iter().chain(shown.tokens);
+        let logprobs = self.with_logprobs.then(|| self.text_logprobs(tokens));
         TextChoice { index, text: shown.text.to_owned(), logprobs, finish_reason: shown.finish }
     }
 
@@ -218,20 +219,24 @@ impl Job {
             bytes: self.words.tokenizer.token_bytes(id).unwrap_or_default().to_vec(),
         };
         TokenLogprob {
-            token: one(&(token.id, token.logprob)),
+            token: one(&(token.id, token.logprob.unwrap_or_default())),
             top_logprobs: token.top.iter().map(one).collect(),
         }
     }
 
-    fn text_logprobs(&self, tokens: &[Token]) -> TextLogprobs {
+    fn text_logprobs<'a>(&self, tokens: impl Iterator<Item = &'a Token>) -> TextLogprobs {
         let mut lists = TextLogprobs::default();
         for token in tokens {
-            let top = token.top.iter();
-            let top = top.map(|&(id, logprob)| (self.words.piece(id), logprob.max(LOGPROB_MIN)));
+            let mut top = BTreeMap::new();
+            for &(id, logprob) in &token.top {
+                // Of two tokens with the same text, the better one counts.
+                top.entry(self.words.piece(id)).or_insert(logprob.max(LOGPROB_MIN));
+            }
             lists.text_offset.push(token.offset);
             lists.tokens.push(self.words.piece(token.id));
-            lists.token_logprobs.push(token.logprob.max(LOGPROB_MIN));
-            lists.top_logprobs.push(top.collect::<BTreeMap<_, _>>());
+            let logprob = token.logprob.map(|logprob| logprob.max(LOGPROB_MIN));
+            lists.token_logprobs.push(logprob);
+            lists.top_logprobs.push(logprob.is_some().then_some(top));
         }
         lists
     }

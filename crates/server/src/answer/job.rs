@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use nuthatch_engine::{Output, Usage as EngineUsage, best_of};
+use nuthatch_engine::{Output, Submission, Usage as EngineUsage, best_of};
 use nuthatch_tokens::{AnswerText, DecodeOptions, Words};
 use nuthatch_types::{FinishReason, TokenId};
-use nuthatch_wire::{ApiError, ErrorKind, Finish, Options, PromptInput, Request, ToolCall, Usage};
+use nuthatch_wire::{ApiError, ErrorKind, Finish, Options, Request, ToolCall, Usage};
 
 use super::Endpoint;
+use super::echo::Echo;
 use super::tool_text::{ToolFormat, ToolText};
 
 /// A request that is being answered.
@@ -27,6 +28,8 @@ pub struct Job {
     n_computed: u32,
     /// Events of the newer API that were made.
     pub(super) n_events: u64,
+    /// Whether answers have no token of the model's: only their prompts are wanted.
+    is_mute: bool,
 }
 
 /// Which endpoint it was sent to.
@@ -46,13 +49,15 @@ struct Answer {
     /// What the client has got, or will.
     shown: String,
     calls: Vec<ToolCall>,
+    /// The prompt's, if the answer begins with it.
+    prompt_tokens: Vec<Token>,
     tokens: Vec<Token>,
     n_tokens: u32,
     is_begun: bool,
     end: Option<(Finish, EngineUsage)>,
     /// What the answer begins with, if it repeats its prompt.
-    echo: Option<String>,
-    /// Characters of its tokens so far.
+    echo: Option<Echo>,
+    /// Characters of what it begins with and of its tokens so far.
     n_chars: usize,
 }
 
@@ -60,9 +65,10 @@ struct Answer {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Token {
     pub(super) id: TokenId,
-    pub(super) logprob: f32,
+    /// None of a prompt's first token.
+    pub(super) logprob: Option<f32>,
     pub(super) top: Vec<(TokenId, f32)>,
-    /// Characters of the tokens before it.
+    /// Characters before it.
     pub(super) offset: usize,
 }
 
@@ -77,6 +83,8 @@ pub struct Piece {
     /// Tools that are called, and the place of the first among all of the answer.
     pub(super) calls: (usize, Vec<ToolCall>),
     pub(super) token: Option<Token>,
+    /// Tokens of the prompt with which the answer begins; they come before `token`.
+    pub(super) prompt_tokens: Vec<Token>,
     /// Whether it came with a token of the model.
     pub(super) is_token: bool,
     pub(super) finish: Option<Finish>,
@@ -96,21 +104,25 @@ impl Piece {
 pub(super) struct Shown<'a> {
     pub(super) text: &'a str,
     pub(super) calls: &'a [ToolCall],
+    pub(super) prompt_tokens: &'a [Token],
     pub(super) tokens: &'a [Token],
     pub(super) finish: Finish,
 }
 
 impl Job {
-    /// A request of which nothing is answered, with so many prompts.
-    pub fn new(request: &Request, endpoint: &Endpoint, n_prompts: usize) -> Self {
+    /// A request of which nothing is answered, and its submissions.
+    pub fn new(request: &Request, endpoint: &Endpoint, submissions: &[Submission]) -> Self {
         let (words, tools) = (&endpoint.words, endpoint.tools);
         let options = request.options();
         let is_search = options.beam.is_some();
         let n_computed = if is_search { options.n } else { options.best_of };
-        let mut answers = Vec::with_capacity(n_prompts * n_computed as usize);
-        for prompt_idx in 0..n_prompts {
+        let mut answers = Vec::with_capacity(submissions.len() * n_computed as usize);
+        for (prompt_idx, submission) in submissions.iter().enumerate() {
             for _ in 0..n_computed {
-                answers.push(Answer::new(request, words, prompt_idx, tools));
+                let mut answer = Answer::new(request, words, tools);
+                answer.echo = echo(request, prompt_idx, submission, words);
+                answer.n_chars = answer.echo.as_ref().map_or(0, Echo::n_chars);
+                answers.push(answer);
             }
         }
         Job {
@@ -125,6 +137,7 @@ impl Job {
             answers,
             n_computed,
             n_events: 0,
+            is_mute: options.max_tokens == Some(0),
         }
     }
 
@@ -142,6 +155,7 @@ impl Job {
         let place = prompt_idx * self.n_computed as usize + index as usize;
         let Some(answer) = self.answers.get_mut(place) else { return Piece::default() };
         let mut piece = match output {
+            Output::Token { .. } if self.is_mute => return Piece::default(),
             Output::Token { token, logprob, top, .. } => {
                 let spelled = keeps_tokens.then(|| self.words.piece(token));
                 answer.push(token, (logprob, top), spelled.as_deref())
@@ -149,9 +163,16 @@ impl Job {
             Output::Finished { reason, usage, .. } => answer.finish(reason, usage),
         };
         piece.choice = place as u32;
+        if piece.is_first
+            && let Some(echo) = answer.echo.take()
+        {
+            piece.text.insert_str(0, &echo.text);
+            piece.prompt_tokens = echo.tokens(&self.words);
+        }
         answer.calls.extend(piece.calls.1.iter().cloned());
         if is_whole {
             answer.shown += &piece.text;
+            answer.prompt_tokens.extend_from_slice(&piece.prompt_tokens);
             answer.tokens.extend(piece.token.clone());
         }
         piece
@@ -192,7 +213,8 @@ impl Job {
     pub(super) fn shown(&self) -> Vec<Shown<'_>> {
         let mut shown = Vec::new();
         for answers in self.answers.chunks(self.n_computed.max(1) as usize) {
-            let logprobs = |answer: &Answer| answer.tokens.iter().map(|t| t.logprob).collect();
+            let logprobs =
+                |answer: &Answer| answer.tokens.iter().filter_map(|t| t.logprob).collect();
             let places = if self.is_compared() {
                 best_of(&answers.iter().map(logprobs).collect::<Vec<_>>(), self.n as usize)
             } else {
@@ -210,18 +232,14 @@ impl Job {
 }
 
 impl Answer {
-    fn new(request: &Request, words: &Words, prompt_idx: usize, tools: ToolFormat) -> Self {
+    fn new(request: &Request, words: &Words, tools: ToolFormat) -> Self {
         let options: &Options = request.options();
         let continuing = matches!(request, Request::Completion(_));
-        let (tools, echo) = match request {
+        let tools = match request {
             Request::Chat(chat) if !chat.tools.is_empty() => {
-                (ToolText::new(tools, &chat.tool_choice), None)
+                ToolText::new(tools, &chat.tool_choice)
             }
-            Request::Completion(completion) if completion.echo => {
-                let prompt = completion.prompts.get(prompt_idx);
-                (None, prompt.map(|prompt| prompt_text(prompt, words)))
-            }
-            Request::Chat(_) | Request::Completion(_) => (None, None),
+            Request::Chat(_) | Request::Completion(_) => None,
         };
         let decode = DecodeOptions { skip_special: options.skip_special, continuing };
         let tokenizer = Arc::clone(&words.tokenizer);
@@ -230,11 +248,12 @@ impl Answer {
             tools,
             shown: String::new(),
             calls: Vec::new(),
+            prompt_tokens: Vec::new(),
             tokens: Vec::new(),
             n_tokens: 0,
             is_begun: false,
             end: None,
-            echo,
+            echo: None,
             n_chars: 0,
         }
     }
@@ -258,7 +277,7 @@ impl Answer {
         piece.token = spelled.map(|spelled| {
             let offset = self.n_chars;
             self.n_chars += spelled.chars().count();
-            Token { id, logprob: logprob.unwrap_or_default(), top, offset }
+            Token { id, logprob, top, offset }
         });
         piece.is_stopped = self.text.is_stopped();
         piece
@@ -289,29 +308,32 @@ impl Answer {
 
     /// A piece with this text, of which tool calls are taken out.
     fn piece(&mut self, text: String) -> Piece {
-        let (mut text, calls) = match &mut self.tools {
+        let (text, calls) = match &mut self.tools {
             None => (text, Vec::new()),
             Some(tools) => tools.push(&text),
         };
         let is_first = !std::mem::replace(&mut self.is_begun, true);
-        if let Some(echo) = self.echo.take() {
-            text.insert_str(0, &echo);
-        }
         Piece { is_first, text, calls: (self.calls.len(), calls), ..Piece::default() }
     }
 
     fn shown(&self) -> Shown<'_> {
         let finish = self.end.map_or(Finish::Abort, |(finish, _)| finish);
-        Shown { text: &self.shown, calls: &self.calls, tokens: &self.tokens, finish }
+        let (text, calls) = (&self.shown, &self.calls);
+        Shown { text, calls, prompt_tokens: &self.prompt_tokens, tokens: &self.tokens, finish }
     }
 }
 
-fn prompt_text(prompt: &PromptInput, words: &Words) -> String {
-    match prompt {
-        PromptInput::Text(text) => text.clone(),
-        PromptInput::Tokens(tokens) => {
-            let options = DecodeOptions { skip_special: true, continuing: false };
-            words.tokenizer.decode(tokens, options)
+/// What the answers to one of the prompts begin with, if they repeat it.
+fn echo(
+    request: &Request,
+    prompt_idx: usize,
+    submission: &Submission,
+    words: &Words,
+) -> Option<Echo> {
+    match request {
+        Request::Completion(completion) if completion.echo => {
+            Some(Echo::new(completion.prompts.get(prompt_idx)?, submission, words))
         }
+        Request::Chat(_) | Request::Completion(_) => None,
     }
 }

@@ -6,6 +6,7 @@
 
 mod ask;
 mod body;
+mod echo;
 mod guide;
 mod job;
 mod responses;

@@ -4,6 +4,9 @@
 //! hash and no tree; what it knows is which beginnings can be found, in which tier, who holds which
 //! page, in which order pages are given up, and what must be read back at each place of the arena.
 
+mod check;
+mod ops;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use nuthatch_cache::{
@@ -11,7 +14,6 @@ use nuthatch_cache::{
     Prompt, Retention, Salt, Shortfall, Tier,
 };
 use nuthatch_types::{HostReads, KvSlots, SeqId, Slot, TokenId, Window};
-use proptest::prelude::*;
 
 /// A beginning of a whole number of pages under a salt.
 type Path = (Salt, Vec<TokenId>);
@@ -353,7 +355,8 @@ impl Model {
     fn admit(&mut self, seq: SeqId, salt: Salt, tokens: Vec<TokenId>, op: Entering) {
         let Entering { window, may_spill, room } = op;
         let retention = Retention::default();
-        let prompt = Prompt { tokens: &tokens, salt, retention, window, may_spill };
+        let is_fresh = false;
+        let prompt = Prompt { tokens: &tokens, salt, retention, window, may_spill, is_fresh };
         let mut admission = self.cache.plan_admit(seq, prompt);
         let (n_shared, mut copy) = self.find(salt, &tokens);
         let miss = admission.miss().expect("the prefix tree was asked");
@@ -751,94 +754,6 @@ impl Model {
         assert_eq!(was_there, ids.is_some());
         ids.into_iter().flatten().rev().for_each(|id| self.leave(id));
     }
-
-    fn check(&self) {
-        self.cache.verify().expect("every invariant holds");
-        let stats = self.cache.stats();
-        let idle = |on_host| self.idle(on_host).len() as u32;
-        assert_eq!((stats.pages_idle, stats.host_idle), (idle(false), idle(true)));
-        assert_eq!(stats.pages_free, self.n_pages - self.n_taken(false));
-        assert_eq!(stats.host_free, self.n_host - self.n_taken(true));
-        assert_eq!(stats.pages_free + stats.pages_used + stats.pages_idle, self.n_pages);
-        assert_eq!(stats.host_free + stats.host_used + stats.host_idle, self.n_host);
-        let n_used = (stats.pages_used + stats.host_used) as usize;
-        let n_own: usize = self.seqs.values().map(|seq| seq.n_own(self.page_len)).sum();
-        let own = |seq: &Seq| seq.len - (seq.full.len() - seq.n_sinks()) * self.page_len;
-        let stored = (n_used - n_own) * self.page_len + self.seqs.values().map(own).sum::<usize>();
-        assert_eq!(stats.tokens_stored as usize, stored);
-        assert_eq!(stats.tokens_wasted as usize, n_used * self.page_len - stored);
-        for (&id, seq) in &self.seqs {
-            self.check_seq(id, seq);
-        }
-        let n_spilled = self.seqs.keys().map(|&seq| self.cache.n_spilled(seq)).sum();
-        assert_eq!(stats.spilled, n_spilled);
-    }
-
-    /// Takes in the events: nothing is stored twice, and only what was stored is removed.
-    fn hear(&mut self) {
-        for event in self.cache.take_events() {
-            match event {
-                Event::Stored(page) => {
-                    let before = self.heard.insert((page.id, page.tier), page);
-                    assert_eq!(before, None, "stored twice");
-                }
-                Event::Removed { id, tier } => {
-                    assert!(self.heard.remove(&(id, tier)).is_some(), "removed, but never stored");
-                }
-                Event::Cleared => self.heard.clear(),
-            }
-        }
-    }
-
-    /// Who hears the events knows what can be found, and where.
-    fn check_heard(&self) {
-        let listed = self.cache.cached_pages();
-        assert_eq!(listed.len(), self.heard.len());
-        assert!(listed.iter().all(|page| self.heard.get(&(page.id, page.tier)) == Some(page)));
-        let by_id: BTreeMap<ContentId, &CachedPage> =
-            self.heard.values().map(|page| (page.id, page)).collect();
-        assert_eq!(by_id.len(), self.heard.len(), "a page is in one tier");
-        let path = |page: &CachedPage| {
-            let (mut tokens, mut at) = (page.tokens.to_vec(), page);
-            while let Some(parent) = at.parent {
-                at = by_id[&parent];
-                tokens.splice(0..0, at.tokens.iter().copied());
-            }
-            (at.salt.is_some(), tokens, page.tier == Tier::Host)
-        };
-        let heard: BTreeSet<_> = self.heard.values().map(path).collect();
-        let known = |((salt, tokens), cached): (&Path, &Cached)| {
-            (*salt != Salt::default(), tokens.clone(), self.on_host[&cached.id])
-        };
-        assert_eq!(heard, self.cached.iter().map(known).collect());
-    }
-
-    /// Every token of a sequence is where it should be, as it was computed.
-    fn check_seq(&self, id: SeqId, seq: &Seq) {
-        assert_eq!(self.cache.len(id) as usize, seq.len);
-        assert_eq!(self.cache.n_dropped(id) as usize, seq.dropped);
-        let n_full = seq.ids().filter(|id| self.on_host[id]).count();
-        let n_own = seq.own.iter().filter(|&&on_host| on_host).count();
-        let n_spilled = if seq.is_swapped { 0 } else { n_full + n_own };
-        assert_eq!(self.cache.n_spilled(id) as usize, n_spilled);
-        assert!(n_spilled == 0 || seq.may_spill, "{id:?} runs on the device");
-        for place in 0..seq.computed - seq.dropped {
-            let located = self.cache.locate(id, place as u32);
-            if seq.full.get(place / self.page_len) == Some(&Entry::Out) {
-                assert_eq!(located, None);
-                continue;
-            }
-            let (page, offset) = located.expect("has a place");
-            let slot = self.cache.slot(page);
-            assert_eq!(self.cache.slots(id, 0).nth(place / self.page_len), Some(slot));
-            let read = self.arena[slot.0 as usize][offset as usize].as_ref();
-            let is_sink = place < seq.n_sinks() * self.page_len;
-            let token = if is_sink { place } else { place + seq.dropped };
-            let expected = ((seq.salt, seq.tokens[..=token].to_vec()), seq.marks[token]);
-            assert_eq!(read, Some(&expected), "{id:?} at {place}");
-        }
-        assert_eq!(self.cache.locate(id, seq.len as u32), None);
-    }
 }
 
 /// Whether a beginning goes on after another.
@@ -872,167 +787,4 @@ enum Own {
     Full(Id),
     /// The place among the pages of its own.
     Open(usize),
-}
-
-#[derive(Clone, Debug)]
-enum Op {
-    Admit {
-        seq: u64,
-        salted: bool,
-        tokens: Vec<TokenId>,
-        entering: Entering,
-    },
-    /// A whole request that leaves its pages behind.
-    Run {
-        seq: u64,
-        salted: bool,
-        tokens: Vec<TokenId>,
-    },
-    Fork {
-        source: u64,
-        seq: u64,
-        n_shared: usize,
-        more: Vec<TokenId>,
-    },
-    Extend(u64, Vec<TokenId>, u32),
-    Seal(u64, usize),
-    Slide(u64),
-    Roll(u64, usize),
-    Release(u64),
-    SwapOut(u64),
-    SwapIn(u64, usize),
-    Unspill(u64, usize),
-    Pin {
-        pin: u64,
-        salted: bool,
-        tokens: Vec<TokenId>,
-    },
-    Unpin(u64),
-}
-
-/// Few different tokens, so that many sequences begin alike.
-fn tokens(n: std::ops::Range<usize>) -> impl Strategy<Value = Vec<TokenId>> {
-    prop::collection::vec((0..2_u32).prop_map(TokenId), n)
-}
-
-fn op() -> impl Strategy<Value = Op> {
-    let seq = 0..5_u64;
-    let salted = prop::bool::weighted(0.2);
-    let window = prop::option::weighted(0.4, (1..12_u32, 1..6_u32))
-        .prop_map(|window| window.map(|(n_tokens, max_chunk)| Window { n_tokens, max_chunk }));
-    let entering = (window, prop::bool::weighted(0.7), 0..20_u32)
-        .prop_map(|(window, may_spill, room)| Entering { window, may_spill, room });
-    prop_oneof![
-        4 => (seq.clone(), salted, tokens(1..24), entering).prop_map(
-            |(seq, salted, tokens, entering)| Op::Admit { seq, salted, tokens, entering }
-        ),
-        6 => (seq.clone(), salted, tokens(1..24))
-            .prop_map(|(seq, salted, tokens)| Op::Run { seq, salted, tokens }),
-        1 => (seq.clone(), seq.clone(), 0..30_usize, tokens(1..4))
-            .prop_map(|(source, seq, n_shared, more)| Op::Fork { source, seq, n_shared, more }),
-        6 => (seq.clone(), tokens(0..4), 0..6_u32)
-            .prop_map(|(seq, more, n_host)| Op::Extend(seq, more, n_host)),
-        6 => (seq.clone(), 0..30_usize).prop_map(|(seq, n)| Op::Seal(seq, n)),
-        4 => seq.clone().prop_map(Op::Slide),
-        4 => (seq.clone(), 0..3_usize).prop_map(|(seq, n_sinks)| Op::Roll(seq, n_sinks)),
-        3 => seq.clone().prop_map(Op::SwapOut),
-        3 => (seq.clone(), 0..6_usize).prop_map(|(seq, n_stay)| Op::SwapIn(seq, n_stay)),
-        3 => (seq.clone(), 0..4_usize).prop_map(|(seq, n)| Op::Unspill(seq, n)),
-        4 => seq.prop_map(Op::Release),
-        1 => (0..2_u64, salted, tokens(1..24))
-            .prop_map(|(pin, salted, tokens)| Op::Pin { pin, salted, tokens }),
-        1 => (0..2_u64).prop_map(Op::Unpin),
-    ]
-}
-
-fn step(model: &mut Model, op: Op) {
-    let salt = |model: &Model, salted: bool| {
-        if salted { model.cache.salt(b"other", b"") } else { Salt::default() }
-    };
-    let has = |model: &Model, seq: u64| model.seqs.contains_key(&SeqId(seq));
-    let is = |model: &Model, seq: u64, swapped: bool| {
-        model.seqs.get(&SeqId(seq)).is_some_and(|seq| seq.is_swapped == swapped)
-    };
-    match op {
-        Op::Admit { seq, salted, tokens, entering } if !has(model, seq) => {
-            model.admit(SeqId(seq), salt(model, salted), tokens, entering);
-        }
-        Op::Run { seq, salted, tokens } if !has(model, seq) => {
-            let n_tokens = tokens.len();
-            let entering = Entering { window: None, may_spill: true, room: u32::MAX };
-            model.admit(SeqId(seq), salt(model, salted), tokens, entering);
-            if !has(model, seq) {
-                return;
-            }
-            model.copy();
-            model.extend(SeqId(seq), &[], 1);
-            model.copy();
-            model.seal(SeqId(seq), n_tokens);
-            model.check();
-            model.release(SeqId(seq));
-        }
-        Op::Fork { source, seq, n_shared, more } if has(model, source) && !has(model, seq) => {
-            model.fork(SeqId(source), SeqId(seq), n_shared, &more);
-        }
-        Op::Extend(seq, more, n_host) if is(model, seq, false) => {
-            model.extend(SeqId(seq), &more, n_host);
-        }
-        Op::Seal(seq, n) if is(model, seq, false) => model.seal(SeqId(seq), n),
-        Op::Slide(seq) if is(model, seq, false) => model.slide(SeqId(seq)),
-        Op::Roll(seq, n_sinks) if is(model, seq, false) => model.roll(SeqId(seq), n_sinks),
-        Op::SwapOut(seq) if is(model, seq, false) => model.swap_out(SeqId(seq)),
-        Op::SwapIn(seq, n_stay) if is(model, seq, true) => model.swap_in(SeqId(seq), n_stay),
-        Op::Unspill(seq, n) if is(model, seq, false) => model.unspill(SeqId(seq), n),
-        Op::Release(seq) if has(model, seq) => model.release(SeqId(seq)),
-        Op::Pin { pin, salted, tokens } => model.pin(PinId(pin), salt(model, salted), &tokens),
-        Op::Unpin(pin) => model.unpin(PinId(pin)),
-        Op::Admit { .. } | Op::Run { .. } | Op::Fork { .. } => {}
-        Op::Extend(..) | Op::Seal(..) | Op::Release(_) | Op::SwapOut(_) | Op::SwapIn(..) => {}
-        Op::Slide(_) | Op::Roll(..) | Op::Unspill(..) => {}
-    }
-}
-
-fn sizes() -> impl Strategy<Value = Sizes> {
-    // One in a few worlds has no host tier.
-    let n_host = (0..14_u32).prop_map(|n| n.saturating_sub(2));
-    let spill = prop::bool::weighted(0.8);
-    (1..5_u32, 1..16_u32, n_host, 0..3_u32, 0..4_u32, spill).prop_map(
-        |(page_len, n_pages, n_host, demotion_depth, max_pinned, spill)| Sizes {
-            page_len,
-            n_pages,
-            n_host,
-            demotion_depth,
-            max_pinned,
-            spill,
-        },
-    )
-}
-
-proptest! {
-    #[test]
-    fn cache_behaves_like_the_model(
-        sizes in sizes(),
-        ops in prop::collection::vec(op(), 1..60),
-    ) {
-        let mut model = Model::new(sizes);
-        for op in ops {
-            step(&mut model, op);
-            model.copy();
-            model.check();
-            model.hear();
-            model.check_heard();
-        }
-        for seq in model.seqs.keys().copied().collect::<Vec<_>>() {
-            model.release(seq);
-        }
-        model.check();
-        model.hear();
-        let n_heard = model.heard.len();
-        model.cache.clear();
-        let expected: &[Event] = if n_heard > 0 { &[Event::Cleared] } else { &[] };
-        prop_assert_eq!(&model.cache.take_events()[..], expected);
-        model.cache.verify().expect("every invariant holds");
-        prop_assert_eq!(model.cache.stats().pages_free, sizes.n_pages);
-        prop_assert_eq!(model.cache.stats().host_free, sizes.n_host);
-    }
 }
