@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(MergeParams p)
     const u32 i = piece.column + thread;
     if (thread >= piece.n_columns || i >= HEAD_DIM) return;
     const u64 target = ((u64)split.row * n_heads + head) * HEAD_DIM + i;
-    const float x = o * (1.0f / l * (1.0f / P_SCALE));
+    const float x = o * (1.0f / l);
     p.out[target] = x;
     p.rounded[target] = (u16)bf16_of(x);
 }

@@ -18,6 +18,7 @@ use nuthatch_backend::{DeviceError, HostMatrix, WeightType};
 use crate::common::Common;
 use crate::device::{Device, Kernel, Memory};
 use crate::launch::matmul::{Tile, cell_bytes, tiles};
+use crate::launch::matmul_wide::Wide;
 use crate::launch::pack::{FileMatrix, pack};
 use crate::launch::{matmul_one, matmul_wide};
 
@@ -61,7 +62,7 @@ pub(crate) struct WeightKernels {
     /// For one row, where it fits the device.
     pub(crate) one: Option<Kernel>,
     /// For many rows, instead of the last of `matmul`.
-    pub(crate) wide: Option<Kernel>,
+    pub(crate) wide: Vec<(Wide, Kernel)>,
 }
 
 impl WeightKernels {
@@ -80,15 +81,26 @@ impl WeightKernels {
         let one = matmul_one::shared_bytes(dtype);
         let one =
             (one <= device.shared_bytes_max()).then(|| device.kernel(&module, "matmul_one", one));
-        let wide = matmul_wide::is_for(device, dtype)
-            .then(|| device.kernel(&module, "matmul_wide", matmul_wide::shared_bytes(dtype)));
+        let wide = matmul_wide::ALL.into_iter().filter(|_| matmul_wide::is_for(device, dtype));
+        let wide = wide.map(|wide| {
+            let kernel = device.kernel(&module, wide.name, wide.shared_bytes(dtype))?;
+            Ok((wide, kernel))
+        });
         Ok(WeightKernels {
             matmul: matmul.collect::<Result<_, DeviceError>>()?,
             one: one.transpose()?,
-            wide: wide.transpose()?,
+            wide: wide.collect::<Result<_, DeviceError>>()?,
             pack: device.kernel(&module, "pack", 0)?,
             embed: device.kernel(&module, "embed", 0)?,
         })
+    }
+}
+
+/// Bytes that a matrix takes on the device once it is loaded.
+pub fn weight_bytes(dtype: WeightType, rows: usize, cols: usize) -> usize {
+    match dtype {
+        WeightType::F32 => rows * cols * 4,
+        _ => rows.div_ceil(16) * cols.div_ceil(64) * cell_bytes(dtype),
     }
 }
 
@@ -126,8 +138,7 @@ impl Part {
             Kernels::F32(_) => file,
             Kernels::Packed(kernels) => {
                 let cell = cell_bytes(dtype);
-                let bytes = rows.div_ceil(16) * cols.div_ceil(64) * cell;
-                let packed = device.alloc(bytes, WHAT)?;
+                let packed = device.alloc(weight_bytes(dtype, rows, cols), WHAT)?;
                 let matrix = FileMatrix { bytes: &file, rows, cols, row_bytes, is_gated };
                 pack(device, &kernels.pack, &matrix, cell, &packed)?;
                 packed
@@ -167,4 +178,23 @@ fn load_bias(
     let memory = device.alloc(size_of_val(&bias[..]), "biases")?;
     device.upload(&memory, 0, &bias)?;
     Ok(Some(memory))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_those_of_the_table() {
+        for (dtype, tenths) in [
+            (WeightType::BF16, 160),
+            (WeightType::Q8_0, 85),
+            (WeightType::Q4_K, 60),
+            (WeightType::Q6_K, 100),
+            (WeightType::F32, 320),
+        ] {
+            assert_eq!(weight_bytes(dtype, 64, 256) * 80, 64 * 256 * tenths, "{dtype}");
+        }
+        assert_eq!(weight_bytes(WeightType::BF16, 17, 65), 32 * 128 * 2);
+    }
 }

@@ -1,4 +1,4 @@
-//! `attend_split.cu`, `attend_tile.cu` and `attend_f32.cu`: attention over pages.
+//! `attend_split.cu`, `attend_tile.cu`, `attend_wide.cu` and `attend_f32.cu`: attention over pages.
 
 use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
@@ -147,8 +147,11 @@ impl Cuts {
 const WARP_LINES: usize = 16;
 /// Warps of a block of `attend_tile`; `TEAM` there.
 const TEAM: usize = 4;
-/// Lines of a block of `attend_tile`.
-pub(crate) const TILE_LINES: usize = WARP_LINES * TEAM;
+/// Warps of a block of `attend_wide` that compute; `WIDE_TEAM` there.
+const WIDE_TEAM: usize = 8;
+/// Keys that a stage of `attend_wide` has, and stages of a block; `SPAN` there.
+const SPAN: usize = 64;
+pub(crate) const WIDE_STAGES: usize = 4;
 /// Steps in a block's shared memory of `attend_tile`.
 pub(crate) const TILE_STAGES: usize = 2;
 /// Threads of a block of `merge`.
@@ -174,10 +177,37 @@ pub(crate) enum Attend {
         /// Rows alone in their sequences, chunk by chunk; for groups that one of them takes.
         splits: [(SplitShape, Kernel); 2],
         /// Many lines, all chunks.
-        tile: Kernel,
+        tile: Tile,
         /// Brings the splits together.
         merge: Kernel,
     },
+}
+
+/// A kernel that takes many lines of one sequence.
+pub(crate) struct Tile {
+    pub(crate) kernel: Kernel,
+    pub(crate) shape: TileShape,
+}
+
+/// How a block takes many lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TileShape {
+    pub(crate) name: &'static str,
+    /// Lines of a block.
+    pub(crate) lines: usize,
+    threads: usize,
+    pub(crate) shared_bytes: usize,
+}
+
+impl AttendKernels {
+    /// Lines that are one task of many.
+    pub(crate) fn tile_lines(&self) -> usize {
+        match &self.attend {
+            // Its tasks are not looked at.
+            Attend::F32(_) => WARP_LINES * TEAM,
+            Attend::Mma { tile, .. } => tile.shape.lines,
+        }
+    }
 }
 
 /// What decides the kernels.
@@ -216,6 +246,23 @@ impl AttendShape {
     /// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
     pub(crate) fn tile_shared_bytes(self) -> usize {
         TILE_STAGES * self.step_bytes() + TEAM * self.query_bytes(WARP_LINES) + 64
+    }
+
+    /// The same of `attend_wide`.
+    pub(crate) fn wide_shared_bytes(self) -> usize {
+        let span = SPAN / PAGE_LEN * self.page.bytes();
+        WIDE_STAGES * (span + 16) + WIDE_TEAM * self.query_bytes(WARP_LINES)
+    }
+
+    /// How many lines are taken at a time on a device of this generation.
+    pub(crate) fn tile(self, capability: i32) -> TileShape {
+        if capability == 9 && self.parts == 1 && matches!(self.page.width(), 64 | 128) {
+            let (lines, threads) = (WARP_LINES * WIDE_TEAM, 32 * WIDE_TEAM + 128);
+            let (name, shared_bytes) = ("attend_wide", self.wide_shared_bytes());
+            return TileShape { name, lines, threads, shared_bytes };
+        }
+        let (lines, threads) = (WARP_LINES * TEAM, 32 * TEAM);
+        TileShape { name: "attend_tile", lines, threads, shared_bytes: self.tile_shared_bytes() }
     }
 }
 
@@ -303,7 +350,7 @@ impl Attention<'_> {
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
                     let grid = (n_tiles, kv.shape.n_kv_heads);
-                    self.attend(tile, tiles, (grid, count(32 * TEAM)), out)?;
+                    self.attend(&tile.kernel, tiles, (grid, count(tile.shape.threads)), out)?;
                 }
                 Ok(())
             }
