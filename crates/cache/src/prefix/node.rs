@@ -1,6 +1,7 @@
 //! One page of the prefix tree.
 
-use nuthatch_types::{PageId, TokenId};
+use nuthatch_types::PageId;
+use smallvec::SmallVec;
 
 use crate::Salt;
 use crate::evict::Facts;
@@ -15,15 +16,13 @@ pub(crate) enum Parent {
     Page(PageId),
 }
 
-/// One page of the prefix tree. Its id is the page's.
+/// One page of the prefix tree. Its id is the page's; its tokens are kept by the tree.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) hash: PageHash,
     pub(crate) parent: Parent,
-    /// `[page_len]`
-    pub(crate) tokens: Box<[TokenId]>,
-    /// Pages that follow, sorted by their tokens.
-    pub(crate) children: Vec<PageId>,
+    /// Pages that follow, sorted by their tokens; seldom more than one.
+    pub(crate) children: SmallVec<[PageId; 4]>,
     /// `[tier]` how many of the children nobody holds.
     pub(crate) n_idle: [u32; 2],
     /// What eviction looks at. Changed only while the page is not offered for eviction.
