@@ -108,7 +108,9 @@ def bench(args, server, words, watch=False):
 
 def load(args):
     seconds = min(30, args.seconds) if args.short else args.seconds
-    server = Nuthatch(args, ["--max-num-seqs", "64"])
+    # A pool that the load fills within a minute: memory that is touched for the first time looks like
+    # growth.
+    server = Nuthatch(args, ["--max-num-seqs", "64", "--kv-cache-memory-bytes", "400MiB"])
     try:
         words = ["--duration", str(seconds), "--max-concurrency", "64", "--random-input-len", "64",
                  "--random-output-len", "64"]
