@@ -1,0 +1,298 @@
+// The products of matmul.cu for many rows of x, by Hopper's matrix instruction of four warps.
+//
+// NEVER RUN. It compiles without spills, but for 20 bytes with pairs; check.py beside it says whether it is
+// right, and how fast. It would take the place of matmul_wide.cu above.
+//
+// A block takes WIDE rows of W and NX rows of x at a time, and as many of these tiles as come to it.
+// One warp brings both through a ring: W by runs, x by the copy engine's tiles, which swizzle it as the
+// instruction wants it. Eight warps each take sixteen rows of W from the ring into registers, where they
+// already lie in order, and multiply them with all rows of x; while one half of a cell is multiplied,
+// the other half of the registers is filled. What bounds it is the second-level cache, which gives a
+// multiprocessor about 28 bytes a cycle: so tiles are as large as two sets of sums fit the registers, and
+// the blocks of a pair, which have the same rows of x, bring half of them each, for both.
+//
+// An output is the same chain of sums of sixteen products as in matmul.cu: the same bits.
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && TYPE == BF16
+
+// Tiles of x, as the copy engine knows them.
+struct alignas(128) TileMap {
+    u64 opaque[16];
+};
+
+struct WideParams {
+    TileMap x;
+    MatmulParams product;
+};
+static_assert(sizeof(WideParams) == WIDE_PARAMS_SIZE, "the host's WideParams differs");
+
+#define WIDE 128
+#define WIDE_TILES (WIDE / 16)
+static_assert(CELL_BYTES * WIDE_TILES % 1024 == 0, "tiles of x begin where their pattern does");
+// Blocks of x that follow each other before the next rows of W: they stay in the second-level cache.
+#ifndef WIDE_GROUP
+#define WIDE_GROUP 16
+#endif
+
+// Arrives at the barrier of one block of the pair. What it frees was read by instructions that have
+// ended, so it need not say so to the whole cluster, which takes long.
+DEVICE void barrier_arrive_at(u32 barrier, u32 block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(barrier),
+        "r"(block)
+        : "memory");
+}
+
+// Waits for all threads of the pair.
+DEVICE void pair_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+DEVICE u32 place_in_pair() {
+    u32 place;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
+    return place;
+}
+
+// Brings 64 columns of some rows.
+DEVICE void tile_copy(u32 shared, const TileMap& map, u32 column, u32 row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+// The same to both blocks of the pair, whose barriers are both told.
+DEVICE void tile_copy_to_both(u32 shared, const TileMap& map, u32 column, u32 row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3)
+        : "memory");
+}
+
+template <int NX, int PAIR, int STAGES, int SHARED>
+struct Wide {
+    static const int SUMS = NX / 2;  // of a thread
+    static const int W_BYTES = WIDE_TILES * CELL_BYTES;
+    static const int STAGE = W_BYTES + NX * 128;
+    static const int BARRIERS = STAGES * STAGE;
+    static_assert(BARRIERS + 16 * STAGES == SHARED, "the host's shared memory differs");
+    typedef RingPlace<STAGES> Place;
+
+    // Where a tile is, counted in tiles. Those of a pair differ in their rows of W, which may lie beyond
+    // the last.
+    struct At {
+        u32 w, x;
+    };
+
+    DEVICE u32 pairs_of_w(const MatmulParams& p) {
+        return (p.rows + WIDE * PAIR - 1) / (WIDE * PAIR);
+    }
+    DEVICE u32 columns(const MatmulParams& p) { return (p.n_x + NX - 1) / NX; }
+    DEVICE u32 count(const MatmulParams& p) { return pairs_of_w(p) * columns(p); }
+
+    DEVICE At at(const MatmulParams& p, u32 index) {
+        const u32 n_w = pairs_of_w(p);
+        const u32 group = index / (n_w * WIDE_GROUP), inside = index % (n_w * WIDE_GROUP);
+        const u32 n = min(columns(p) - group * WIDE_GROUP, (u32)WIDE_GROUP);
+        const u32 w = inside / n * PAIR + (PAIR > 1 ? place_in_pair() : 0);
+        return At{w, group * WIDE_GROUP + inside % n};
+    }
+
+    DEVICE void bring(const WideParams& p, u32 ring) {
+        const u32 tiles = (p.product.rows + 15) / 16, cells = p.product.cells;
+        const u32 share = PAIR > 1 ? place_in_pair() * (NX / 2) : 0;
+        Place place = {0, 0};
+        for (u32 i = blockIdx.x / PAIR; i < count(p.product); i += gridDim.x / PAIR) {
+            const At tile = at(p.product, i);
+            const u32 first = tile.w * WIDE_TILES;
+            const u32 n = first < tiles ? min(tiles - first, (u32)WIDE_TILES) : 0;
+            const u8* w = p.product.packed + (u64)first * cells * CELL_BYTES;
+            for (u32 cell = 0; cell < cells; cell++) {
+                const u32 ready = ring + BARRIERS + place.stage * 8;
+                const u32 target = ring + place.stage * STAGE;
+                barrier_wait(ready + STAGES * 8, place.phase ^ 1);
+                barrier_expect(ready, n * CELL_BYTES + NX * 128);
+                if (PAIR > 1)
+                    tile_copy_to_both(target + W_BYTES + share * 128, p.x, cell * 64,
+                                      tile.x * NX + share, ready);
+                else
+                    tile_copy(target + W_BYTES, p.x, cell * 64, tile.x * NX, ready);
+                for (u32 t = 0; t < n; t++)
+                    bulk_copy(target + t * CELL_BYTES, w + ((u64)t * cells + cell) * CELL_BYTES,
+                              CELL_BYTES, ready);
+                place.go_on();
+            }
+        }
+    }
+
+    // Nobody of this warp reads the stage any more.
+    DEVICE void release(u32 free) {
+        const u32 lane = threadIdx.x % 32;
+        if (PAIR > 1) {
+            if (lane < PAIR) barrier_arrive_at(free, lane);
+        } else if (lane == 0) {
+            barrier_arrive(free);
+        }
+    }
+
+    // Two steps of sixteen rows of a cell of W.
+    DEVICE void load(const u8* cell, u32 half, uint4 (&a)[2]) {
+        UNROLL
+        for (int s = 0; s < 2; s++)
+            a[s] = *(const uint4*)(cell + ((half * 2 + s) * 32 + threadIdx.x % 32) * 16);
+    }
+
+    DEVICE void multiply_half(const uint4 (&a)[2], u64 x, u32 is_begun, float (&acc)[SUMS]) {
+        wide_begin();
+        wide_mma(acc, a[0], x, is_begun);
+        wide_mma(acc, a[1], x + 2, 1);
+        wide_commit();
+    }
+
+    DEVICE void compute(const WideParams& p, const u8* shared, u32 ring) {
+        const u32 cells = p.product.cells, barriers = ring + BARRIERS;
+        const u8* own = shared + threadIdx.x / 32 * CELL_BYTES;
+        float acc[SUMS], total[SUMS];
+        Place place = {0, 0};
+        UNROLL
+        for (int j = 0; j < SUMS; j++) acc[j] = 0.0f;
+        for (u32 i = blockIdx.x / PAIR; i < count(p.product); i += gridDim.x / PAIR) {
+            UNROLL
+            for (int j = 0; j < SUMS; j++) total[j] = 0.0f;
+            for (u32 segment = 0; segment < SEGMENTS; segment++) {
+                const u32 first = segment_start(segment, cells);
+                const u32 end = segment_start(segment + 1, cells);
+                // Segments without cells add nothing.
+                if (first == end) continue;
+                uint4 low[2], high[2];
+                barrier_wait(barriers + place.stage * 8, place.phase);
+                load(own + place.stage * STAGE, 0, low);
+                u32 before = 0;
+                for (u32 cell = first; cell < end; cell++) {
+                    const u32 stage = place.stage * STAGE;
+                    const u64 x = matrix_descriptor<128>(ring + stage + W_BYTES, 1024);
+                    multiply_half(low, x, cell > first, acc);
+                    wide_wait_but_one();
+                    if (cell > first) release(before);
+                    load(own + stage, 1, high);
+                    multiply_half(high, x + 4, 1, acc);
+                    before = barriers + (STAGES + place.stage) * 8;
+                    place.go_on();
+                    if (cell + 1 == end) break;
+                    barrier_wait(barriers + place.stage * 8, place.phase);
+                    wide_wait_but_one();
+                    load(own + place.stage * STAGE, 0, low);
+                }
+                wide_wait(acc);
+                release(before);
+                UNROLL
+                for (int j = 0; j < SUMS; j++) total[j] += acc[j];
+            }
+            write(p.product, at(p.product, i), total);
+        }
+    }
+
+    // Writes the sums of a tile: of each eight columns a lane has two, of rows g and g + 8.
+    DEVICE void write(const MatmulParams& p, const At& tile, const float (&total)[SUMS]) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4;
+        const u32 row = tile.w * WIDE + threadIdx.x / 32 * 16 + g;
+        const u32 column = tile.x * NX + lane % 4 * 2;
+        const int n_left = row < p.rows ? (int)(p.n_x - column) : 0;
+        const bool has_lower = row + 8 < p.rows;
+        const float upper = p.bias && row < p.rows ? p.bias[row] : 0.0f;
+        const float lower = p.bias && has_lower ? p.bias[row + 8] : 0.0f;
+        const u64 stride = p.out_stride;
+        if (p.is_gated) {
+            u64 at = column * stride + row / 16 * 8 + g;
+            UNROLL
+            for (int j = 0; j < NX / 8; j++, at += 8 * stride) {
+                UNROLL
+                for (int e = 0; e < 2; e++) {
+                    float gate = total[4 * j + e], up = total[4 * j + 2 + e];
+                    if (p.bias) gate += upper, up += lower;
+                    if (8 * j + e >= n_left) continue;
+                    const float y = gated(gate, up);
+                    p.out[at + e * stride] = y;
+                    p.rounded[at + e * stride] = (u16)bf16_of(y);
+                }
+            }
+            return;
+        }
+        float* out = p.out + column * stride + p.out_first + row;
+        const int BATCH = 4;
+        UNROLL
+        for (int first = 0; first < NX / 8; first += BATCH) {
+            float sums[BATCH][4];
+            // What they are added to is read before anything is written: the compiler cannot know that
+            // these places differ.
+            UNROLL
+            for (int i = 0; i < BATCH; i++)
+                UNROLL
+                for (int e = 0; e < 4; e++) {
+                    const bool inside =
+                        8 * (first + i) + e % 2 < n_left && (e < 2 || has_lower);
+                    const float* old = out + (8 * i + e % 2) * stride + e / 2 * 8;
+                    float sum = total[4 * (first + i) + e];
+                    if (p.bias) sum += e < 2 ? upper : lower;
+                    sums[i][e] = p.is_added && inside ? sum + *old : sum;
+                }
+            UNROLL
+            for (int i = 0; i < BATCH; i++)
+                UNROLL
+                for (int e = 0; e < 4; e++)
+                    if (8 * (first + i) + e % 2 < n_left && (e < 2 || has_lower))
+                        out[(8 * i + e % 2) * stride + e / 2 * 8] = sums[i][e];
+            out += 8 * BATCH * stride;
+        }
+    }
+
+    DEVICE void run(const WideParams& p) {
+        extern __shared__ __align__(1024) u8 wide_shared[];
+        const u32 ring = shared_address(wide_shared), barriers = ring + BARRIERS;
+        if (threadIdx.x == 0) {
+            for (u32 i = 0; i < STAGES; i++) {
+                barrier_init_for(barriers + i * 8, 1);
+                barrier_init_for(barriers + (STAGES + i) * 8, 8 * PAIR);
+            }
+            barriers_ready();
+        }
+        if (PAIR > 1)
+            pair_sync();
+        else
+            __syncthreads();
+        begin();
+        if (threadIdx.x < 256) {
+            take_registers();
+            compute(p, wide_shared, ring);
+        } else {
+            give_registers();
+            if (threadIdx.x == 256) bring(p, ring);
+        }
+        // The other block may still write here, or arrive.
+        if (PAIR > 1) {
+            __syncwarp();
+            pair_sync();
+        }
+    }
+};
+
+#define WIDE_ONE(name, NX, STAGES, SHARED)                                                       \
+    extern "C" __global__ void __launch_bounds__(384, 1)                                         \
+        name(const __grid_constant__ WideParams p) {                                             \
+        Wide<NX, 1, STAGES, SHARED>::run(p);                                                     \
+    }
+#define WIDE_PAIR(name, NX, STAGES, SHARED)                                                      \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)               \
+        name(const __grid_constant__ WideParams p) {                                             \
+        Wide<NX, 2, STAGES, SHARED>::run(p);                                                     \
+    }
+WIDE_ENTRIES
+#endif
