@@ -103,6 +103,7 @@ def bench(args, server, words, watch=False):
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     figures["generator_cpu_seconds"] = round(used, 3)
     del figures["base_url"]
+    figures["model_id"] = os.path.basename(figures["model_id"])
     return figures
 
 

@@ -1,7 +1,6 @@
 //! One page of the prefix tree.
 
 use nuthatch_types::PageId;
-use smallvec::SmallVec;
 
 use crate::Salt;
 use crate::evict::Facts;
@@ -21,8 +20,8 @@ pub(crate) enum Parent {
 pub(crate) struct Node {
     pub(crate) hash: PageHash,
     pub(crate) parent: Parent,
-    /// Pages that follow, sorted by their tokens; seldom more than one.
-    pub(crate) children: SmallVec<[PageId; 4]>,
+    /// Pages that follow, sorted by their tokens.
+    pub(crate) children: Vec<PageId>,
     /// `[tier]` how many of the children nobody holds.
     pub(crate) n_idle: [u32; 2],
     /// What eviction looks at. Changed only while the page is not offered for eviction.

@@ -5,7 +5,6 @@
 //! to where the wanted tokens would stand.
 
 use nuthatch_types::{FastMap, PageId, TokenId};
-use smallvec::SmallVec;
 
 use super::node::{Node, Parent};
 use crate::Salt;
@@ -162,7 +161,7 @@ impl Tree {
         let facts = Facts { depth, ..Facts::default() };
         let start = page.0 as usize * self.page_len;
         self.tokens[start..start + self.page_len].copy_from_slice(tokens);
-        let node = Node { hash, parent, children: SmallVec::new(), n_idle: [0; 2], facts };
+        let node = Node { hash, parent, children: Vec::new(), n_idle: [0; 2], facts };
         let place = &mut self.nodes[page.0 as usize];
         assert!(place.is_none(), "{page:?} is cached once");
         *place = Some(node);
