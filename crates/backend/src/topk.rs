@@ -110,6 +110,9 @@ pub struct Pick<'a> {
     pub places: &'a [u32],
     /// Places from here on are seen.
     pub tail: u32,
+    /// Where `places` are near, as [`Bring::rows`](crate::Bring::rows) put them; empty where they
+    /// were not brought.
+    pub rows: &'a [u32],
 }
 
 /// The `k` places with the largest scores among `first..scores.len()`, ascending; of equal scores

@@ -294,15 +294,16 @@ pub(crate) fn encode_pages(isa: Isa, pool: &Pool, kv: &mut CpuKv, slots: &[usize
     if kv.digests.is_empty() {
         return;
     }
-    let heads = kv.shape.n_layers as usize * kv.shape.n_kv_heads as usize;
-    let (page_bytes, n_slots) = (kv.head_page_bytes(), kv.n_slots);
-    let (dtype, d) = (kv.shape.dtype, kv.shape.head_dim as usize);
-    let encoding = Encoding::new(isa, dtype, d, &mut kv.digests);
-    let bytes = &kv.bytes;
+    let (dtype, d, heads) = (kv.shape.dtype, kv.shape.head_dim as usize, kv.n_heads());
+    let mut digests = std::mem::take(&mut kv.digests);
+    let encoding = Encoding::new(isa, dtype, d, &mut digests);
+    let pages = &*kv;
     pool.run(heads, &|head| {
+        let mut buffer = Vec::new();
         for &slot in slots {
-            let page = &bytes[(head * n_slots + slot) * page_bytes..][..page_bytes];
+            let page = pages.page(head, slot, &mut buffer);
             encoding.run(PageTokens { head, slot, start: 0, end: PAGE }, page);
         }
     });
+    kv.digests = digests;
 }
