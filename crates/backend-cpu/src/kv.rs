@@ -64,8 +64,9 @@ impl CpuKv {
 
     pub(crate) fn keep_near(&mut self, near: &Near) -> Result<(), DeviceError> {
         assert_eq!(near.heads.len(), self.n_heads(), "something for each head");
-        self.near = Some(Arc::new(NearRows::new(near, self.row_bytes())?));
-        self.worker = if self.file.is_some() { Some(Worker::start(self)?) } else { None };
+        let near = Arc::new(NearRows::new(near, self.row_bytes())?);
+        self.worker = self.file.as_ref().map(|file| Worker::start(file, &near)).transpose()?;
+        self.near = Some(near);
         self.by_rows = true;
         Ok(())
     }

@@ -462,7 +462,7 @@ impl Backend for Cpu {
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
         if let Some(worker) = &kv.worker {
-            worker.wait(layer.0 as usize)?;
+            worker.finish(kv, layer.0 as usize)?;
         }
         self.attention(plan, layer, spec, qkv, kv).run(&self.pool, picks, out);
         kv.check()

@@ -1,13 +1,15 @@
 //! Rows kept near, and how they get there.
 
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use nuthatch_backend::{Bring, DeviceError, Near, NearCounts, NearHead};
 
+use crate::far::PageFile;
 use crate::kv::{CpuKv, PAGE};
 use crate::mem::{Region, SharedMut};
 use crate::plan::{CpuPlan, PlanSeq};
@@ -275,71 +277,98 @@ impl CpuPlan {
     }
 }
 
-/// A thread that brings rows near while others compute.
+/// A thread that brings rows near while others compute. Where no core is free for it, whoever needs
+/// rows brings those that it has not begun with.
 pub(crate) struct Worker {
-    /// Nothing when the thread is to end.
-    moves: Option<Sender<Moves>>,
-    done: std::sync::Mutex<Progress>,
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// How far the worker is.
-struct Progress {
-    done: Receiver<()>,
-    n_begun: u64,
-    n_done: u64,
-    /// `[layer]` what must be done before it attends.
-    needed: Vec<u64>,
+/// What the thread and those who wait for it see.
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Layers, and what must come before they attend.
+    waiting: VecDeque<(usize, Moves)>,
+    /// The layer that the thread is at.
+    running: Option<usize>,
+    is_over: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, file: &PageFile, near: &NearRows) {
+        let mut state = self.lock();
+        while !state.is_over {
+            let Some((layer, moves)) = state.waiting.pop_front() else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            state.running = Some(layer);
+            drop(state);
+            moves.carry_out(&|at, out| file.read(at, out), near);
+            state = self.lock();
+            state.running = None;
+            self.changed.notify_all();
+        }
+    }
 }
 
 impl Worker {
-    pub(crate) fn start(kv: &CpuKv) -> Result<Self, DeviceError> {
-        let (Some(near), Some(file)) = (&kv.near, &kv.file) else {
-            return Err(DeviceError::Fault("nothing to bring from a file".to_owned()));
-        };
-        let (near, file) = (Arc::clone(near), Arc::clone(file));
-        let (moves, work) = channel::<Moves>();
-        let (tell, done) = channel();
-        let body = move || {
-            for moves in work {
-                moves.carry_out(&|at, out| file.read(at, out), &near);
-                // Nobody waits any more when the device is gone.
-                let _ = tell.send(());
-            }
-        };
-        let thread = std::thread::Builder::new().name("nuthatch-bring".to_owned()).spawn(body);
+    pub(crate) fn start(file: &Arc<PageFile>, near: &Arc<NearRows>) -> Result<Self, DeviceError> {
+        let shared = Arc::new(Shared::default());
+        let (file, near, of_thread) = (Arc::clone(file), Arc::clone(near), Arc::clone(&shared));
+        let thread = std::thread::Builder::new().name("nuthatch-bring".to_owned());
+        let thread = thread.spawn(move || of_thread.run(&file, &near));
         let thread = thread.map_err(|error| DeviceError::Fault(format!("no thread: {error}")))?;
-        let needed = vec![0; kv.shape.n_layers as usize];
-        let done = Progress { done, n_begun: 0, n_done: 0, needed };
-        Ok(Worker { moves: Some(moves), done: done.into(), thread: Some(thread) })
+        Ok(Worker { shared, thread: Some(thread) })
     }
 
     fn begin(&self, layer: usize, moves: Moves) {
-        let mut progress = self.done.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        progress.n_begun += 1;
-        progress.needed[layer] = progress.n_begun;
-        if let Some(sender) = &self.moves {
-            // The thread ends only after this sender.
-            let _ = sender.send(moves);
-        }
+        self.shared.lock().waiting.push_back((layer, moves));
+        self.shared.changed.notify_all();
     }
 
-    /// Waits for the rows of one layer.
-    pub(crate) fn wait(&self, layer: usize) -> Result<(), DeviceError> {
-        let mut progress = self.done.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        while progress.n_done < progress.needed[layer] {
-            let gone =
-                |_| DeviceError::Fault("the thread that brings rows near is gone".to_owned());
-            progress.done.recv().map_err(gone)?;
-            progress.n_done += 1;
+    /// Sees to it that the rows of one layer are near.
+    pub(crate) fn finish(&self, kv: &CpuKv, layer: usize) -> Result<(), DeviceError> {
+        /// After this long it is asked whether the thread is still there.
+        const PATIENCE: Duration = Duration::from_millis(200);
+        let Some(near) = &kv.near else { return Ok(()) };
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(i) = state.waiting.iter().position(|&(of, _)| of == layer) {
+                let moves = state.waiting.remove(i);
+                drop(state);
+                if let Some((_, moves)) = moves {
+                    moves.carry_out(&|at, out| kv.read(at, out), near);
+                }
+                state = self.shared.lock();
+            } else if state.running != Some(layer) {
+                return Ok(());
+            } else if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+                return Err(DeviceError::Fault(
+                    "the thread that brings rows near is gone".to_owned(),
+                ));
+            } else {
+                let waited = self.shared.changed.wait_timeout(state, PATIENCE);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
         }
-        Ok(())
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.moves = None;
+        self.shared.lock().is_over = true;
+        self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
             // Its panic was printed; there is nothing to add.
             let _ = thread.join();

@@ -206,12 +206,10 @@ impl Policy {
     /// The most rows of the working set of a head whose share is `weight` times the usual one, of a
     /// context of `n` tokens.
     pub fn rows_max(&self, n: u32, weight: f32) -> u32 {
-        match self.retriever {
-            Retriever::Full | Retriever::Streaming => 0,
-            _ => {
-                self.set_size(self.budget.weighted_rows(n, weight) as usize).min(n as usize) as u32
-            }
+        if matches!(self.retriever, Retriever::Full | Retriever::Streaming) {
+            return 0;
         }
+        self.set_size(self.budget.weighted_rows(n, weight) as usize).min(n as usize) as u32
     }
 
     /// Rows of a working set whose last selection has `k`.

@@ -290,7 +290,7 @@ impl TopK {
         queries: &B::Buf,
     ) -> Result<(), DeviceError> {
         let mut works = self.take_heads(layer, Deciding::Ahead);
-        self.decide(b, plan, layer, store.device(), queries, &mut works)?;
+        self.decide(b, plan, layer, (store.device(), queries), &mut works)?;
         if self.near.is_some() {
             let brings: Vec<Bring<'_>> = works.iter().filter_map(Work::bring).collect();
             b.bring_ahead(plan, layer.dense.layer, store.device(), &brings)?;
@@ -312,7 +312,7 @@ impl TopK {
     ) -> Result<(), DeviceError> {
         let (kv, dense) = (store.device(), layer.dense);
         let mut works = self.take_heads(layer, Deciding::Now);
-        self.decide(b, plan, layer, kv, qkv, &mut works)?;
+        self.decide(b, plan, layer, (kv, qkv), &mut works)?;
         works.append(&mut self.ahead[layer.idx % 2]);
         if works.is_empty() {
             return b.attend(plan, dense.layer, &dense.spec(), qkv, kv, out);
@@ -341,8 +341,7 @@ impl TopK {
         b: &B,
         plan: &B::Plan,
         layer: &TopKLayer<'_, B>,
-        kv: &B::Kv,
-        queries: &B::Buf,
+        (kv, queries): (&B::Kv, &B::Buf),
         works: &mut [Work],
     ) -> Result<(), DeviceError> {
         if works.is_empty() {

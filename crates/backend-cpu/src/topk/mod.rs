@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   signs      [width / 64][16 tokens]   words of 64 bits
-//!   channels   [width][16 tokens]        f16
+//!   channels   [width][16 tokens]        eight bits, then what one of them stands for, [16] f16
 //!   bounds     [min|max][D]              f16
 //! ```
 //!
@@ -12,13 +12,14 @@
 //! that it does not matter when a page's digest is made.
 
 mod agree;
-mod channels;
+mod numbers;
 mod score;
 mod select;
 
 use std::ops::Range;
 
 use half::f16;
+use nuthatch_backend::topk::channels;
 use nuthatch_backend::{DeviceError, Digest, DigestKind};
 use nuthatch_types::{KvDtype, PageCopy};
 
@@ -126,10 +127,12 @@ impl Encoder {
                 for token in tokens {
                     keys.read(isa, token, &mut key);
                     self.project(isa, head, &key, &mut products);
-                    for (channel, &x) in products.iter().enumerate() {
-                        let at = (channel * PAGE + token) * 2;
-                        out[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
+                    let (channels, unit) = channels(&products);
+                    for (channel, x) in channels.into_iter().enumerate() {
+                        out[channel * PAGE + token] = x.cast_unsigned();
                     }
+                    let at = self.width * PAGE + token * 2;
+                    out[at..at + 2].copy_from_slice(&unit.to_le_bytes());
                 }
             }
             DigestKind::Bounds => {

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use nuthatch_backend::{Ask, DigestKind, ScoreBy};
 
 use super::agree::agreements;
-use super::channels::{bound, channel_scores, combine, exponentials};
+use super::numbers::{bound, channel_scores, combine, exponentials};
 use super::{DigestPages, signs};
 use crate::attend::{Attention, Rows, row_scores};
 use crate::kv::PAGE;

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
 
-use crate::topk::{agreement, signs};
+use crate::topk::{agreement, channels, signs};
 use crate::{Ask, Backend, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
 
 use super::compare::same_bits;
@@ -190,7 +190,11 @@ fn raw_score(
     match digest.kind {
         DigestKind::Channels => {
             let rows = digest.frame_of(number, d).chunks_exact(d);
-            rows.map(|row| product(row, q) * product(row, key(case, seq, head, place))).sum()
+            let key = key(case, seq, head, place);
+            let products: Vec<f32> = rows.clone().map(|row| product(row, key) as f32).collect();
+            let (kept, unit) = channels(&products);
+            let kept = kept.into_iter().map(|x| f64::from(x) * unit.to_f64());
+            rows.zip(kept).map(|(row, kept)| product(row, q) * kept).sum()
         }
         DigestKind::Bounds => {
             let first = place / PAGE_LEN * PAGE_LEN;
