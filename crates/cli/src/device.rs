@@ -12,7 +12,7 @@ use nuthatch_engine::{
     Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
     TopKOptions,
 };
-use nuthatch_model::{LoadError, ModelFiles};
+use nuthatch_model::{LoadError, ModelError, ModelFiles};
 use nuthatch_types::{HostReads, SeqId, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
@@ -109,6 +109,14 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(host::available_memory()),
             Device::Cuda(cuda) => Ok(Some(cuda.memory()?.0 as u64)),
+        }
+    }
+
+    /// Bytes that the weights take once they are loaded.
+    pub(crate) fn weight_bytes(&self, files: &ModelFiles) -> Result<u64, ModelError> {
+        match self {
+            Device::Cpu(_) => Ok(files.weight_bytes()),
+            Device::Cuda(_) => files.weight_bytes_as(nuthatch_backend_cuda::weight_bytes),
         }
     }
 

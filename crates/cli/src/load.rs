@@ -81,6 +81,7 @@ impl Prepared {
         let kv = kv_shape(files.config(), config.kv_dtype);
         let policies = topk.as_ref().map_or(&[][..], |topk| &topk.policies);
         let request = SizeRequest {
+            weights: device.weight_bytes(&files)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
             max_seqs: config.max_seqs,
