@@ -27,7 +27,7 @@ pub(crate) use profile::ProfileArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
 pub(crate) use serve::{PoolingArg, ServeArgs, ToolParserArg};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
-pub(crate) use sparse::SparseArgs;
+pub(crate) use sparse::{SparseArgs, Switch};
 
 const EXAMPLES: &str = "\
 Examples:

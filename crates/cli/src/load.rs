@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_engine::topk::digest_page_bytes;
+use nuthatch_engine::topk::{NearPlan, digest_page_bytes};
 use nuthatch_engine::{Budget, EngineOptions, SharedClock, SizeRequest, Sizes, TopKOptions};
 use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
@@ -73,6 +73,7 @@ impl Prepared {
             threads: config.threads,
             is_exact: config.is_exact,
             kernel_dir: env.kernel_dir(),
+            kv_file: config.sparse.kv_file(),
         })?;
         // Where the system does not tell, allocation itself has to fail.
         let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
@@ -88,6 +89,10 @@ impl Prepared {
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
             budget: match (config.kv_bytes, config.memory_share) {
+                // A file has room for as many pages as sequences can use, if the disk has.
+                (bytes, _) if config.sparse.kv_file().is_some() => {
+                    Budget::OutsideBytes(bytes.unwrap_or(u64::MAX / 2))
+                }
                 (Some(bytes), _) => Budget::KvBytes(bytes),
                 (None, share) => Budget::Share(share.unwrap_or(MEMORY_SHARE)),
             },
@@ -114,6 +119,9 @@ impl Prepared {
             .device
             .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock), self.topk.as_ref())
             .with_context(|| format!("cannot load {}", self.files.path().display()))?;
+        if let Some((near, _)) = engine.executor().near() {
+            tracing::info!("near: {}", describe_near(near));
+        }
         Ok(Loaded { engine, clock, device, threads })
     }
 }
@@ -149,6 +157,16 @@ fn describe_model(path: &Path, config: &ModelConfig) -> String {
         config.n_heads,
         config.n_kv_heads,
         Tokens(config.max_context),
+    )
+}
+
+fn describe_near(near: &NearPlan) -> String {
+    format!(
+        "rows {}, digests {}; {} of {} heads stay whole",
+        Bytes(near.row_bytes),
+        Bytes(near.digest_bytes),
+        near.n_resident(),
+        near.is_resident.len(),
     )
 }
 

@@ -36,7 +36,7 @@ pub use engine::{CacheListener, CachePicture, Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
 pub use executor::{Capacity, Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
-pub use loaded::{LoadedModel, TopKOptions};
+pub use loaded::{LoadedModel, Offload, TopKOptions};
 pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
 pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{

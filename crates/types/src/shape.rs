@@ -89,12 +89,14 @@ pub struct KvShape {
 }
 
 impl KvShape {
+    /// Bytes of one token's key and value of one head.
+    pub fn row_bytes(&self) -> usize {
+        2 * self.head_dim as usize * self.dtype.bytes()
+    }
+
     /// Bytes of keys and values that one token needs over all layers.
     pub fn token_bytes(&self) -> usize {
-        2 * self.n_layers as usize
-            * self.n_kv_heads as usize
-            * self.head_dim as usize
-            * self.dtype.bytes()
+        self.n_layers as usize * self.n_kv_heads as usize * self.row_bytes()
     }
 
     /// Bytes of one page over all layers.
