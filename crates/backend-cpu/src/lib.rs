@@ -29,7 +29,7 @@ use std::sync::Mutex;
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, DeviceError, Digest, HostMatrix, Pick, PlanShape,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 use acts::Acts;
 use append::Append;
@@ -198,6 +198,20 @@ impl Backend for Cpu {
 
     fn copy_pages(&self, kv: &mut CpuKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
         kv.copy_pages(copies);
+        Ok(())
+    }
+
+    fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
+        Some(kv.page_image(self.isa))
+    }
+
+    fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        kv.read_page(slot, target);
+        Ok(())
+    }
+
+    fn write_page(&self, kv: &mut CpuKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        kv.write_page(slot, source);
         Ok(())
     }
 
