@@ -14,9 +14,10 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use nuthatch_backend::{DeviceError, Digest, Near};
-use nuthatch_types::{KvDtype, KvShape, PageCopy};
+use nuthatch_types::{KvDtype, KvShape, PageCopy, PageImage, Slot};
 
 use crate::far::PageFile;
+use crate::isa::Isa;
 use crate::mem::{Region, SharedMut};
 use crate::near::{NearRows, Worker};
 use crate::pack::LANES;
@@ -165,6 +166,62 @@ impl CpuKv {
         for digest in &mut self.digests {
             digest.copy_pages(heads, copies);
         }
+    }
+
+    /// How a page's bytes leave: `[layer][head]` the page of the head, and then so for each digest.
+    pub(crate) fn page_image(&self, isa: Isa) -> PageImage {
+        let digests = self.digests.iter().map(|digest| digest.encoder.page_bytes);
+        let bytes = self.n_heads() * (self.head_page_bytes() + digests.sum::<usize>());
+        let order = if self.by_rows { "rows" } else { "keys across tokens" };
+        let mut layout = format!("cpu 1, {isa}, {order}, {:?}", self.shape);
+        for digest in &self.digests {
+            layout += &format!(", {}", digest.encoder.mark());
+        }
+        PageImage { bytes, layout }
+    }
+
+    pub(crate) fn read_page(&self, slot: Slot, target: &mut [u8]) {
+        let mut parts = target;
+        for (bytes, starts, page) in self.parts(slot) {
+            for start in starts {
+                let (part, rest) = parts.split_at_mut(page);
+                part.copy_from_slice(&bytes[start..start + page]);
+                parts = rest;
+            }
+        }
+        assert!(parts.is_empty(), "a page's bytes are as many as its image has");
+    }
+
+    pub(crate) fn write_page(&mut self, slot: Slot, source: &[u8]) {
+        assert!((slot.0 as usize) < self.n_slots, "slot outside the arena");
+        let (heads, page, n_slots) = (self.n_heads(), self.head_page_bytes(), self.n_slots);
+        let digests = self.digests.iter_mut();
+        let digests = digests.map(|digest| (&mut digest.bytes, digest.encoder.page_bytes));
+        let mut parts = source;
+        for (bytes, page) in std::iter::once((&mut self.bytes, page)).chain(digests) {
+            for head in 0..heads {
+                let (part, rest) = parts.split_at(page);
+                let start = (head * n_slots + slot.0 as usize) * page;
+                bytes[start..start + page].copy_from_slice(part);
+                parts = rest;
+            }
+        }
+        assert!(parts.is_empty(), "a page's bytes are as many as its image has");
+    }
+
+    /// The arenas in which a page has parts: the bytes, where each head's part starts, and its length.
+    fn parts(
+        &self,
+        slot: Slot,
+    ) -> impl Iterator<Item = (&Region<u8>, impl Iterator<Item = usize>, usize)> {
+        assert!((slot.0 as usize) < self.n_slots, "slot outside the arena");
+        let (heads, n_slots) = (self.n_heads(), self.n_slots);
+        let digests = self.digests.iter();
+        let digests = digests.map(|digest| (&digest.bytes, digest.encoder.page_bytes));
+        let arenas = std::iter::once((&self.bytes, self.head_page_bytes())).chain(digests);
+        arenas.map(move |(bytes, page)| {
+            (bytes, (0..heads).map(move |head| (head * n_slots + slot.0 as usize) * page), page)
+        })
     }
 }
 

@@ -34,7 +34,7 @@ use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
     Pick, PlanShape,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 use acts::Acts;
 use append::Append;
@@ -213,6 +213,20 @@ impl Backend for Cpu {
     fn copy_pages(&self, kv: &mut CpuKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
         kv.copy_pages(copies);
         kv.check()
+    }
+
+    fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
+        Some(kv.page_image(self.isa))
+    }
+
+    fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        kv.read_page(slot, target);
+        Ok(())
+    }
+
+    fn write_page(&self, kv: &mut CpuKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        kv.write_page(slot, source);
+        Ok(())
     }
 
     fn shift_pages(

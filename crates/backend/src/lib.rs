@@ -18,7 +18,7 @@ pub mod quant;
 pub mod topk;
 mod weight;
 
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
@@ -105,6 +105,23 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), DeviceError>;
     /// Copies whole pages inside a tier and between tiers, in order, all layers and heads.
     fn copy_pages(&self, kv: &mut Self::Kv, copies: &[PageCopy]) -> Result<(), DeviceError>;
+    /// How a page's bytes lie when they leave the device; `None` where they cannot.
+    fn page_image(&self, kv: &Self::Kv) -> Option<PageImage> {
+        let _ = kv;
+        None
+    }
+    /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,
+    /// and waits. `target` has the length of [`Backend::page_image`].
+    fn read_page(&self, kv: &Self::Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let _ = (kv, slot, target);
+        Err(DeviceError::Fault(format!("pages do not leave {}", self.name())))
+    }
+    /// Writes one page from bytes that [`Backend::read_page`] gave, of a device and an arena with the
+    /// same layout.
+    fn write_page(&self, kv: &mut Self::Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let _ = (kv, slot, source);
+        Err(DeviceError::Fault(format!("pages do not leave {}", self.name())))
+    }
     /// Writes whole pages from others inside the arena, in order, all layers and heads: values as
     /// they are, keys turned by `by` more positions of the plan's rotation. The plan need not be
     /// prepared.

@@ -13,7 +13,7 @@ use nuthatch_engine::{
     TopKOptions,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles};
-use nuthatch_types::{HostReads, SeqId, StepPlan, StepResult};
+use nuthatch_types::{HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -203,6 +203,27 @@ impl Execute for AnyExecutor {
         match self {
             AnyExecutor::Cpu(executor) => executor.detach(seq),
             AnyExecutor::Cuda(executor) => executor.detach(seq),
+        }
+    }
+
+    fn page_image(&self) -> Option<PageImage> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.page_image(),
+            AnyExecutor::Cuda(executor) => executor.page_image(),
+        }
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.read_page(slot, target),
+            AnyExecutor::Cuda(executor) => executor.read_page(slot, target),
+        }
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.write_page(slot, source),
+            AnyExecutor::Cuda(executor) => executor.write_page(slot, source),
         }
     }
 }

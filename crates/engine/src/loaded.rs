@@ -15,7 +15,7 @@ use nuthatch_model::{
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{HostReads, PageCopy, PageShift, Slot, TokenId};
+use nuthatch_types::{HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
 use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
 
@@ -282,6 +282,18 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.store.copy(&self.backend, copies)?;
         // Whoever measures what copies take must not measure how fast they are queued.
         self.backend.wait()
+    }
+
+    fn page_image(&self) -> Option<PageImage> {
+        self.store.page_image(&self.backend)
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        self.store.read_page(&self.backend, slot, target)
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        self.store.write_page(&self.backend, slot, source)
     }
 
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {

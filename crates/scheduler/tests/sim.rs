@@ -122,12 +122,15 @@ impl World {
             let n_tokens = rng.range(0..max_prompt);
             (0..n_tokens).map(|_| TokenId(rng.range(0..N_VOCAB))).collect()
         };
+        let mut scheduler = Scheduler::with_policy(config, cache, policy).expect("valid limits");
+        // Loads are cheap, so that all are tried.
+        scheduler.loaded(1, 1);
         World {
             loads: Vec::new(),
             log: None,
             config,
             policy,
-            scheduler: Scheduler::with_policy(config, cache, policy).expect("valid limits"),
+            scheduler,
             executor: FakeExecutor::new(page_len, n_pages, N_VOCAB)
                 .with_host(n_host_pages)
                 .with_spill(options.host_reads != Never)

@@ -110,6 +110,15 @@ impl KvShape {
     }
 }
 
+/// How a page's bytes lie when they leave the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageImage {
+    /// Bytes of one page over all layers.
+    pub bytes: usize,
+    /// Names everything beside the model and the tokens that decides what the bytes are.
+    pub layout: String,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -98,6 +98,17 @@ impl Encoder {
         (head * self.n_slots + slot) * self.page_bytes
     }
 
+    /// Names what decides a digest's bytes.
+    pub(crate) fn mark(&self) -> String {
+        // FNV-1a over words, which is the same in every process.
+        const PRIME: u64 = 0x0000_0100_0000_01b3;
+        let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
+        for x in self.frame.iter().chain(&self.mean) {
+            hash = (hash ^ u64::from(x.to_bits())).wrapping_mul(PRIME);
+        }
+        format!("{:?} {} {hash:016x}", self.kind, self.width)
+    }
+
     /// The products of vectors, `[n][D]`, with the head's frame, `[n][width]`.
     pub(crate) fn project(&self, isa: Isa, head: usize, x: &[f32], out: &mut [f32]) {
         let size = self.d * self.width;

@@ -51,6 +51,8 @@ pub(crate) struct Prefix {
     ghosts: Ghosts,
     /// What nobody has been told yet; `None` when nobody wants to know.
     pub(crate) events: Option<Vec<Event>>,
+    /// Pages that came into the tree since somebody asked; `None` when nobody wants to know.
+    pub(crate) published: Option<Vec<PageId>>,
     /// Counts uses, so that no two are at the same time.
     n_uses: u64,
     now: Duration,
@@ -84,6 +86,7 @@ impl Prefix {
             orders: [eviction.order(), eviction.order()],
             ghosts: Ghosts::new(n_pages),
             events: None,
+            published: None,
             n_uses: 0,
             now: Duration::ZERO,
         }
@@ -111,6 +114,9 @@ impl Prefix {
             return Published::Hidden;
         }
         self.tell_stored(page, pages);
+        if let Some(published) = &mut self.published {
+            published.push(page);
+        }
         Published::New
     }
 

@@ -4,12 +4,12 @@
 //! node are also sorted by their tokens, so that the one with the longest common beginning is next
 //! to where the wanted tokens would stand.
 
-use nuthatch_types::{FastMap, PageId, TokenId};
+use nuthatch_types::{FastMap, PageId, PageKey, TokenId};
 
 use super::node::{Node, Parent};
 use crate::Salt;
 use crate::evict::Facts;
-use crate::hash::{Chain, PageHash};
+use crate::hash::Chain;
 use crate::pages::Tier;
 
 /// The tree of full pages.
@@ -24,9 +24,9 @@ pub(crate) struct Tree {
     tokens: Vec<TokenId>,
     /// The first pages under each salt, sorted by their tokens.
     roots: FastMap<Salt, Vec<PageId>>,
-    index: FastMap<PageHash, PageId>,
+    index: FastMap<PageKey, PageId>,
     /// How many first pages have the same tokens, under any salt; keyed by the hash without salt.
-    first_pages: FastMap<PageHash, u32>,
+    first_pages: FastMap<PageKey, u32>,
     n_nodes: u32,
 }
 
@@ -43,6 +43,12 @@ impl Tree {
             first_pages: FastMap::default(),
             n_nodes: 0,
         }
+    }
+
+    /// Hashes with another key; the tree is empty.
+    pub(crate) fn set_chain(&mut self, chain: Chain) {
+        assert_eq!(self.n_nodes, 0, "what is cached is named already");
+        self.chain = chain;
     }
 
     /// Pages of the tree.
@@ -101,7 +107,7 @@ impl Tree {
     }
 
     /// The hash that a page with these tokens has after `parent`.
-    pub(crate) fn hash(&self, parent: Parent, tokens: &[TokenId]) -> PageHash {
+    pub(crate) fn hash(&self, parent: Parent, tokens: &[TokenId]) -> PageKey {
         let before = match parent {
             Parent::Root(salt) => self.chain.root(salt),
             Parent::Page(page) => self.node(page).hash,
@@ -110,12 +116,7 @@ impl Tree {
     }
 
     /// The page with exactly these tokens after `parent`, whose hash the caller has made.
-    pub(crate) fn find(
-        &self,
-        hash: PageHash,
-        parent: Parent,
-        tokens: &[TokenId],
-    ) -> Option<PageId> {
+    pub(crate) fn find(&self, hash: PageKey, parent: Parent, tokens: &[TokenId]) -> Option<PageId> {
         let page = *self.index.get(&hash)?;
         (self.node(page).parent == parent && self.tokens(page) == tokens).then_some(page)
     }
@@ -141,7 +142,7 @@ impl Tree {
     /// has its hash: it then cannot be cached.
     pub(crate) fn insert(
         &mut self,
-        hash: PageHash,
+        hash: PageKey,
         parent: Parent,
         tokens: &[TokenId],
         page: PageId,
@@ -214,7 +215,7 @@ impl Tree {
         }
     }
 
-    fn unsalted(&self, tokens: &[TokenId]) -> PageHash {
+    fn unsalted(&self, tokens: &[TokenId]) -> PageKey {
         self.chain.page(self.chain.root(Salt::default()), tokens)
     }
 

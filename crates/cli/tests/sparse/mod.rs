@@ -53,7 +53,7 @@ fn a_profile_is_made_used_and_refused_by_other_models() {
 fn pages_in_a_file_give_the_same_answer() {
     let tiny = Tiny::new();
     let policy = "hata:64,k=8,sinks=2,recent=4,reuse=qsac(eta=0.9)";
-    let prompt = "Hello, hello, hello! ".repeat(6);
+    let prompt = "Hello, hello, hello! ".repeat(4);
     let words = ["-p", &prompt, "--max-tokens", "12", "--greedy", "--json", "--sparse", policy];
     let answers = |more: &[&str]| tiny.json("run", &[&words[..], more].concat())["answers"].clone();
     let here = answers(&[]);

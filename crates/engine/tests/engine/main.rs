@@ -4,6 +4,7 @@
 
 mod attachments;
 mod beams;
+mod disk;
 mod draw;
 mod echo;
 mod executor;
