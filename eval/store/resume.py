@@ -22,13 +22,15 @@ import time
 
 VOCAB = 40_000
 PAGE_LEN = 16
+MODEL = "smollm2"
 
 
 class Server:
     """`nuthatch serve` with these words, for as long as the block lasts."""
 
     def __init__(self, binary, *words):
-        command = [binary, "serve", "--port", "0", "--device", "cpu", *words]
+        names = ["--served-model-name", MODEL]
+        command = [binary, "serve", "--port", "0", "--device", "cpu", *names, *words]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         for line in self.process.stderr:
             found = re.search(r"served at https?://([^:]+):(\d+)", line)
@@ -48,7 +50,7 @@ class Server:
     def first_token(self, prompt):
         """Seconds to the first token, and how many tokens of the prompt were cached."""
         body = {
-            "model": "any",
+            "model": MODEL,
             "prompt": prompt,
             "max_tokens": 2,
             "temperature": 0,
@@ -102,7 +104,7 @@ class Server:
 
 
 def prompt_of(seed, n_tokens):
-    draw = random.Random(seed)
+    draw = random.Random(repr(seed))
     return [draw.randrange(100, VOCAB) for _ in range(n_tokens)]
 
 
@@ -173,7 +175,7 @@ def saving(binary, folder, rounds, n_prompts=12, n_tokens=512, n_answer=48):
     def load(server, i):
         def one(k):
             body = {
-                "model": "any",
+                "model": MODEL,
                 "prompt": prompt_of(("s", i, k), n_tokens),
                 "max_tokens": n_answer,
                 "temperature": 0,
