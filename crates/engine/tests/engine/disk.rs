@@ -29,6 +29,7 @@ fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle
         policies: vec![policy.parse().unwrap()],
         profile: None,
         text: (0..64).map(|i| TokenId(i * 7 % 90)).collect(),
+        offload: None,
     });
     let options = EngineOptions::default();
     let mut engine = load_topk(&folder(name), pool, &options, 10, topk.as_ref());
