@@ -98,10 +98,10 @@ impl WeightKernels {
 
 /// Bytes that a matrix takes on the device once it is loaded.
 pub fn weight_bytes(dtype: WeightType, rows: usize, cols: usize) -> usize {
-    match dtype {
-        WeightType::F32 => rows * cols * 4,
-        _ => rows.div_ceil(16) * cols.div_ceil(64) * cell_bytes(dtype),
+    if dtype == WeightType::F32 {
+        return rows * cols * 4;
     }
+    rows.div_ceil(16) * cols.div_ceil(64) * cell_bytes(dtype)
 }
 
 /// Checks that a matrix has the bytes that its shape needs, and gives those of one row.
