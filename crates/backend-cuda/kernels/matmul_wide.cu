@@ -5,8 +5,8 @@
 // instruction wants it. Eight warps each take sixteen rows of W from the ring into registers, where they
 // already lie in order, and multiply them with all rows of x; while one half of a cell is multiplied,
 // the other half of the registers is filled. What bounds it is the second-level cache, which gives a
-// multiprocessor about 28 bytes a cycle: so tiles are as large as two sets of sums fit the registers, and
-// the blocks of a pair, which have the same rows of x, bring half of them each, for both.
+// multiprocessor about 28 bytes a cycle: so tiles are as large as two sets of sums fit the registers.
+// (Pairs of blocks that bring x for each other took half as long again on one H200.)
 //
 // An output is the same chain of sums of sixteen products as in matmul.cu: the same bits.
 
@@ -28,33 +28,8 @@ static_assert(sizeof(WideParams) == WIDE_PARAMS_SIZE, "the host's WideParams dif
 static_assert(CELL_BYTES * WIDE_TILES % 1024 == 0, "tiles of x begin where their pattern does");
 // Blocks of x that follow each other before the next rows of W: they stay in the second-level cache.
 #ifndef WIDE_GROUP
-#define WIDE_GROUP 16
+#define WIDE_GROUP 8
 #endif
-
-// Arrives at the barrier of one block of the pair. What it frees was read by instructions that have
-// ended, so it need not say so to the whole cluster, which takes long.
-DEVICE void barrier_arrive_at(u32 barrier, u32 block) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-        "}" ::"r"(barrier),
-        "r"(block)
-        : "memory");
-}
-
-// Waits for all threads of the pair.
-DEVICE void pair_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
-}
-
-DEVICE u32 place_in_pair() {
-    u32 place;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
-    return place;
-}
 
 // Brings 64 columns of some rows.
 DEVICE void tile_copy(u32 shared, const TileMap& map, u32 column, u32 row, u32 barrier) {
@@ -65,16 +40,7 @@ DEVICE void tile_copy(u32 shared, const TileMap& map, u32 column, u32 row, u32 b
         : "memory");
 }
 
-// The same to both blocks of the pair, whose barriers are both told.
-DEVICE void tile_copy_to_both(u32 shared, const TileMap& map, u32 column, u32 row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3)
-        : "memory");
-}
-
-template <int NX, int PAIR, int STAGES, int SHARED>
+template <int NX, int STAGES, int SHARED>
 struct Wide {
     static const int SUMS = NX / 2;  // of a thread
     static const int W_BYTES = WIDE_TILES * CELL_BYTES;
@@ -83,45 +49,36 @@ struct Wide {
     static_assert(BARRIERS + 16 * STAGES == SHARED, "the host's shared memory differs");
     typedef RingPlace<STAGES> Place;
 
-    // Where a tile is, counted in tiles. Those of a pair differ in their rows of W, which may lie beyond
-    // the last.
+    // Where a tile is, counted in tiles.
     struct At {
         u32 w, x;
     };
 
-    DEVICE u32 pairs_of_w(const MatmulParams& p) {
-        return (p.rows + WIDE * PAIR - 1) / (WIDE * PAIR);
-    }
+    DEVICE u32 tiles_of_w(const MatmulParams& p) { return (p.rows + WIDE - 1) / WIDE; }
     DEVICE u32 columns(const MatmulParams& p) { return (p.n_x + NX - 1) / NX; }
-    DEVICE u32 count(const MatmulParams& p) { return pairs_of_w(p) * columns(p); }
+    DEVICE u32 count(const MatmulParams& p) { return tiles_of_w(p) * columns(p); }
 
     DEVICE At at(const MatmulParams& p, u32 index) {
-        const u32 n_w = pairs_of_w(p);
+        const u32 n_w = tiles_of_w(p);
         const u32 group = index / (n_w * WIDE_GROUP), inside = index % (n_w * WIDE_GROUP);
         const u32 n = min(columns(p) - group * WIDE_GROUP, (u32)WIDE_GROUP);
-        const u32 w = inside / n * PAIR + (PAIR > 1 ? place_in_pair() : 0);
-        return At{w, group * WIDE_GROUP + inside % n};
+        return At{inside / n, group * WIDE_GROUP + inside % n};
     }
 
     DEVICE void bring(const WideParams& p, u32 ring) {
         const u32 tiles = (p.product.rows + 15) / 16, cells = p.product.cells;
-        const u32 share = PAIR > 1 ? place_in_pair() * (NX / 2) : 0;
         Place place = {0, 0};
-        for (u32 i = blockIdx.x / PAIR; i < count(p.product); i += gridDim.x / PAIR) {
+        for (u32 i = blockIdx.x; i < count(p.product); i += gridDim.x) {
             const At tile = at(p.product, i);
             const u32 first = tile.w * WIDE_TILES;
-            const u32 n = first < tiles ? min(tiles - first, (u32)WIDE_TILES) : 0;
+            const u32 n = min(tiles - first, (u32)WIDE_TILES);
             const u8* w = p.product.packed + (u64)first * cells * CELL_BYTES;
             for (u32 cell = 0; cell < cells; cell++) {
                 const u32 ready = ring + BARRIERS + place.stage * 8;
                 const u32 target = ring + place.stage * STAGE;
                 barrier_wait(ready + STAGES * 8, place.phase ^ 1);
                 barrier_expect(ready, n * CELL_BYTES + NX * 128);
-                if (PAIR > 1)
-                    tile_copy_to_both(target + W_BYTES + share * 128, p.x, cell * 64,
-                                      tile.x * NX + share, ready);
-                else
-                    tile_copy(target + W_BYTES, p.x, cell * 64, tile.x * NX, ready);
+                tile_copy(target + W_BYTES, p.x, cell * 64, tile.x * NX, ready);
                 for (u32 t = 0; t < n; t++)
                     bulk_copy(target + t * CELL_BYTES, w + ((u64)t * cells + cell) * CELL_BYTES,
                               CELL_BYTES, ready);
@@ -132,12 +89,7 @@ struct Wide {
 
     // Nobody of this warp reads the stage any more.
     DEVICE void release(u32 free) {
-        const u32 lane = threadIdx.x % 32;
-        if (PAIR > 1) {
-            if (lane < PAIR) barrier_arrive_at(free, lane);
-        } else if (lane == 0) {
-            barrier_arrive(free);
-        }
+        if (threadIdx.x % 32 == 0) barrier_arrive(free);
     }
 
     // Two steps of sixteen rows of a cell of W.
@@ -161,7 +113,7 @@ struct Wide {
         Place place = {0, 0};
         UNROLL
         for (int j = 0; j < SUMS; j++) acc[j] = 0.0f;
-        for (u32 i = blockIdx.x / PAIR; i < count(p.product); i += gridDim.x / PAIR) {
+        for (u32 i = blockIdx.x; i < count(p.product); i += gridDim.x) {
             UNROLL
             for (int j = 0; j < SUMS; j++) total[j] = 0.0f;
             for (u32 segment = 0; segment < SEGMENTS; segment++) {
@@ -257,14 +209,11 @@ struct Wide {
         if (threadIdx.x == 0) {
             for (u32 i = 0; i < STAGES; i++) {
                 barrier_init_for(barriers + i * 8, 1);
-                barrier_init_for(barriers + (STAGES + i) * 8, 8 * PAIR);
+                barrier_init_for(barriers + (STAGES + i) * 8, 8);
             }
             barriers_ready();
         }
-        if (PAIR > 1)
-            pair_sync();
-        else
-            __syncthreads();
+        __syncthreads();
         begin();
         if (threadIdx.x < 256) {
             take_registers();
@@ -273,23 +222,13 @@ struct Wide {
             give_registers();
             if (threadIdx.x == 256) bring(p, ring);
         }
-        // The other block may still write here, or arrive.
-        if (PAIR > 1) {
-            __syncwarp();
-            pair_sync();
-        }
     }
 };
 
-#define WIDE_ONE(name, NX, STAGES, SHARED)                                                       \
+#define WIDE_ENTRY(name, NX, STAGES, SHARED)                                                     \
     extern "C" __global__ void __launch_bounds__(384, 1)                                         \
         name(const __grid_constant__ WideParams p) {                                             \
-        Wide<NX, 1, STAGES, SHARED>::run(p);                                                     \
-    }
-#define WIDE_PAIR(name, NX, STAGES, SHARED)                                                      \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)               \
-        name(const __grid_constant__ WideParams p) {                                             \
-        Wide<NX, 2, STAGES, SHARED>::run(p);                                                     \
+        Wide<NX, STAGES, SHARED>::run(p);                                                        \
     }
 WIDE_ENTRIES
 #endif

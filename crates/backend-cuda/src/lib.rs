@@ -45,7 +45,7 @@ pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{Attend, AttendKernels, AttendShape, Attention, SplitShape, Tile};
+use launch::attend::{Attend, AttendKernels, AttendShape, Attention, MergeShape, SplitShape, Tile};
 use launch::draw::Draws;
 use launch::matmul::Target;
 use launch::{attend, copy, embed, gather, norm, roof, rope, shift, swiglu};
@@ -172,13 +172,17 @@ impl AttendKernels {
         let split = |shape: SplitShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
+        let [few, many] = MergeShape::ALL;
+        let merge = |shape: MergeShape| {
+            Ok::<_, DeviceError>((shape, kernel(shape.name, shape.shared_bytes())?))
+        };
         let shape = attend.tile(device.describe().1.0);
         let attend = match attend.page.dtype {
             nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
                 splits: [split(small)?, split(large)?],
                 tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
-                merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
+                merges: [merge(few)?, merge(many)?],
             },
         };
         Ok(AttendKernels {

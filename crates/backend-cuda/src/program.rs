@@ -127,6 +127,8 @@ impl Program {
             ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
+            ("MERGE_ENTRIES", attend::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
+            ("MERGE_BATCH_FLOATS", attend::MergeShape::BATCH_FLOATS.to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<attend::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ];

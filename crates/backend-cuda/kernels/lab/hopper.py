@@ -1,7 +1,7 @@
 """Whether Hopper's kernels are right, and how fast they and their alternatives are, on one GPU.
 
     python3 hopper.py compile                            needs NVRTC only, on the library path
-    python3 hopper.py products attention decode pinned   needs a GPU and PyTorch; some minutes
+    python3 hopper.py products few attention decode pinned   needs a GPU and PyTorch; some minutes
 
 Products are compared with those of `matmul_8` bit by bit, attention with `attend_tile`, with `attend_split`
 and with a sum in float64. Peers of the same run are `torch.matmul` and SDPA's flash attention. `decode`
@@ -19,10 +19,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Name, rows of x of a tile, blocks of a pair, stages, tiles of x that follow each other.
+# Name, rows of x of a tile, stages, tiles of x that follow each other, columns whose old values are read at once.
 WIDES = [
-    ("w128", 128, 1, 6, 16), ("w192", 192, 1, 5, 16), ("p128", 128, 2, 6, 16), ("p192", 192, 2, 5, 16),
-    ("w192g8", 192, 1, 5, 8), ("p192g8", 192, 2, 5, 8), ("p192g32", 192, 2, 5, 32),
+    ("w128", 128, 6, 16, 4), ("w192", 192, 5, 16, 4), ("w192g8", 192, 5, 8, 4), ("w192g8b8", 192, 5, 8, 8), ("w192g8b12", 192, 5, 8, 12),
+    ("w192g8b24", 192, 5, 8, 24), ("w192g4b12", 192, 5, 4, 12), ("w192g6b12", 192, 5, 6, 12),
 ]
 # Name, type of keys and values, head width, stages.
 ATTENDS = [("f16", "KV_F16", 128, 4), ("bf16", "KV_BF16", 128, 4), ("f16d64", "KV_F16", 64, 4), ("f16s3", "KV_F16", 128, 3)]
@@ -62,13 +62,37 @@ def wide_shared(nx, stages):
 
 
 def build_wide(variant):
-    _, nx, pair, stages, group = variant
+    _, nx, stages, group, batch = variant
     constants = dict(
         TYPE="BF16", CELL_BYTES=2048, SEGMENTS=8, MATMUL_PARAMS_SIZE=96, PACK_PARAMS_SIZE=48, WIDE_PARAMS_SIZE=256,
         WIDE_GROUP=group, MATMUL_ENTRIES=f"FEW(matmul_8, 1, 1, 4, {FEW_SHARED})",
-        WIDE_ENTRIES=f"WIDE_{'PAIR' if pair == 2 else 'ONE'}(matmul_wide, {nx}, {stages}, {wide_shared(nx, stages)})",
+        WIDE_ENTRIES=f"WIDE_ENTRY(matmul_wide, {nx}, {stages}, {wide_shared(nx, stages)})",
     )
-    return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu", "hopper.cuh", "matmul_wide.cu"]))
+    text = source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu", "hopper.cuh", "matmul_wide.cu"])
+    assert "const int BATCH = 4;" in text
+    return compile_source(text.replace("const int BATCH = 4;", f"const int BATCH = {batch};"))
+
+
+# Tiles of sixteen rows of a weight, tiles of eight rows of x, stages.
+FEWS = [
+    (1, 1, 4), (2, 1, 4), (3, 1, 4), (1, 2, 3), (2, 2, 3), (2, 2, 4), (3, 2, 3), (1, 4, 2), (2, 4, 2), (2, 4, 3), (3, 4, 2), (4, 4, 2),
+    (2, 8, 2), (3, 8, 2),
+]
+
+
+def few_shared(mt, nt, stages):
+    return (mt * 2048 + nt * 1024) * stages * 8
+
+
+def build_few(variant):
+    constants = dict(
+        TYPE="BF16", CELL_BYTES=2048, SEGMENTS=8, MATMUL_PARAMS_SIZE=96, PACK_PARAMS_SIZE=48,
+        MATMUL_ENTRIES=f"FEW(matmul, {', '.join(map(str, variant))}, {few_shared(*variant)})",
+    )
+    return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu"]))
+
+
+MERGES = dict(MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048, MERGE_ENTRIES="MERGE(merge_few, 32, 8) MERGE(merge_many, 128, 3)")
 
 
 def attend_shared(d, stages):
@@ -83,7 +107,7 @@ def build_attend(variant):
         KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, PARTS=1, SMALL_CHUNK=64, MIDDLE_CHUNK=128, LARGE_CHUNK=256,
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 8, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
         WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=120, PART_SIZE=16, SPLIT_SIZE=16,
-        MERGE_PARAMS_SIZE=72,
+        **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu"]))
 
@@ -115,21 +139,53 @@ IDLE = (EARLY[0], """                s[0][0] = await(own, ring, place)[threadIdx
                 lines.o[0][0] += s[0][0] * down[0];
                 go_on(place);
                 bring(p, feed, own, ring);""")
+# Keys and values of a step, which lie beside each other, are asked for at the same time.
+TOGETHER = [(EARLY[0], """                score<R, HALF_PAGE>(await(own, ring, place), queries, s);
+                go_on(place);
+                soften<R>(step * STEP, lines, s, down);
+                mix_values<R, HALF_PAGE>(await(own, ring, place), s, down, lines.o);
+                go_on(place);
+                __syncwarp();
+                bring(p, feed, own, ring);
+                bring(p, feed, own, ring);"""), ("for (u32 i = 0; i < STAGES - 1; i++) bring", "for (u32 i = 0; i < STAGES; i++) bring")]
+HINT = """DEVICE u64 {0}_policy() {{
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_{0}.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}}
+"""
+# Pages leave the second-level cache first.
+FIRST = [("DEVICE void bulk_copy(", HINT.format("first") + "DEVICE void bulk_copy("),
+         ("bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", "bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"),
+         ('''"l"(global), "r"(n_bytes), "r"(barrier)''', '''"l"(global), "r"(n_bytes), "r"(barrier), "l"(first_policy())''')]
+# Partial results leave it last.
+LAST = [("DEVICE void bulk_copy(", HINT.format("last") + "DEVICE void bulk_copy("),
+        ("""                *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
+                    make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);""",
+         """                asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(
+                                 p.partials + at * WIDTH + n * 8 + t * 2),
+                             "f"(lines.o[n][2 * r]), "f"(lines.o[n][2 * r + 1]), "l"(last_policy())
+                             : "memory");""")]
+SILENT = [("            store_partial(p, work.part.partial, lines);", "            if (lines.total[0].l == 12345.0f) store_partial(p, work.part.partial, lines);")]
 SPLITS = [
-    ("6x3", 6, 3, []), ("8x3", 8, 3, []), ("6x4", 6, 4, []), ("4x3", 4, 3, []), ("4x4", 4, 4, []), ("8x2", 8, 2, []),
-    ("6x3 values to L2", 6, 3, [AHEAD]), ("8x3 values to L2", 8, 3, [AHEAD]), ("6x3 early", 6, 3, [EARLY]),
-    ("8x3 early", 8, 3, [EARLY]), ("6x4 early", 6, 4, [EARLY]), ("6x3 idle", 6, 3, [IDLE]), ("6x4 idle", 6, 4, [IDLE]),
+    ("6x3", 6, 3, []), ("6x4 early", 6, 4, [EARLY]), ("8x3 early", 8, 3, [EARLY]), ("7x3 early", 7, 3, [EARLY]),
+    ("6x4 early, pages leave first", 6, 4, [EARLY, *FIRST]), ("6x4 early, partials leave last", 6, 4, [EARLY, *LAST]),
+    ("6x4 early, both", 6, 4, [EARLY, *FIRST, *LAST]), ("6x4 silent", 6, 4, [EARLY, *SILENT]), ("6x4 silent, idle", 6, 4, [IDLE, *SILENT]),
+    ("6x4 together", 6, 4, TOGETHER),
 ]
+
+
+def split_shared(warps, stages, d=128):
+    return warps * (stages * 32 * d * 2 + d // 16 * 512 + 64 + 32 * (8 if stages > 4 else 4))
+
 
 
 def build_split(variant, kv="KV_F16", d=128):
     _, warps, stages, changes = variant
-    page, queries = 2 * 16 * d * 2, d // 16 * 512
-    shared = warps * (stages * page + queries + 192)
     constants = dict(
-        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=page, PARTS=1, SMALL_CHUNK=64, MIDDLE_CHUNK=128, LARGE_CHUNK=256,
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {shared})", ATTEND_PARAMS_SIZE=120, PART_SIZE=16,
-        SPLIT_SIZE=16, MERGE_PARAMS_SIZE=72,
+        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, PARTS=1, SMALL_CHUNK=64, MIDDLE_CHUNK=128, LARGE_CHUNK=256,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=120, PART_SIZE=16,
+        SPLIT_SIZE=16, **MERGES,
     )
     text = source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu"])
     for old, new in changes:
@@ -176,13 +232,23 @@ def timed(run, n):
     return best
 
 
+def recorded(run, n):
+    """Times calls that are queued together, which Python is too slow for."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(n):
+            run()
+    return timed(graph.replay, 3) / n
+
+
 def differ(a, b):
     kind = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
     return (a.view(kind) != b.view(kind)).sum().item()
 
 
 def products(driver, built):
-    kernels = [(variant, driver.kernel(cubin, "matmul_wide", wide_shared(variant[1], variant[3]))) for variant, (cubin, _) in zip(WIDES, built)]
+    kernels = [(variant, driver.kernel(cubin, "matmul_wide", wide_shared(variant[1], variant[2]))) for variant, (cubin, _) in zip(WIDES, built)]
     cubin = built[0][0]
     pack, few = driver.kernel(cubin, "pack"), driver.kernel(cubin, "matmul_8", FEW_SHARED)
 
@@ -213,12 +279,12 @@ def products(driver, built):
         driver.launch(few, ((n + 15) // 16, (x.shape[0] + 7) // 8, 1), 256, FEW_SHARED, params(packed, x, out, n, **how))
 
     def run(variant, kernel):
-        _, columns, pair, stages, _ = variant
+        _, columns, stages, _, _ = variant
 
         def run(packed, x, out, n, **how):
-            block = tile_map(x, columns // pair) + params(packed, x, out, n, **how)
-            tiles = (n + 128 * pair - 1) // (128 * pair) * ((x.shape[0] + columns - 1) // columns)
-            driver.launch(kernel, (pair * min(tiles, 132 // pair), 1, 1), 384, wide_shared(columns, stages), block.ljust(256, b"\0"))
+            block = tile_map(x, columns) + params(packed, x, out, n, **how)
+            tiles = (n + 127) // 128 * ((x.shape[0] + columns - 1) // columns)
+            driver.launch(kernel, (min(tiles, 132), 1, 1), 384, wide_shared(columns, stages), block.ljust(256, b"\0"))
         return run
 
     runs = [(variant[0], run(variant, kernel)) for variant, kernel in kernels]
@@ -253,6 +319,39 @@ def products(driver, built):
             print(f"{n} x {k}, {nx} rows, {list(how)}: {'  '.join(rates)}  torch {peer:.0f} TFLOP/s", flush=True)
 
 
+def few(driver, built):
+    """Times products of few rows, each as it would be queued in a step: many different weights."""
+    pack = driver.kernel(built[0][0], "pack")
+    kernels = [(variant, driver.kernel(cubin, "matmul", few_shared(*variant))) for variant, (cubin, _) in zip(FEWS, built)]
+    for n, k in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]:
+        cells, tiles, copies = k // 64, n // 16, max(1, 300_000_000 // (n * k * 2))
+        w = (torch.randn(n, k, device="cuda") * 0.02).bfloat16()
+        packed = [torch.zeros(tiles * cells * 2048, dtype=torch.uint8, device="cuda") for _ in range(copies)]
+        for target in packed:
+            params = struct.pack("<QQQIIIIII", w.data_ptr(), target.data_ptr(), k * 2, n, k, cells, tiles, 0, 0)
+            driver.launch(pack, ((tiles * cells * 32 + 255) // 256, 1, 1), 256, 0, params)
+        for nx in (8, 16, 32, 64):
+            x, expected, line = torch.randn(nx, k, device="cuda").bfloat16(), None, []
+            for (mt, nt, stages), kernel in kernels:
+                if nt * 8 != nx:
+                    continue
+                out, turn = torch.full((nx, n), float("nan"), device="cuda"), [0]
+
+                def run():
+                    turn[0] = (turn[0] + 1) % copies
+                    params = struct.pack("<QQQQQIIIIIIIIQQfI", packed[turn[0]].data_ptr(), 0, x.data_ptr(), out.data_ptr(), 0, n, cells, nx, k, n, 0, 0, 0, 0, 0, 0.0, 0)
+                    driver.launch(kernel, ((tiles + mt - 1) // mt, 1, 1), 256, few_shared(mt, nt, stages), params)
+
+                us = recorded(run, 24) * 1e3
+                expected = out if expected is None else expected
+                line.append(f"{mt}x{nt}x{stages} {us:.1f} us" + (" DIFFERS" if differ(out, expected) else ""))
+            y = torch.empty(nx, n, device="cuda", dtype=torch.bfloat16)
+            others = [w.clone() for _ in range(copies)]
+            peer = recorded(lambda: [torch.matmul(x, other.T, out=y) for other in others], 8) / copies * 1e3
+            print(f"{n} x {k}, {nx} rows, {n * k * 2 / 4.4e6:.1f} us at least: {'; '.join(line)}; torch {peer:.1f} us", flush=True)
+            del others
+
+
 class Case:
     """Rows of one sequence, its pages in a scattered order."""
 
@@ -285,7 +384,7 @@ class Case:
             tasks = torch.tensor(tasks, dtype=torch.int32, device="cuda")
             self.kernels[kind] = driver.kernel(cubin, f"attend_{kind}", shared[kind]), threads, shared[kind], tasks
         self.split = driver.kernel(cubin, "attend_split_8", shared["split"]), shared["split"]
-        self.merge = driver.kernel(cubin, "merge", 32768)
+        self.merge = driver.kernel(cubin, "merge_few", 65536)
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
         return struct.pack("<QQQQQQQQQQIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
@@ -307,8 +406,8 @@ class Case:
         out, (kernel, shared) = torch.full_like(self.out, float("nan")), self.split
         self.driver.launch(kernel, (132, 1, 1), 256, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
-                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 32, 1024, 8192)
-        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 32768, params)
+                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 0, 1024, 8192)
+        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 65536, params)
         torch.cuda.synchronize()
         return out[row]
 
@@ -376,8 +475,10 @@ def decode(driver, built, kv_heads=8, group=4, d=128):
             for (name, warps, stages, _), (cubin, _) in zip(SPLITS, built):
                 if order == "ordered" and name not in ("6x3", "6x3 idle"):
                     continue
-                shared = warps * (stages * page + d // 16 * 512 + 192)
-                split, merge = driver.kernel(cubin, "attend_split_8", shared), driver.kernel(cubin, "merge", 32768)
+                shared = split_shared(warps, stages, d)
+                merge_shared = 65536 if columns == 32 else 24576
+                merge = driver.kernel(cubin, "merge_few" if columns == 32 else "merge_many", merge_shared)
+                split = driver.kernel(cubin, "attend_split_8", shared)
                 out, turn = torch.full((n_seqs, heads * d), float("nan"), device="cuda"), [0]
 
                 def run(has_merge=True):
@@ -388,15 +489,15 @@ def decode(driver, built, kv_heads=8, group=4, d=128):
                     driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
                     if has_merge:
                         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                             counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, columns, 1024, 8192)
-                        driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, 32768, params)
+                                             counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, 0, 1024, 8192)
+                        driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, merge_shared, params)
                     else:
                         counts[1:].zero_()
 
                 n = 60 if n_seqs * depth < 100000 else 20
-                us = timed(run, n) * 1e3
+                us = recorded(run, n) * 1e3
                 if name == "6x3":
-                    line.append(f"without merge {timed(lambda: run(False), n) * 1e3:.1f} us")
+                    line.append(f"without merge {recorded(lambda: run(False), n) * 1e3:.1f} us")
                 turn[0] = 0
                 run()
                 torch.cuda.synchronize()
@@ -445,14 +546,15 @@ if __name__ == "__main__":
         wides = list(pool.map(build_wide, WIDES)) if {"compile", "products"} & set(words) else []
         attends = list(pool.map(build_attend, ATTENDS)) if {"compile", "attention"} & set(words) else []
         splits = list(pool.map(build_split, SPLITS)) if {"compile", "decode"} & set(words) else []
-    for variant, (_, remarks) in [*zip(WIDES, wides), *zip(ATTENDS, attends), *zip(SPLITS, splits)]:
-        print(variant[0], *remarks)
+        fews = list(pool.map(build_few, FEWS)) if {"compile", "few"} & set(words) else []
+    for variant, (_, remarks) in [*zip(WIDES, wides), *zip(ATTENDS, attends), *zip(SPLITS, splits), *zip(FEWS, fews)]:
+        print(variant[0] if isinstance(variant[0], str) else variant, *remarks)
     if words != ["compile"]:
         import torch
 
         torch.manual_seed(7)
         torch.zeros(1, device="cuda")
         gpu = Driver()
-        for word, run in [("products", lambda: products(gpu, wides)), ("attention", lambda: attention(gpu, attends)), ("decode", lambda: decode(gpu, splits)), ("pinned", lambda: pinned(gpu))]:
+        for word, run in [("products", lambda: products(gpu, wides)), ("few", lambda: few(gpu, fews)), ("attention", lambda: attention(gpu, attends)), ("decode", lambda: decode(gpu, splits)), ("pinned", lambda: pinned(gpu))]:
             if word in words:
                 run()

@@ -85,7 +85,7 @@ params! {
         n_kv_heads: u32,
         group: u32,
         window: u32,
-        columns: u32,
+        padding: u32,
         cuts: Cuts,
     }
 }
@@ -158,8 +158,6 @@ pub(crate) const TILE_STAGES: usize = 2;
 const MERGE_THREADS: u32 = 128;
 /// Keys of one step; `STEP` of `attend.cuh`.
 const STEP: usize = 32;
-/// Floats of one batch of `merge`; `BATCH_FLOATS` of `attend_split.cu`.
-const BATCH_FLOATS: usize = 4096;
 
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
@@ -178,8 +176,8 @@ pub(crate) enum Attend {
         splits: [(SplitShape, Kernel); 2],
         /// Many lines, all chunks.
         tile: Tile,
-        /// Brings the splits together.
-        merge: Kernel,
+        /// Bring few splits together, and many.
+        merges: [(MergeShape, Kernel); 2],
     },
 }
 
@@ -266,8 +264,34 @@ impl AttendShape {
     }
 }
 
-/// Dynamic shared memory of a block of `merge`.
-pub(crate) const MERGE_SHARED_BYTES: usize = 2 * BATCH_FLOATS * 4;
+/// A block of `merge`: columns of a head, and batches of chunks on their way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MergeShape {
+    pub(crate) name: &'static str,
+    columns: u32,
+    depth: usize,
+}
+
+impl MergeShape {
+    /// Floats of a batch.
+    pub(crate) const BATCH_FLOATS: usize = 2048;
+
+    /// For few heads, which are cut to fill the device and have a multiprocessor each; and for many.
+    pub(crate) const ALL: [Self; 2] = [
+        MergeShape { name: "merge_few", columns: 32, depth: 8 },
+        MergeShape { name: "merge_many", columns: 128, depth: 3 },
+    ];
+
+    /// The kernel, for the compiler.
+    pub(crate) fn entry(self) -> String {
+        format!("MERGE({}, {}, {})", self.name, self.columns, self.depth)
+    }
+
+    /// Dynamic shared memory of a block.
+    pub(crate) fn shared_bytes(self) -> usize {
+        self.depth * Self::BATCH_FLOATS * 4
+    }
+}
 
 /// A block of `attend_split`: warps that each have a ring of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -338,14 +362,14 @@ impl Attention<'_> {
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels.attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
-            Attend::Mma { splits: [small, large], tile, merge } => {
+            Attend::Mma { splits: [small, large], tile, merges } => {
                 let (splits, n_splits) = plan.splits();
                 if n_splits > 0 {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let grid = (self.device.n_multiprocessors(), 1);
                     let threads = count(32 * shape.warps);
                     self.attend(kernel, plan.split_parts(), (grid, threads), out)?;
-                    self.merge(merge, (splits, n_splits), out)?;
+                    self.merge(merges, (splits, n_splits), out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
@@ -417,14 +441,13 @@ impl Attention<'_> {
     /// Brings the splits of each row together.
     fn merge(
         &self,
-        kernel: &Kernel,
+        [few, many]: &[(MergeShape, Kernel); 2],
         (splits, n_splits): (Address, u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        // Heads are cut only where there are too few of them to fill the device.
-        let blocks = n_splits * self.spec.n_heads;
-        let columns = if blocks < 2 * self.device.n_multiprocessors() { 32 } else { 128 };
-        let pieces = count(self.kv.page.width()).div_ceil(columns);
+        let is_few = n_splits * self.spec.n_heads < 2 * self.device.n_multiprocessors();
+        let (shape, kernel) = if is_few { few } else { many };
+        let pieces = count(self.kv.page.width()).div_ceil(shape.columns);
         let params = MergeParams {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
@@ -435,7 +458,7 @@ impl Attention<'_> {
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            columns,
+            padding: 0,
             cuts: self.plan.cuts(),
         };
         #[expect(unsafe_code, reason = "a kernel")]

@@ -26,18 +26,14 @@ pub(crate) struct Wide {
     pub(crate) name: &'static str,
     /// Rows of the activations of a tile.
     columns: usize,
-    /// Blocks that share them.
-    pair: usize,
     /// Cells that the ring holds.
     stages: usize,
 }
 
 /// The kernels; all of them compute the same bits.
-pub(crate) const ALL: [Wide; 4] = [
-    Wide { name: "matmul_wide_128", columns: 128, pair: 1, stages: 6 },
-    Wide { name: "matmul_wide_192", columns: 192, pair: 1, stages: 5 },
-    Wide { name: "matmul_pair_128", columns: 128, pair: 2, stages: 6 },
-    Wide { name: "matmul_pair_192", columns: 192, pair: 2, stages: 5 },
+pub(crate) const ALL: [Wide; 2] = [
+    Wide { name: "matmul_wide_128", columns: 128, stages: 6 },
+    Wide { name: "matmul_wide_192", columns: 192, stages: 5 },
 ];
 
 /// The architecture that has the instruction, and the type that it takes as it is.
@@ -48,9 +44,8 @@ pub(crate) fn is_for(device: &Device, dtype: WeightType) -> bool {
 /// The kernels, for the compiler.
 pub(crate) fn entries(dtype: WeightType) -> String {
     ALL.map(|wide| {
-        let Wide { name, columns, pair, stages } = wide;
-        let kind = if pair == 2 { "PAIR" } else { "ONE" };
-        format!("WIDE_{kind}({name}, {columns}, {stages}, {})", wide.shared_bytes(dtype))
+        let Wide { name, columns, stages } = wide;
+        format!("WIDE_ENTRY({name}, {columns}, {stages}, {})", wide.shared_bytes(dtype))
     })
     .join(" ")
 }
@@ -61,18 +56,14 @@ impl Wide {
         self.stages * (WIDE / 16 * cell_bytes(dtype) + self.columns * 128 + 16)
     }
 
-    /// Tiles, counted in those of a pair.
     fn n_tiles(self, product: &MatmulParams) -> u32 {
-        let (rows, columns) = (count(WIDE * self.pair), count(self.columns));
-        product.rows.div_ceil(rows) * product.n_x.div_ceil(columns)
+        product.rows.div_ceil(count(WIDE)) * product.n_x.div_ceil(count(self.columns))
     }
 
     /// What a product takes, counted in bytes that a multiprocessor brings for each column of the weight:
-    /// the second-level cache bounds it. Pairs bring less, but were never faster: not measured yet.
+    /// the second-level cache bounds it.
     fn cost(self, product: &MatmulParams, n_multiprocessors: u32) -> u32 {
-        let at_once = n_multiprocessors / count(self.pair);
-        let rounds = self.n_tiles(product).div_ceil(at_once);
-        rounds * count(WIDE + self.columns) * if self.pair > 1 { 2 } else { 1 }
+        self.n_tiles(product).div_ceil(n_multiprocessors) * count(WIDE + self.columns)
     }
 }
 
@@ -91,8 +82,7 @@ pub(crate) fn launch(
     let cost = |(wide, _): &&(Wide, Kernel)| wide.cost(product, device.n_multiprocessors());
     let (wide, kernel) = kernels.iter().min_by_key(cost).expect("there are kernels");
     let params = WideParams { x: map_of(device, *wide, product)?, product: *product };
-    let pair = count(wide.pair);
-    let blocks = wide.n_tiles(product).min(device.n_multiprocessors() / pair) * pair;
+    let blocks = wide.n_tiles(product).min(device.n_multiprocessors());
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: the kernel reads the packed part, whole by construction, and of x what the map says; it
     // writes `n_x` rows of out, which the caller has asserted to fit.
@@ -115,9 +105,7 @@ fn map_of(
     device.enter()?;
     let mut map = sys::CUtensorMap { opaque: [0; 16] };
     let sizes = [u64::from(product.x_stride), u64::from(product.n_x)];
-    // The blocks of a pair bring a share each.
-    let rows = count(wide.columns / wide.pair);
-    let (strides, tile, every) = ([sizes[0] * 2], [64, rows], [1, 1]);
+    let (strides, tile, every) = ([sizes[0] * 2], [64, count(wide.columns)], [1, 1]);
     #[expect(unsafe_code, reason = "a call of the C interface")]
     // SAFETY: all pointers are to live arrays of two dimensions' worth, and the map is written only.
     let made = unsafe {
