@@ -48,7 +48,7 @@ use kv::PageShape;
 use launch::attend::{Attend, AttendKernels, AttendShape, Attention, MergeShape, SplitShape, Tile};
 use launch::draw::Draws;
 use launch::matmul::Target;
-use launch::{attend, copy, embed, gather, norm, roof, rope, shift, swiglu};
+use launch::{copy, embed, gather, norm, roof, rope, shift, swiglu};
 use nvrtc::Compiler;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
