@@ -93,7 +93,7 @@ impl CpuKv {
     }
 
     /// Heads of all layers.
-    fn n_heads(&self) -> usize {
+    pub(crate) fn n_heads(&self) -> usize {
         self.shape.n_layers as usize * self.shape.n_kv_heads as usize
     }
 

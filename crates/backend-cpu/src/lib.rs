@@ -12,6 +12,7 @@
 mod acts;
 mod append;
 mod attend;
+mod codec;
 mod isa;
 mod kv;
 mod matmul;
@@ -29,11 +30,14 @@ use std::sync::Mutex;
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, DeviceError, Digest, HostMatrix, Pick, PlanShape,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
+use nuthatch_types::{
+    ColdDtype, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
 
 use acts::Acts;
 use append::Append;
 use attend::{Attention, MAX_GROUP};
+use codec::CpuCodec;
 pub use isa::Isa;
 pub use kv::CpuKv;
 use kv::PAGE;
@@ -203,6 +207,10 @@ impl Backend for Cpu {
 
     fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
         Some(kv.page_image(self.isa))
+    }
+
+    fn page_codec(&self, kv: &CpuKv, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+        Some(Arc::new(CpuCodec::new(kv, dtype, kv.page_image(self.isa).bytes)))
     }
 
     fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

@@ -18,6 +18,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use nuthatch_engine::DiskOptions;
 use nuthatch_model::{ConfigError, RopeKind};
+use nuthatch_types::ColdDtype;
 
 use crate::size::{parse_bytes, parse_disk, parse_swap, parse_tokens};
 
@@ -235,6 +236,28 @@ pub(crate) enum KvDtypeArg {
     F32,
 }
 
+/// How keys and values are stored on a disk; `Auto` is as in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ColdDtypeArg {
+    #[default]
+    Auto,
+    Int8,
+    #[value(alias = "fp8_e4m3")]
+    Fp8,
+    Int4,
+}
+
+impl From<ColdDtypeArg> for Option<ColdDtype> {
+    fn from(arg: ColdDtypeArg) -> Self {
+        match arg {
+            ColdDtypeArg::Auto => None,
+            ColdDtypeArg::Int8 => Some(ColdDtype::Int8),
+            ColdDtypeArg::Fp8 => Some(ColdDtype::Fp8),
+            ColdDtypeArg::Int4 => Some(ColdDtype::Int4),
+        }
+    }
+}
+
 /// How positions beyond the trained context are rotated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RopeScalingArg {
@@ -302,6 +325,10 @@ pub(crate) struct EngineArgs {
     /// ./kv-cache:20GiB. Only one engine at a time may use it
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
     pub(crate) kv_disk: Option<DiskOptions>,
+    /// How keys and values are stored there: as they are (auto), or in fewer bits, which changes
+    /// answers a little
+    #[arg(long, value_enum, default_value_t, value_name = "TYPE")]
+    pub(crate) kv_cold_dtype: ColdDtypeArg,
     /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
     /// llama3, or an object as config.json has it under rope_scaling
     #[arg(long, value_name = "KIND|JSON", value_parser = parse_rope_scaling)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError};
+use nuthatch_backend::{Backend as _, DeviceError, PageCodec};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 use nuthatch_engine::topk::Stats;
@@ -13,7 +13,7 @@ use nuthatch_engine::{
     TopKOptions,
 };
 use nuthatch_model::{LoadError, ModelFiles};
-use nuthatch_types::{HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
+use nuthatch_types::{ColdDtype, HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -188,6 +188,13 @@ impl Execute for AnyExecutor {
         match self {
             AnyExecutor::Cpu(executor) => executor.page_image(),
             AnyExecutor::Cuda(executor) => executor.page_image(),
+        }
+    }
+
+    fn page_codec(&self, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.page_codec(dtype),
+            AnyExecutor::Cuda(executor) => executor.page_codec(dtype),
         }
     }
 

@@ -6,12 +6,13 @@
 mod prompt;
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use nuthatch_backend::{BatchLayout, DeviceError, Draw};
+use nuthatch_backend::{BatchLayout, DeviceError, Draw, PageCodec};
 use nuthatch_types::{
-    FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan,
-    StepResult, TokenId,
+    ColdDtype, FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot,
+    StepPlan, StepResult, TokenId,
 };
 
 use crate::batch::Batch;
@@ -40,6 +41,12 @@ pub trait Execute {
 
     /// How a page's bytes lie when they leave the device; `None` where they cannot.
     fn page_image(&self) -> Option<PageImage> {
+        None
+    }
+
+    /// What turns pages into fewer bits and back; `None` where nothing does.
+    fn page_codec(&self, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+        let _ = dtype;
         None
     }
 
@@ -72,6 +79,11 @@ pub trait Forward {
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError>;
     /// How a page's bytes lie when they leave the device; `None` where they cannot.
     fn page_image(&self) -> Option<PageImage> {
+        None
+    }
+    /// What turns pages into fewer bits and back; `None` where nothing does.
+    fn page_codec(&self, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+        let _ = dtype;
         None
     }
     /// Copies a page's bytes from a slot, and waits for the end.
@@ -467,6 +479,10 @@ impl<F: Forward> Execute for Executor<F> {
 
     fn page_image(&self) -> Option<PageImage> {
         self.forward.page_image()
+    }
+
+    fn page_codec(&self, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+        self.forward.page_codec(dtype)
     }
 
     fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

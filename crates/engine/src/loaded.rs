@@ -4,14 +4,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use nuthatch_attention::topk::{Calibration, Policy, Profile, Stats, TopK};
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, PageCodec};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
+use nuthatch_types::{ColdDtype, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
 use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
 
@@ -193,6 +193,10 @@ impl<B: Backend> Forward for LoadedModel<B> {
 
     fn page_image(&self) -> Option<PageImage> {
         self.store.page_image(&self.backend)
+    }
+
+    fn page_codec(&self, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+        self.store.page_codec(&self.backend, dtype)
     }
 
     fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

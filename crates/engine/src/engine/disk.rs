@@ -7,7 +7,7 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::Salt;
 use nuthatch_store::disk::{DiskDir, DiskError, DiskTier, Files, RecordShape, SystemFiles};
-use nuthatch_types::TokenId;
+use nuthatch_types::{ColdDtype, TokenId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Engine;
@@ -22,6 +22,8 @@ pub struct DiskOptions {
     pub dir: PathBuf,
     /// Most bytes of it.
     pub bytes_max: u64,
+    /// Keeps pages in fewer bits: an approximation. `None` keeps them as they are.
+    pub cold_dtype: Option<ColdDtype>,
 }
 
 /// How long the end of an engine waits for saves.
@@ -41,16 +43,29 @@ impl<E: Execute> Engine<E> {
         files: Arc<dyn Files>,
     ) -> Result<(), DiskError> {
         let image = self.executor.page_image().ok_or(DiskError::NoImages)?;
+        let codec = match options.cold_dtype {
+            None => None,
+            Some(dtype) => {
+                let codec = self.executor.page_codec(dtype).ok_or(DiskError::NoCodec(dtype))?;
+                Some((dtype, codec))
+            }
+        };
         let dir = DiskDir::open(&options.dir)?;
         self.scheduler.mix_key(dir.secret());
         let cache = self.scheduler.cache();
         let (page_len, n_pages) = (cache.config().page_len, cache.config().slots().total());
         // The key names the model and its policy, the layout all else that decides a page's bytes.
-        let name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
+        let mut name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
+        let mut page_bytes = image.bytes;
+        if let Some((dtype, codec)) = &codec {
+            name += &format!(", {dtype} 1");
+            page_bytes = codec.coded_bytes();
+        }
         let namespace = xxh3_128(name.as_bytes());
-        let shape = RecordShape { namespace, page_len, page_bytes: image.bytes };
+        let shape = RecordShape { namespace, page_len, page_bytes };
         let clock = SharedClock::clone(&self.clock);
-        let disk = DiskTier::open(dir, options.bytes_max, shape, files, clock)?;
+        let codec = codec.map(|(_, codec)| codec);
+        let disk = DiskTier::open(dir, options.bytes_max, shape, codec, files, clock)?;
         self.scheduler.expect_loads();
         self.tier = Some(Tier::new(disk, page_len, n_pages));
         Ok(())

@@ -21,7 +21,7 @@ use crate::golden::{Pool, folder, golden, load_topk, request};
 const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
 
 fn disk(dir: &Path) -> DiskOptions {
-    DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20 }
+    DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20, cold_dtype: None }
 }
 
 fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle {
@@ -157,7 +157,8 @@ fn whatever_the_disk_does_answers_are_right() {
         let files = FaultyFiles::new(Arc::new(SystemFiles), rates, seed);
         for round in 0..4 {
             let (mut engine, clock) = engine_with(capacity, Script::default(), Options::default());
-            let disk = DiskOptions { dir: dir.path().join("kv"), bytes_max: 6_000 };
+            let disk =
+                DiskOptions { dir: dir.path().join("kv"), bytes_max: 6_000, cold_dtype: None };
             if engine.keep_on_files(&disk, Arc::new(files.clone())).is_err() {
                 continue;
             }

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use nuthatch_backend::PageCodec;
 use nuthatch_types::{Clock, PageKey, TokenId};
 
 use super::files::{read_fully, write_fully};
@@ -28,17 +29,36 @@ const N_HINTS: usize = 64;
 pub struct PageBuf {
     pub(super) bytes: Vec<u8>,
     pub(super) header_bytes: usize,
+    /// The page itself, if the record holds it in fewer bits.
+    pub(super) page: Option<Vec<u8>>,
 }
 
 impl PageBuf {
     /// The page.
     pub fn page(&self) -> &[u8] {
-        &self.bytes[self.header_bytes..]
+        self.page.as_deref().unwrap_or(&self.bytes[self.header_bytes..])
     }
 
     /// The page, to be written.
     pub fn page_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.header_bytes..]
+        match &mut self.page {
+            Some(page) => page,
+            None => &mut self.bytes[self.header_bytes..],
+        }
+    }
+
+    /// Codes the page for its record.
+    fn encode(&mut self, codec: Option<&dyn PageCodec>) {
+        if let (Some(codec), Some(page)) = (codec, &self.page) {
+            codec.encode(page, &mut self.bytes[self.header_bytes..]);
+        }
+    }
+
+    /// Makes the page of its record.
+    fn decode(&mut self, codec: Option<&dyn PageCodec>) {
+        if let (Some(codec), Some(page)) = (codec, &mut self.page) {
+            codec.decode(&self.bytes[self.header_bytes..], page);
+        }
     }
 }
 
@@ -131,6 +151,7 @@ pub(super) struct Threads {
 /// What every thread has.
 struct Worker {
     shape: RecordShape,
+    codec: Option<Arc<dyn PageCodec>>,
     files: Arc<dyn Files>,
     clock: Arc<dyn Clock + Send + Sync>,
     done: Sender<Done>,
@@ -140,6 +161,7 @@ struct Worker {
 impl Threads {
     pub(super) fn start(
         shape: RecordShape,
+        codec: Option<&Arc<dyn PageCodec>>,
         files: &Arc<dyn Files>,
         clock: &Arc<dyn Clock + Send + Sync>,
     ) -> io::Result<Self> {
@@ -158,6 +180,7 @@ impl Threads {
         };
         let worker = || Worker {
             shape,
+            codec: codec.cloned(),
             files: Arc::clone(files),
             clock: Arc::clone(clock),
             done: done.clone(),
@@ -234,6 +257,7 @@ impl Worker {
             }
             let done = match job {
                 WriteJob::Write { place, name, target, mut buf } => {
+                    buf.encode(self.codec.as_deref());
                     self.shape.seal(&name.borrow(), &mut buf.bytes);
                     let result = self.file(place.segment, target, &mut newest).and_then(|file| {
                         let start = self.shape.record_start(place.record);
@@ -296,6 +320,9 @@ impl Worker {
                 Err(_) => Err(Miss::Io),
             };
             let result = result.map(|_| ());
+            if result.is_ok() {
+                buf.decode(self.codec.as_deref());
+            }
             let nanos = self.clock.now().saturating_sub(begin).as_nanos();
             let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
             let _ = self.done.send(Done::Read { tag, place, key: name.key, result, nanos, buf });

@@ -30,6 +30,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use nuthatch_backend::PageCodec;
 use nuthatch_types::{Clock, FastSet, PageKey};
 
 #[cfg(any(test, feature = "testing"))]
@@ -95,13 +96,16 @@ struct Buffers {
     free: Vec<PageBuf>,
     n_unmade: usize,
     shape: RecordShape,
+    /// Bytes of a page, if records hold it in fewer bits.
+    page_bytes: Option<usize>,
 }
 
 impl Buffers {
-    fn new(shape: RecordShape) -> Self {
+    fn new(shape: RecordShape, page_bytes: Option<usize>) -> Self {
         let (least, most) = N_BUFFERS;
-        let n = (BUFFER_BYTES / 2 / shape.record_bytes()).clamp(least, most);
-        Buffers { free: Vec::new(), n_unmade: n, shape }
+        let bytes = shape.record_bytes() + page_bytes.unwrap_or(0);
+        let n = (BUFFER_BYTES / 2 / bytes).clamp(least, most);
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes }
     }
 
     fn is_empty(&self) -> bool {
@@ -114,23 +118,27 @@ impl Buffers {
         }
         self.n_unmade = self.n_unmade.checked_sub(1)?;
         let bytes = vec![0; self.shape.record_bytes()];
-        Some(PageBuf { bytes, header_bytes: self.shape.header_bytes() })
+        let page = self.page_bytes.map(|n| vec![0; n]);
+        Some(PageBuf { bytes, header_bytes: self.shape.header_bytes(), page })
     }
 }
 
 impl DiskTier {
     /// Opens a directory for pages of this shape and finds what is stored. Never more than
-    /// `bytes_max` bytes of segments are kept.
+    /// `bytes_max` bytes of segments are kept. With a codec, records hold coded pages, and the shape
+    /// is theirs.
     pub fn open(
         dir: DiskDir,
         bytes_max: u64,
         shape: RecordShape,
+        codec: Option<Arc<dyn PageCodec>>,
         files: Arc<dyn Files>,
         clock: Arc<dyn Clock + Send + Sync>,
     ) -> Result<Self, DiskError> {
+        let page_bytes = codec.as_ref().map(|codec| codec.page_bytes());
         let mut counters = DiskCounters::default();
         let segments = recover::segments(&dir.path, bytes_max, shape, &*files, &mut counters)?;
-        let threads = Threads::start(shape, &files, &clock)
+        let threads = Threads::start(shape, codec.as_ref(), &files, &clock)
             .map_err(|source| DiskError::Io { path: dir.path.clone(), source })?;
         Ok(DiskTier {
             dir: dir.path,
@@ -138,8 +146,8 @@ impl DiskTier {
             segments,
             threads,
             writing: FastSet::default(),
-            free_writes: Buffers::new(shape),
-            free_reads: Buffers::new(shape),
+            free_writes: Buffers::new(shape, page_bytes),
+            free_reads: Buffers::new(shape, page_bytes),
             n_failures: 0,
             n_refusals: 0,
             counters,

@@ -50,7 +50,7 @@ fn open_shape(
     bytes_max: u64,
 ) -> Result<DiskTier, DiskError> {
     let clock = Arc::new(SystemClock::start());
-    DiskTier::open(DiskDir::open(dir)?, bytes_max, shape, files, clock)
+    DiskTier::open(DiskDir::open(dir)?, bytes_max, shape, None, files, clock)
 }
 
 fn save(tier: &mut DiskTier, page: Page) -> bool {
@@ -253,8 +253,9 @@ fn faulty_rounds(seed: u64, rates: FaultRates) -> (DiskCounters, u64) {
     let mut known: BTreeMap<u32, Vec<u8>> = BTreeMap::new();
     for _ in 0..6 {
         let clock = Arc::new(SystemClock::start());
-        let opened = DiskDir::open(dir.path())
-            .and_then(|dir| DiskTier::open(dir, BYTES_MAX, SHAPE, Arc::new(files.clone()), clock));
+        let opened = DiskDir::open(dir.path()).and_then(|dir| {
+            DiskTier::open(dir, BYTES_MAX, SHAPE, None, Arc::new(files.clone()), clock)
+        });
         // A directory that cannot be listed now is tried again by whoever starts the engine.
         let Ok(mut tier) = opened else { continue };
         for i in 0..60 {
