@@ -23,40 +23,27 @@ import argparse
 import datetime
 import json
 import os
-import re
+import pathlib
 import resource
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve  # noqa: E402
 
 EXTRAS = ["fastapi", "uvicorn", "pydantic-settings", "sse-starlette", "starlette-context", "pyyaml"]
 MODEL = os.path.expanduser("~/.cache/nuthatch/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-class Nuthatch:
+class Nuthatch(Serve):
     name = "nuthatch"
 
     def __init__(self, args, words=()):
-        command = [args.binary, "serve", args.model, "--port", "0", "-t", str(args.threads),
-                   "-c", "2K", *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            found = re.search(r"served at (http://[^,\s]+)", line)
-            if found:
-                self.url = found.group(1)
-                # What it says later must not fill the pipe.
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
-                return
-        sys.exit(f"the server did not start: {' '.join(command)}")
-
-    def end(self):
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=120)
+        super().__init__(args.binary, args.model, "-t", args.threads, "-c", "2K", *words)
 
 
 class LlamaServer:
@@ -103,12 +90,15 @@ def bench(args, server, words, watch=False):
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     figures["generator_cpu_seconds"] = round(used, 3)
     del figures["base_url"]
+    figures["model_id"] = os.path.basename(figures["model_id"])
     return figures
 
 
 def load(args):
     seconds = min(30, args.seconds) if args.short else args.seconds
-    server = Nuthatch(args, ["--max-num-seqs", "64"])
+    # A pool that the load fills within a minute: memory that is touched for the first time looks like
+    # growth.
+    server = Nuthatch(args, ["--max-num-seqs", "64", "--kv-cache-memory-bytes", "400MiB"])
     try:
         words = ["--duration", str(seconds), "--max-concurrency", "64", "--random-input-len", "64",
                  "--random-output-len", "64"]

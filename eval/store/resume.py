@@ -8,82 +8,50 @@ written for each byte that is saved. Needs nothing but Python; the machine shoul
 """
 
 import argparse
-import http.client
 import json
+import pathlib
 import platform
 import random
 import re
 import shutil
 import statistics
-import subprocess
+import sys
 import tempfile
 import threading
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve  # noqa: E402
+
 VOCAB = 40_000
 PAGE_LEN = 16
+MODEL = "smollm2"
 
 
-class Server:
-    """`nuthatch serve` with these words, for as long as the block lasts."""
-
+class Server(Serve):
     def __init__(self, binary, *words):
-        command = [binary, "serve", "--port", "0", "--device", "cpu", *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            found = re.search(r"served at https?://([^:]+):(\d+)", line)
-            if found:
-                self.place = (found.group(1), int(found.group(2)))
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
-                return
-        raise RuntimeError("the server did not start")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
+        super().__init__(binary, "--device", "cpu", "--served-model-name", MODEL, *words)
 
     def first_token(self, prompt):
         """Seconds to the first token, and how many tokens of the prompt were cached."""
         body = {
-            "model": "any",
+            "model": MODEL,
             "prompt": prompt,
             "max_tokens": 2,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = http.client.HTTPConnection(*self.place, timeout=600)
         begin = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
         first, cached = None, 0
-        for line in answer:
+        for line in self.post("/v1/completions", body):
             if not line.startswith(b"data: {"):
                 continue
             first = first or time.monotonic() - begin
             usage = json.loads(line[6:]).get("usage")
             if usage:
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
-        connection.close()
         return first, cached
-
-    def metrics(self):
-        connection = http.client.HTTPConnection(*self.place, timeout=60)
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-        connection.close()
-        found = {}
-        for line in page.splitlines():
-            name, _, value = line.rpartition(" ")
-            if not name.startswith("nuthatch:"):
-                continue
-            label = re.search(r'(?:end|reason)="([^"]*)"', name)
-            found[name.partition("{")[0] + (f":{label.group(1)}" if label else "")] = float(value)
-        return found
 
     def settle(self):
         """Waits until nothing more is saved."""
@@ -102,7 +70,7 @@ class Server:
 
 
 def prompt_of(seed, n_tokens):
-    draw = random.Random(seed)
+    draw = random.Random(repr(seed))
     return [draw.randrange(100, VOCAB) for _ in range(n_tokens)]
 
 
@@ -173,18 +141,13 @@ def saving(binary, folder, rounds, n_prompts=12, n_tokens=512, n_answer=48):
     def load(server, i):
         def one(k):
             body = {
-                "model": "any",
+                "model": MODEL,
                 "prompt": prompt_of(("s", i, k), n_tokens),
                 "max_tokens": n_answer,
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            connection = http.client.HTTPConnection(*server.place, timeout=600)
-            connection.request("POST", "/v1/completions", json.dumps(body))
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            answer.read()
-            connection.close()
+            server.post("/v1/completions", body).read()
 
         begin = time.monotonic()
         threads = [threading.Thread(target=one, args=(k,)) for k in range(n_prompts)]

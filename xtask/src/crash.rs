@@ -51,7 +51,7 @@ fn rounds_of(rounds: u32, seed: u64) -> Result<()> {
         .collect::<Result<_>>()?;
     ensure!(truth.len() > 10, "the child knows {} requests", truth.len());
     let mut random = seed;
-    let (mut n_answers, mut n_cached, mut n_recovered) = (0, 0, 0);
+    let (mut n_answers, mut n_cached, mut n_recovered) = (0_u64, 0_u64, 0_u64);
     for round in 0..rounds {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
         let mut life = Life::begin(&child, &model, &dir, random >> 1)?;
@@ -74,7 +74,8 @@ fn rounds_of(rounds: u32, seed: u64) -> Result<()> {
         "{rounds} kills: {n_answers} answers, all of them right, {n_cached} of their tokens cached; \
          {n_recovered} pages were there after a kill"
     );
-    ensure!(n_answers > rounds.into() && n_recovered > rounds.into(), "too little was tried");
+    let least = u64::from(rounds);
+    ensure!(n_answers > least && n_recovered > least, "too little was tried");
     std::fs::remove_dir_all(&dir).with_context(|| dir.display().to_string())
 }
 

@@ -54,7 +54,7 @@ pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
 use program::Program;
 pub use timing::KernelTime;
-pub use weight::CudaWeight;
+pub use weight::{CudaWeight, weight_bytes};
 use weight::{Kernels, Part, WeightKernels, check_size};
 
 /// How a GPU is used.

@@ -49,12 +49,12 @@ pub fn encode(dtype: ColdDtype, x: &[f32], coded: &mut [u8]) {
             let (head, codes) = coded.split_at_mut(4);
             head.copy_from_slice(&scale.to_le_bytes());
             let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-            for (code, &x) in codes.iter_mut().zip(x) {
-                let x = finite(x) * inverse;
-                *code = match dtype {
-                    ColdDtype::Int8 => (x.round_ties_even() as i8).to_le_bytes()[0],
-                    ColdDtype::Fp8 | ColdDtype::Int4 => to_e4m3(x),
-                };
+            let numbers = x.iter().map(|&x| finite(x) * inverse);
+            let codes = codes.iter_mut().zip(numbers);
+            if dtype == ColdDtype::Int8 {
+                codes.for_each(|(code, x)| *code = (x.round_ties_even() as i8).cast_unsigned());
+            } else {
+                codes.for_each(|(code, x)| *code = to_e4m3(x));
             }
         }
         ColdDtype::Int4 => {
@@ -81,13 +81,15 @@ pub fn decode(dtype: ColdDtype, coded: &[u8], x: &mut [f32]) {
     match dtype {
         ColdDtype::Int8 | ColdDtype::Fp8 => {
             let (head, codes) = coded.split_first_chunk::<4>().expect("its length was checked");
-            let (scale, table) = (f32::from_le_bytes(*head), e4m3_table());
-            for (x, &code) in x.iter_mut().zip(codes) {
-                let number = match dtype {
-                    ColdDtype::Int8 => f32::from(i8::from_le_bytes([code])),
-                    ColdDtype::Fp8 | ColdDtype::Int4 => table[usize::from(code)],
-                };
-                *x = finite(number * scale);
+            // A scale is at most the largest number by 127, so that products are finite too; bytes
+            // from elsewhere have any scale.
+            let scale = f32::from_le_bytes(*head);
+            let codes = x.iter_mut().zip(codes);
+            if dtype == ColdDtype::Int8 {
+                codes.for_each(|(x, code)| *x = finite(f32::from(code.cast_signed()) * scale));
+            } else {
+                let table = e4m3_table();
+                codes.for_each(|(x, &code)| *x = finite(table[usize::from(code)] * scale));
             }
         }
         ColdDtype::Int4 => {

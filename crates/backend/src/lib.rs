@@ -14,6 +14,7 @@ pub mod conformance;
 mod draw;
 mod error;
 mod layout;
+mod near;
 pub mod quant;
 pub mod topk;
 mod weight;
@@ -21,13 +22,14 @@ mod weight;
 use std::sync::Arc;
 
 use nuthatch_types::{
-    ColdDtype, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
 };
 
 pub use cold::PageCodec;
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
+pub use near::{Bring, Near, NearCounts, NearHead};
 pub use topk::{Ask, Digest, DigestKind, Pick, ScoreBy};
 pub use weight::{HostMatrix, WeightType};
 
@@ -115,8 +117,8 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
     /// What turns pages of this arena into fewer bits and back; `None` where nothing does.
-    fn page_codec(&self, kv: &Self::Kv, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
-        let _ = (kv, dtype);
+    fn page_codec(&self, kv: &Self::Kv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        let _ = (kv, cold);
         None
     }
     /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,
@@ -324,6 +326,42 @@ pub trait Backend: Send + Sync + 'static {
     fn keep_digests(&self, kv: &mut Self::Kv, digests: &[Digest]) -> Result<(), DeviceError> {
         let _ = (kv, digests);
         Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
+    /// Keeps rows of running sequences near from now on, see [`Near`]; nothing was written to `kv` yet.
+    fn keep_near(&self, kv: &mut Self::Kv, near: &Near) -> Result<(), DeviceError> {
+        let _ = (kv, near);
+        Err(DeviceError::Fault(format!("{} keeps all KV in one memory", self.name())))
+    }
+    /// The table now belongs to another sequence, or its entries are others: nothing that was near
+    /// for it is worth anything.
+    fn forget_near(&self, kv: &mut Self::Kv, table_row: u32) {
+        let _ = (kv, table_row);
+    }
+    /// Brings rows near, for [`Pick::rows`].
+    fn bring(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        kv: &Self::Kv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        let _ = (plan, layer, kv, brings);
+        Err(DeviceError::Fault(format!("{} keeps all KV in one memory", self.name())))
+    }
+    /// The same, while other layers compute: only [`Backend::attend_picks`] of this layer waits.
+    fn bring_ahead(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        kv: &Self::Kv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        self.bring(plan, layer, kv, brings)
+    }
+    /// Rows that came from far so far.
+    fn near_counts(&self, kv: &Self::Kv) -> NearCounts {
+        let _ = kv;
+        NearCounts::default()
     }
     /// Copies the keys of one head at places `0..n` of a sequence of the batch, `[n][D]`, to the
     /// host, and waits: for calibration, not for steps.

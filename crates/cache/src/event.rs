@@ -114,7 +114,7 @@ fn cached_page(tree: &Tree, pages: &Pages, page: PageId) -> CachedPage {
         Parent::Page(before) => (Some(content_id(tree.node(before).hash)), None),
     };
     let (id, tier) = (content_id(node.hash), pages.tier(page));
-    CachedPage { id, parent, tokens: node.tokens.clone(), tier, salt }
+    CachedPage { id, parent, tokens: tree.tokens(page).into(), tier, salt }
 }
 
 fn content_id(hash: PageKey) -> ContentId {

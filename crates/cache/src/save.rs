@@ -48,7 +48,7 @@ impl Cache {
             Parent::Root(salt) => self.chain.root(salt),
             Parent::Page(before) => tree.node(before).hash,
         };
-        Some(Findable { key: node.hash, parent, tokens: &node.tokens, slot: self.slot(page) })
+        Some(Findable { key: node.hash, parent, tokens: tree.tokens(page), slot: self.slot(page) })
     }
 
     /// The name of no page under a salt, and those of the full pages of `tokens` after it.

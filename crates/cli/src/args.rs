@@ -18,7 +18,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use nuthatch_engine::DiskOptions;
 use nuthatch_model::{ConfigError, RopeKind};
-use nuthatch_types::ColdDtype;
+use nuthatch_types::{ColdDtype, ColdKv};
 
 use crate::size::{parse_bytes, parse_disk, parse_swap, parse_tokens};
 
@@ -31,7 +31,7 @@ pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
 pub(crate) use serve::{PoolingArg, ServeArgs, ToolParserArg};
 pub(crate) use sessions::{SessionsArgs, SessionsCommand};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
-pub(crate) use sparse::SparseArgs;
+pub(crate) use sparse::{SparseArgs, Switch};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -247,17 +247,6 @@ pub(crate) enum ColdDtypeArg {
     Int4,
 }
 
-impl From<ColdDtypeArg> for Option<ColdDtype> {
-    fn from(arg: ColdDtypeArg) -> Self {
-        match arg {
-            ColdDtypeArg::Auto => None,
-            ColdDtypeArg::Int8 => Some(ColdDtype::Int8),
-            ColdDtypeArg::Fp8 => Some(ColdDtype::Fp8),
-            ColdDtypeArg::Int4 => Some(ColdDtype::Int4),
-        }
-    }
-}
-
 /// How positions beyond the trained context are rotated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RopeScalingArg {
@@ -265,6 +254,24 @@ pub(crate) enum RopeScalingArg {
     Named(RopeKind),
     /// As a JSON object says.
     Json(String),
+}
+
+impl EngineArgs {
+    /// What is stored in fewer bits on a disk.
+    pub(crate) fn cold_kv(&self) -> Option<ColdKv> {
+        self.cold_kv_as(self.kv_cold_dtype)
+    }
+
+    /// The same with another type.
+    pub(crate) fn cold_kv_as(&self, dtype: ColdDtypeArg) -> Option<ColdKv> {
+        let dtype = match dtype {
+            ColdDtypeArg::Auto => return None,
+            ColdDtypeArg::Int8 => ColdDtype::Int8,
+            ColdDtypeArg::Fp8 => ColdDtype::Fp8,
+            ColdDtypeArg::Int4 => ColdDtype::Int4,
+        };
+        Some(ColdKv { dtype, exact_layers: self.kv_cold_skip_layers.clone() })
+    }
 }
 
 fn parse_rope_scaling(text: &str) -> Result<RopeScalingArg, ConfigError> {
@@ -329,6 +336,9 @@ pub(crate) struct EngineArgs {
     /// answers a little
     #[arg(long, value_enum, default_value_t, value_name = "TYPE")]
     pub(crate) kv_cold_dtype: ColdDtypeArg,
+    /// Layers that are stored as they are all the same, such as 0,29
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
+    pub(crate) kv_cold_skip_layers: Vec<u32>,
     /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
     /// llama3, or an object as config.json has it under rope_scaling
     #[arg(long, value_name = "KIND|JSON", value_parser = parse_rope_scaling)]

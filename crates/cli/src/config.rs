@@ -271,10 +271,7 @@ impl EngineConfig {
             kv_bytes: args.kv_cache_memory_bytes,
             memory_share: memory_share(args)?,
             host_bytes: args.swap_space,
-            disk: args
-                .kv_disk
-                .clone()
-                .map(|disk| DiskOptions { cold_dtype: args.kv_cold_dtype.into(), ..disk }),
+            disk: args.kv_disk.clone().map(|disk| DiskOptions { cold: args.cold_kv(), ..disk }),
             max_rows: batch.max_rows,
             max_seqs,
             sparse: args.sparse.clone(),

@@ -4,16 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError, PageCodec};
+use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
-use nuthatch_engine::topk::Stats;
+use nuthatch_engine::topk::{NearPlan, Stats};
 use nuthatch_engine::{
-    Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
+    Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, Pages, SharedClock, Sizes,
     TopKOptions,
 };
-use nuthatch_model::{LoadError, ModelFiles};
-use nuthatch_types::{ColdDtype, HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
+use nuthatch_model::{LoadError, ModelError, ModelFiles};
+use nuthatch_types::{ColdKv, HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -39,6 +39,8 @@ pub(crate) struct DeviceConfig {
     pub(crate) is_exact: bool,
     /// Where compiled kernels are kept.
     pub(crate) kernel_dir: Option<PathBuf>,
+    /// Where KV pages lie, if not in memory.
+    pub(crate) kv_file: Option<PathBuf>,
 }
 
 impl Device {
@@ -71,7 +73,11 @@ impl Device {
 
     fn cpu(config: &DeviceConfig) -> anyhow::Result<Self> {
         let threads = config.threads as usize;
-        Ok(Device::Cpu(Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?)))
+        let cpu = Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?;
+        Ok(Device::Cpu(Arc::new(match &config.kv_file {
+            Some(path) => cpu.with_kv_file(path.clone()),
+            None => cpu,
+        })))
     }
 
     /// The device, for people.
@@ -103,6 +109,14 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(host::available_memory()),
             Device::Cuda(cuda) => Ok(Some(cuda.memory()?.0 as u64)),
+        }
+    }
+
+    /// Bytes that the weights take once they are loaded.
+    pub(crate) fn weight_bytes(&self, files: &ModelFiles) -> Result<u64, ModelError> {
+        match self {
+            Device::Cpu(_) => Ok(files.weight_bytes()),
+            Device::Cuda(_) => files.weight_bytes_as(nuthatch_backend_cuda::weight_bytes),
         }
     }
 
@@ -153,6 +167,14 @@ impl AnyExecutor {
             AnyExecutor::Cuda(executor) => executor.forward().topk_stats(),
         }
     }
+
+    /// What is kept near and what came there, if pages are far.
+    pub(crate) fn near(&self) -> Option<(&NearPlan, NearCounts)> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.forward().near_with_counts(),
+            AnyExecutor::Cuda(executor) => executor.forward().near_with_counts(),
+        }
+    }
 }
 
 impl Execute for AnyExecutor {
@@ -183,7 +205,9 @@ impl Execute for AnyExecutor {
             AnyExecutor::Cuda(executor) => executor.detach(seq),
         }
     }
+}
 
+impl Pages for AnyExecutor {
     fn page_image(&self) -> Option<PageImage> {
         match self {
             AnyExecutor::Cpu(executor) => executor.page_image(),
@@ -191,10 +215,10 @@ impl Execute for AnyExecutor {
         }
     }
 
-    fn page_codec(&self, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
+    fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
         match self {
-            AnyExecutor::Cpu(executor) => executor.page_codec(dtype),
-            AnyExecutor::Cuda(executor) => executor.page_codec(dtype),
+            AnyExecutor::Cpu(executor) => executor.page_codec(cold),
+            AnyExecutor::Cuda(executor) => executor.page_codec(cold),
         }
     }
 

@@ -45,7 +45,7 @@ fn main() -> Result<(), Failure> {
     };
     let bytes_max = args.next().ok_or("the size is missing")?.parse()?;
     let mut random: u64 = args.next().ok_or("the seed is missing")?.parse()?;
-    engine.keep_on_disk(&DiskOptions { dir: dir.into(), bytes_max, cold_dtype: None })?;
+    engine.keep_on_disk(&DiskOptions { dir: dir.into(), bytes_max, cold: None })?;
     let disk = engine.stats().tier.unwrap_or_default().disk;
     println!("open {} {} {}", disk.pages, disk.bytes, disk.segments);
     std::io::stdin().read_line(&mut String::new())?;

@@ -28,6 +28,7 @@ mod loaded;
 mod memory;
 mod options;
 mod output;
+mod pages;
 mod requests;
 pub mod sample;
 mod tier;
@@ -37,7 +38,7 @@ pub use engine::{CacheListener, CachePicture, DiskOptions, Engine, EngineStats, 
 pub use error::{EngineError, SubmitError};
 pub use executor::{Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
-pub use loaded::{LoadedModel, TopKOptions};
+pub use loaded::{LoadedModel, Offload, TopKOptions};
 pub use memory::{Budget, Capacity, MemoryError, SizeRequest, Sizes};
 pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{
@@ -50,4 +51,5 @@ pub use nuthatch_scheduler::{
 pub use nuthatch_store::disk::{DiskCounters, DiskError, DiskStats};
 pub use options::EngineOptions;
 pub use output::{Hints, Output, Sink, Submission, Timings, best_of};
+pub use pages::Pages;
 pub use tier::{TierCounters, TierStats};

@@ -42,6 +42,8 @@ pub enum Budget {
     KvBytes(u64),
     /// This share of what is available, from 0 to 1, for everything together.
     Share(f64),
+    /// This many bytes for KV pages, which are not in memory.
+    OutsideBytes(u64),
 }
 
 /// What the sizes are computed from.
@@ -346,6 +348,10 @@ fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
             }
             Ok(usable - taken)
         }
+        Budget::OutsideBytes(_) if taken > available => {
+            Err(MemoryError::Weights { weights, working, host_bytes, usable: available })
+        }
+        Budget::OutsideBytes(kv_asked) => Ok(kv_asked),
     }
 }
 

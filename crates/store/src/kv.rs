@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use nuthatch_backend::{Backend, DeviceError, PageCodec};
-use nuthatch_types::{ColdDtype, KvShape, KvSlots, PageCopy, PageImage, PageShift, Slot};
+use nuthatch_types::{ColdKv, KvShape, KvSlots, PageCopy, PageImage, PageShift, Slot};
 
 /// The keys and values of all pages of both tiers.
 ///
@@ -46,8 +46,8 @@ impl<B: Backend> KvStore<B> {
     }
 
     /// What turns pages into fewer bits and back; `None` where nothing does.
-    pub fn page_codec(&self, backend: &B, dtype: ColdDtype) -> Option<Arc<dyn PageCodec>> {
-        backend.page_codec(&self.kv, dtype)
+    pub fn page_codec(&self, backend: &B, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        backend.page_codec(&self.kv, cold)
     }
 
     /// Copies a page's bytes from a slot, and waits.

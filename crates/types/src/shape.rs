@@ -60,6 +60,25 @@ impl fmt::Display for ColdDtype {
     }
 }
 
+/// What is stored in fewer bits far away.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ColdKv {
+    /// How keys and values are stored.
+    pub dtype: ColdDtype,
+    /// Layers that are stored as they are.
+    pub exact_layers: Vec<u32>,
+}
+
+impl fmt::Display for ColdKv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.dtype)?;
+        match &self.exact_layers[..] {
+            [] => Ok(()),
+            layers => write!(f, " but for layers {layers:?}"),
+        }
+    }
+}
+
 /// How many pages each tier holds. There is one space of slots: the device's come first, then the
 /// host's.
 ///
@@ -115,12 +134,14 @@ pub struct KvShape {
 }
 
 impl KvShape {
+    /// Bytes of one token's key and value of one head.
+    pub fn row_bytes(&self) -> usize {
+        2 * self.head_dim as usize * self.dtype.bytes()
+    }
+
     /// Bytes of keys and values that one token needs over all layers.
     pub fn token_bytes(&self) -> usize {
-        2 * self.n_layers as usize
-            * self.n_kv_heads as usize
-            * self.head_dim as usize
-            * self.dtype.bytes()
+        self.n_layers as usize * self.n_kv_heads as usize * self.row_bytes()
     }
 
     /// Bytes of one page over all layers.

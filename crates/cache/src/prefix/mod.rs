@@ -82,7 +82,7 @@ impl Prefix {
     pub(crate) fn new(chain: Chain, eviction: Eviction, n_pages: u32, page_len: u32) -> Self {
         Prefix {
             page_len,
-            tree: Tree::new(chain, n_pages),
+            tree: Tree::new(chain, n_pages, page_len),
             orders: [eviction.order(), eviction.order()],
             ghosts: Ghosts::new(n_pages),
             events: None,

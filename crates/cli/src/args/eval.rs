@@ -1,11 +1,12 @@
 //! Flags of `nuthatch eval`.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
 use nuthatch_engine::topk::Policy;
 
-use super::EngineArgs;
+use super::{ColdDtypeArg, EngineArgs};
 use crate::eval::TaskName;
 use crate::size::parse_tokens;
 
@@ -17,7 +18,8 @@ attention.
 Examples:
   nuthatch eval --task niah_single_1,vt --length 2K,4K --samples 24 \\
       --policy full --policy hata:256,k=10% --policy quest --json results.json
-  nuthatch eval --task ppl --text book.txt --length 8K --mass";
+  nuthatch eval --task ppl --text book.txt --length 8K --mass
+  nuthatch eval --task ppl --policy full --cold int8,fp8,int4";
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = EVAL_EXAMPLES.replace("TASKS", &TaskName::list()))]
@@ -35,12 +37,16 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2K")]
     #[arg(value_parser = parse_tokens)]
     pub(crate) length: Vec<u32>,
-    /// Prompts of each task; one number for all lengths, or one for each
+    /// Prompts of each task, or a range of them such as 8..24; one for all lengths, or one for each
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "8")]
-    pub(crate) samples: Vec<u32>,
+    #[arg(value_parser = parse_range)]
+    pub(crate) samples: Vec<Range<u32>>,
     /// How tokens are chosen, as --sparse has it; may be given more than once
     #[arg(long, value_name = "POLICY", default_values = ["full", "hata:256"])]
     pub(crate) policy: Vec<Policy>,
+    /// Also continue exactly after a prompt whose KV pages were stored as --kv-cold-dtype has it
+    #[arg(long, value_name = "TYPE,...", value_delimiter = ',', value_enum)]
+    pub(crate) cold: Vec<ColdDtypeArg>,
     /// Prose that needles are hidden in [default: a short text that comes with the program]
     #[arg(long, value_name = "FILE")]
     pub(crate) text: Option<PathBuf>,
@@ -72,6 +78,14 @@ pub(crate) struct EvalArgs {
     pub(crate) engine: EngineArgs,
 }
 
+fn parse_range(text: &str) -> Result<Range<u32>, String> {
+    let (first, end) = text.split_once("..").unwrap_or(("0", text));
+    match (first.parse::<u32>(), end.parse::<u32>()) {
+        (Ok(first), Ok(end)) if first <= end => Ok(first..end),
+        _ => Err(format!("{text:?} is neither a number nor a range such as 8..24")),
+    }
+}
+
 fn parse_shard(text: &str) -> Result<(u32, u32), String> {
     let parts = text.split_once('/').map(|(i, n)| (i.parse::<u32>(), n.parse::<u32>()));
     match parts {
@@ -83,6 +97,14 @@ fn parse_shard(text: &str) -> Result<(u32, u32), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn samples_are_a_number_or_a_range() {
+        assert_eq!((parse_range("24"), parse_range("8..24")), (Ok(0..24), Ok(8..24)));
+        for bad in ["", "9..8", "..", "1..", "-1", "8-24"] {
+            assert!(parse_range(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn a_shard_is_one_of_many() {

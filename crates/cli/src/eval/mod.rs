@@ -1,4 +1,4 @@
-//! `nuthatch eval`: what policies of top-k attention do to answers.
+//! `nuthatch eval`: what policies of top-k attention, and pages in fewer bits, do to answers.
 //!
 //! `tasks` makes prompts like RULER's, `runner` lets every policy continue each of them, `results`
 //! keeps what was found. A run that was interrupted goes on where it stopped.
@@ -11,15 +11,16 @@ mod words;
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write as _};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use nuthatch_backend::Backend;
-use nuthatch_engine::topk::{Counts, Decision};
+use nuthatch_engine::topk::{Counts, Decision, Policy};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::{Conversation, DecodeOptions, EncodeOptions, Message, Words};
-use nuthatch_types::{KvDtype, TokenId};
+use nuthatch_types::{ColdKv, KvDtype, TokenId};
 
 use crate::args::EvalArgs;
 use crate::chart::Figure;
@@ -45,6 +46,9 @@ const ANSWER_CHARS: usize = 160;
 struct Eval<'a> {
     args: &'a EvalArgs,
     tasks: Vec<TaskName>,
+    /// How prompts are continued, and what their pages went through before.
+    ways: Vec<(Policy, Option<ColdKv>)>,
+    /// Their names.
     policies: Vec<String>,
     prompts: Prompts,
     fetch: &'a Fetch<'a>,
@@ -71,7 +75,12 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     let mut files = ModelFiles::open(&fetch::fetch(&spec, fetch)?)?;
     files.override_rope(&config.rope)?;
     let prompts = Prompts::load(&files, args.text.as_deref())?;
-    let policies = args.policy.iter().map(ToString::to_string).collect();
+    let ways = ways(args)?;
+    let policies = ways.iter().map(|(policy, cold)| match cold {
+        None => policy.to_string(),
+        Some(cold) => format!("{policy}, pages as {cold}"),
+    });
+    let policies = policies.collect();
     let new = Results {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         model: load::model_name(files.path()),
@@ -84,12 +93,13 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
         results.replace(Results::resume(path, new.clone())?.records);
     }
-    let eval = Eval { args, tasks, policies, prompts, fetch };
+    let eval = Eval { args, tasks, ways, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
         is_exact: config.is_exact,
         kernel_dir: fetch.env.kernel_dir(),
+        kv_file: config.sparse.kv_file(),
     })?;
     match device {
         Device::Cpu(cpu) => eval.all(cpu, &files, config, &mut results)?,
@@ -99,6 +109,15 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         write_figure(path, &results.figure(&eval.policies))?;
     }
     Ok(io::stdout().lock().write_all(results.table(&eval.policies).as_bytes())?)
+}
+
+/// The policies, and for each type of stored pages exact attention.
+fn ways(args: &EvalArgs) -> anyhow::Result<Vec<(Policy, Option<ColdKv>)>> {
+    let mut ways: Vec<_> = args.policy.iter().map(|policy| (*policy, None)).collect();
+    for &dtype in &args.cold {
+        ways.push(("full".parse()?, args.engine.cold_kv_as(dtype)));
+    }
+    Ok(ways)
 }
 
 fn write_figure(path: &Path, figure: &Figure) -> anyhow::Result<()> {
@@ -116,10 +135,13 @@ impl Eval<'_> {
         let longest = self.args.length.iter().copied().max().unwrap_or(0);
         let context = files.config().max_context;
         ensure!(longest <= context, "--length is {longest}, but the model's context {context}");
-        let profile = config.sparse.head_profile.as_deref();
-        let options = sparse::options_of(files, &self.args.policy, profile, self.fetch.env)?;
+        let (policies, colds): (Vec<Policy>, Vec<_>) = self.ways.iter().cloned().unzip();
+        let options = sparse::options_of(files, &policies, &config.sparse, self.fetch.env)?;
         let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
-        let mut runner = Runner::new(backend, files, &options, sizes, self.args.mass)?;
+        let mut runner = Runner::new(backend, files, &options, &colds, sizes)?;
+        if self.args.mass {
+            runner.measure_mass();
+        }
         let mut trace = Trace::open(self.args.record_trace.as_deref())?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if trace.file.is_some() || self.args.overlap_plot.is_some() {
@@ -157,14 +179,15 @@ impl Eval<'_> {
     fn cells(&self) -> anyhow::Result<Vec<Cell>> {
         let lengths = &self.args.length;
         let samples = match self.args.samples.as_slice() {
-            [n] => vec![*n; lengths.len()],
+            [one] => vec![one.clone(); lengths.len()],
             list => list.to_vec(),
         };
         let (n_samples, n_lengths) = (samples.len(), lengths.len());
         ensure!(n_samples == n_lengths, "--samples has {n_samples} numbers, --length {n_lengths}");
         let mut cells = Vec::new();
-        for sample in 0..samples.iter().copied().max().unwrap_or(0) {
-            for (&length, _) in lengths.iter().zip(&samples).filter(|(_, n)| sample < **n) {
+        for sample in 0..samples.iter().map(|range| range.end).max().unwrap_or(0) {
+            let is_in = |(_, range): &(_, &Range<u32>)| range.contains(&sample);
+            for (&length, _) in lengths.iter().zip(&samples).filter(is_in) {
                 cells.extend(self.tasks.iter().map(|&task| Cell { sample, length, task }));
             }
         }

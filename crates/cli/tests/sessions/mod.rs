@@ -26,7 +26,8 @@ fn pages_outlive_the_process() {
         assert_eq!(answer["stats"]["cached_tokens"].as_u64().unwrap() > 0, is_cached);
     }
     assert!(dir.join("lock").is_file());
-    for (disk, expect) in [("kv:12", "too few"), ("kv", "PATH:SIZE"), ("/dev/null/kv:1MiB", "kv")] {
+    let small = format!("{}:12", tiny.dir.path().join("small").display());
+    for (disk, expect) in [(&*small, "too few"), ("kv", "PATH:SIZE"), ("/dev/null/kv:1MiB", "kv")] {
         let output = tiny.output("run", &[question, "--kv-disk", disk], "");
         assert!(!output.status.success());
         let error = text(&output.stderr);

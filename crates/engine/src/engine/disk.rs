@@ -7,7 +7,7 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::Salt;
 use nuthatch_store::disk::{DiskDir, DiskError, DiskTier, Files, RecordShape, SystemFiles};
-use nuthatch_types::{ColdDtype, TokenId};
+use nuthatch_types::{ColdKv, TokenId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Engine;
@@ -23,7 +23,7 @@ pub struct DiskOptions {
     /// Most bytes of it.
     pub bytes_max: u64,
     /// Keeps pages in fewer bits: an approximation. `None` keeps them as they are.
-    pub cold_dtype: Option<ColdDtype>,
+    pub cold: Option<ColdKv>,
 }
 
 /// How long the end of an engine waits for saves.
@@ -43,12 +43,12 @@ impl<E: Execute> Engine<E> {
         files: Arc<dyn Files>,
     ) -> Result<(), DiskError> {
         let image = self.executor.page_image().ok_or(DiskError::NoImages)?;
-        let codec = match options.cold_dtype {
-            None => None,
-            Some(dtype) => {
-                let codec = self.executor.page_codec(dtype).ok_or(DiskError::NoCodec(dtype))?;
-                Some((dtype, codec))
+        let codec = match &options.cold {
+            Some(cold) => {
+                let codec = self.executor.page_codec(cold);
+                Some(codec.ok_or_else(|| DiskError::NoCodec(cold.clone()))?)
             }
+            None => None,
         };
         let dir = DiskDir::open(&options.dir)?;
         self.scheduler.mix_key(dir.secret());
@@ -56,15 +56,13 @@ impl<E: Execute> Engine<E> {
         let (page_len, n_pages) = (cache.config().page_len, cache.config().slots().total());
         // The key names the model and its policy, the layout all else that decides a page's bytes.
         let mut name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
-        let mut page_bytes = image.bytes;
-        if let Some((dtype, codec)) = &codec {
-            name += &format!(", {dtype} 1");
-            page_bytes = codec.coded_bytes();
+        if let Some(cold) = &options.cold {
+            name += &format!(", {cold}, 1");
         }
         let namespace = xxh3_128(name.as_bytes());
+        let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let shape = RecordShape { namespace, page_len, page_bytes };
         let clock = SharedClock::clone(&self.clock);
-        let codec = codec.map(|(_, codec)| codec);
         let disk = DiskTier::open(dir, options.bytes_max, shape, codec, files, clock)?;
         self.scheduler.expect_loads();
         self.tier = Some(Tier::new(disk, page_len, n_pages));

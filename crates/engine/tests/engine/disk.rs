@@ -12,7 +12,7 @@ use nuthatch_engine::{
     TierStats, TopKOptions,
 };
 use nuthatch_store::disk::{FaultRates, FaultyFiles, SystemFiles};
-use nuthatch_types::{Limits, Sampling, TokenId};
+use nuthatch_types::{ColdDtype, ColdKv, Limits, Sampling, TokenId};
 use tempfile::TempDir;
 
 use crate::echo::{Answer, CAPACITY, Script, collect_all, engine_with, submission};
@@ -21,7 +21,7 @@ use crate::golden::{Pool, folder, golden, load_topk, request};
 const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
 
 fn disk(dir: &Path) -> DiskOptions {
-    DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20, cold_dtype: None }
+    DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20, cold: None }
 }
 
 fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle {
@@ -29,6 +29,7 @@ fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle
         policies: vec![policy.parse().unwrap()],
         profile: None,
         text: (0..64).map(|i| TokenId(i * 7 % 90)).collect(),
+        offload: None,
     });
     let options = EngineOptions::default();
     let mut engine = load_topk(&folder(name), pool, &options, 10, topk.as_ref());
@@ -94,6 +95,56 @@ fn a_conversation_goes_on_after_a_restart() {
     }
 }
 
+/// In fewer bits a conversation goes on nearly as it would, takes less room, and is not taken for one
+/// of all bits.
+#[test]
+fn a_conversation_in_fewer_bits_goes_on_nearly_as_it_would() {
+    let (prompt, greedy) = golden("llama3");
+    let turns = [&prompt[..], &greedy].concat();
+    let request = request(&turns, Sampling::greedy());
+    let exact_layers: Vec<u32> = (0..2).collect();
+    let mut bytes_before = u64::MAX;
+    for (dtype, exact_layers, bound) in [
+        (ColdDtype::Int8, exact_layers, 0.0),
+        (ColdDtype::Int8, vec![], 0.05),
+        (ColdDtype::Fp8, vec![], 0.4),
+        (ColdDtype::Int4, vec![], 0.8),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let cold = ColdKv { dtype, exact_layers };
+        let options = DiskOptions { cold: Some(cold.clone()), ..disk(dir.path()) };
+        let start = || {
+            let mut engine =
+                load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
+            engine.keep_on_disk(&options).unwrap();
+            engine.spawn().unwrap()
+        };
+        let handle = start();
+        let (before, n_cached) = ask(&handle, &request);
+        assert_eq!(n_cached, 0);
+        handle.shutdown().unwrap();
+        let handle = start();
+        let (after, n_cached) = ask(&handle, &request);
+        assert_eq!(n_cached, 16 * ((turns.len() as u32 - 1) / 16), "{cold}");
+        let logprob = |answer: &Answer| answer.logprobs[0].unwrap();
+        let far = (logprob(&before) - logprob(&after)).abs();
+        assert!(far <= bound, "{cold}: {far}");
+        let bytes = tier(&handle).disk.bytes;
+        assert!(bytes < bytes_before || dtype == ColdDtype::Fp8, "{cold}: {bytes}");
+        bytes_before = bytes;
+        handle.shutdown().unwrap();
+        // What others keep exactly is another's.
+        let handle = spawn("llama3", dir.path(), POOL, None);
+        assert_eq!(ask(&handle, &request).1, 0);
+        handle.shutdown().unwrap();
+    }
+    let mut engine = load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
+    let dir = TempDir::new().unwrap();
+    let cold = ColdKv { dtype: ColdDtype::Int8, exact_layers: vec![99] };
+    let error = engine.keep_on_disk(&DiskOptions { cold: Some(cold), ..disk(dir.path()) });
+    assert!(matches!(error, Err(DiskError::NoCodec(_))));
+}
+
 #[test]
 fn another_salt_another_model_and_another_policy_find_nothing() {
     let dir = TempDir::new().unwrap();
@@ -157,8 +208,7 @@ fn whatever_the_disk_does_answers_are_right() {
         let files = FaultyFiles::new(Arc::new(SystemFiles), rates, seed);
         for round in 0..4 {
             let (mut engine, clock) = engine_with(capacity, Script::default(), Options::default());
-            let disk =
-                DiskOptions { dir: dir.path().join("kv"), bytes_max: 6_000, cold_dtype: None };
+            let disk = DiskOptions { dir: dir.path().join("kv"), bytes_max: 6_000, cold: None };
             if engine.keep_on_files(&disk, Arc::new(files.clone())).is_err() {
                 continue;
             }

@@ -9,6 +9,7 @@ mod draw;
 mod echo;
 mod executor;
 mod golden;
+mod offload;
 mod prompt;
 mod samples;
 mod stream;

@@ -5,7 +5,7 @@ use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nuthatch_types::{ColdDtype, PageKey};
+use nuthatch_types::{ColdKv, PageKey};
 
 use super::files::{create_dir, open, read_fully};
 use super::record::{Defect, RecordShape, SEGMENT_HEADER_BYTES};
@@ -37,9 +37,9 @@ pub enum DiskError {
     /// The device's pages cannot leave it.
     #[error("KV pages cannot leave this device, so there can be no disk tier")]
     NoImages,
-    /// The device's pages cannot be coded in so few bits.
-    #[error("this device does not code KV pages as {0}")]
-    NoCodec(ColdDtype),
+    /// The device's pages cannot be coded in so few bits, or have no such layers.
+    #[error("KV pages of this model on this device cannot be kept as {0}")]
+    NoCodec(ColdKv),
     /// The system refused something.
     #[error("cannot use {} for the disk tier: {source}", path.display())]
     Io {

@@ -10,6 +10,7 @@
 //! one more segment is made ahead of time, so that saving does not wait for it.
 
 use std::collections::BTreeMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use nuthatch_types::{FastMap, PageKey};
@@ -233,9 +234,9 @@ impl Segments {
         segment.n_writing -= 1;
         let Some(file) = file else { return };
         segment.file.get_or_insert(file);
-        if !self.index.contains_key(&key) {
+        if let Entry::Vacant(vacant) = self.index.entry(key) {
             segment.keys[place.record as usize] = Some(key);
-            self.index.insert(key, place);
+            vacant.insert(place);
         }
     }
 
