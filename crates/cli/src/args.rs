@@ -332,6 +332,13 @@ pub(crate) struct EngineArgs {
     /// ./kv-cache:20GiB. Only one engine at a time may use it
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
     pub(crate) kv_disk: Option<DiskOptions>,
+    /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
+    /// redis://HOST:PORT or file:///FOLDER
+    #[arg(long, value_name = "URL")]
+    pub(crate) kv_remote: Option<String>,
+    /// Encrypt stored pages with the key in this file: 32 bytes, or 64 hexadecimal digits
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kv_key_file: Option<PathBuf>,
     /// How keys and values are stored there: as they are (auto), or in fewer bits, which changes
     /// answers a little
     #[arg(long, value_enum, default_value_t, value_name = "TYPE")]

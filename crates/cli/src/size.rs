@@ -85,7 +85,7 @@ pub(crate) fn parse_swap(text: &str) -> Result<u64, SizeError> {
 pub(crate) fn parse_disk(text: &str) -> Result<DiskOptions, SizeError> {
     match text.rsplit_once(':') {
         Some((dir, size)) if !dir.is_empty() => {
-            Ok(DiskOptions { dir: dir.into(), bytes_max: parse_bytes(size)?, cold: None })
+            Ok(DiskOptions { dir: dir.into(), bytes_max: parse_bytes(size)? })
         }
         Some(_) | None => Err(SizeError::NoPath(text.to_owned())),
     }
@@ -185,8 +185,7 @@ mod tests {
 
     #[test]
     fn a_disk_tier_is_a_path_and_a_size() {
-        let disk =
-            |dir: &str, bytes_max| Ok(DiskOptions { dir: dir.into(), bytes_max, cold: None });
+        let disk = |dir: &str, bytes_max| Ok(DiskOptions { dir: dir.into(), bytes_max });
         assert_eq!(parse_disk("./a:b/kv:20GiB"), disk("./a:b/kv", 20 << 30));
         assert_eq!(parse_disk("kv:5M"), disk("kv", 5 << 20));
         for text in ["kv", ":5M", ""] {

@@ -37,7 +37,7 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
     if config.session.is_some()
         && let Some(dir) = fetch.env.page_dir()
     {
-        prepared.keep_if_free(DiskOptions { dir, bytes_max: SESSION_BYTES_MAX, cold: None });
+        prepared.keep_if_free(DiskOptions { dir, bytes_max: SESSION_BYTES_MAX });
     }
     let text = text::load(&prepared.files, config.is_raw)?.words;
     if prompt.is_none() && text.template.is_none() {

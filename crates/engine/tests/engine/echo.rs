@@ -315,6 +315,12 @@ impl HandClock {
     pub(crate) fn advance_ms(&self, ms: u64) {
         self.0.fetch_add(ms, Ordering::SeqCst);
     }
+
+    /// A fault: a clock should not go back.
+    pub(crate) fn go_back_ms(&self, ms: u64) {
+        let back = |now: u64| Some(now.saturating_sub(ms));
+        self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, back).unwrap();
+    }
 }
 
 impl Clock for HandClock {

@@ -40,6 +40,9 @@ pub enum DiskError {
     /// The device's pages cannot be coded in so few bits, or have no such layers.
     #[error("KV pages of this model on this device cannot be kept as {0}")]
     NoCodec(ColdKv),
+    /// The store somewhere else does not answer, or says no.
+    #[error("cannot use the remote tier: {0}")]
+    Remote(String),
     /// The system refused something.
     #[error("cannot use {} for the disk tier: {source}", path.display())]
     Io {
@@ -192,7 +195,7 @@ fn read_segment(
         file.set_len(end).map_err(|_| Unread::Foreign)?;
     }
     let mut keys = Vec::new();
-    let mut header = vec![0; shape.header_bytes()];
+    let mut header = vec![0; shape.head_bytes()];
     for record in 0..n_records {
         let n = read_fully(&*file, &mut header, shape.record_start(record)).unwrap_or(0);
         let key = shape.read_key(&header[..n]).ok();
