@@ -1,51 +1,40 @@
-"""What a conversation costs that comes back: from memory, from the host, from the disk, or computed.
+"""What a conversation costs that comes back: from memory, the host, the disk, a store, or computed.
 
-    python3 eval/store/resume.py target/release/nuthatch [--tokens 6000] [--json FILE]
+    python3 eval/store/resume.py target/release/nuthatch [--tokens 6000] [--redis PROGRAM] [--json FILE]
 
 Measures the time to the first token of a prompt of random tokens, the length from which loading beats
 computing and whether the engine knows it, the throughput that saving costs, and the bytes that are
-written for each byte that is saved. Needs nothing but Python; the machine should be quiet.
+written for each byte that is saved. With a `redis-server`, and a binary that has stores, also what comes
+from there. Needs nothing but Python; the machine should be quiet.
 """
 
 import argparse
-import http.client
 import json
+import pathlib
 import platform
 import random
 import re
 import shutil
+import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve  # noqa: E402
+
 VOCAB = 40_000
 PAGE_LEN = 16
 MODEL = "smollm2"
+LENGTHS = [40, 100, 200, 400, 1000, 3000]
 
 
-class Server:
-    """`nuthatch serve` with these words, for as long as the block lasts."""
-
+class Server(Serve):
     def __init__(self, binary, *words):
-        names = ["--served-model-name", MODEL]
-        command = [binary, "serve", "--port", "0", "--device", "cpu", *names, *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            found = re.search(r"served at https?://([^:]+):(\d+)", line)
-            if found:
-                self.place = (found.group(1), int(found.group(2)))
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
-                return
-        raise RuntimeError("the server did not start")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
+        super().__init__(binary, "--device", "cpu", "--served-model-name", MODEL, *words)
 
     def first_token(self, prompt):
         """Seconds to the first token, and how many tokens of the prompt were cached."""
@@ -57,41 +46,23 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = http.client.HTTPConnection(*self.place, timeout=600)
         begin = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
         first, cached = None, 0
-        for line in answer:
+        for line in self.post("/v1/completions", body):
             if not line.startswith(b"data: {"):
                 continue
             first = first or time.monotonic() - begin
             usage = json.loads(line[6:]).get("usage")
             if usage:
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
-        connection.close()
         return first, cached
-
-    def metrics(self):
-        connection = http.client.HTTPConnection(*self.place, timeout=60)
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-        connection.close()
-        found = {}
-        for line in page.splitlines():
-            name, _, value = line.rpartition(" ")
-            if not name.startswith("nuthatch:"):
-                continue
-            label = re.search(r'(?:end|reason)="([^"]*)"', name)
-            found[name.partition("{")[0] + (f":{label.group(1)}" if label else "")] = float(value)
-        return found
 
     def settle(self):
         """Waits until nothing more is saved."""
         before = -1
         while True:
-            saved = self.metrics().get("nuthatch:disk_saves_total:saved", 0)
+            metrics = self.metrics()
+            saved = sum(metrics.get(f"nuthatch:{tier}_saves_total:saved", 0) for tier in ("disk", "remote"))
             if saved == before:
                 return
             before = saved
@@ -103,6 +74,22 @@ class Server:
             return int(re.search(r"^wchar: (\d+)", file.read(), re.M).group(1))
 
 
+def start_redis(program):
+    """A server on a free port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["--port", str(port), "--save", "", "--bind", "127.0.0.1"]
+    process = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL)
+    for _ in range(100):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return process, port
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError("redis-server did not start")
+
+
 def prompt_of(seed, n_tokens):
     draw = random.Random(repr(seed))
     return [draw.randrange(100, VOCAB) for _ in range(n_tokens)]
@@ -112,23 +99,40 @@ def median(values):
     return round(statistics.median(values), 4)
 
 
-def resumed(binary, folder, n_tokens, rounds):
+def slow_tiers(folder, redis):
+    """The words for each slower tier."""
+    tiers = {
+        "disk": ["--kv-disk", f"{folder}/resume:4GiB"],
+        "disk, int8": ["--kv-disk", f"{folder}/resume8:4GiB", "--kv-cold-dtype", "int8"],
+        "disk, int4": ["--kv-disk", f"{folder}/resume4:4GiB", "--kv-cold-dtype", "int4"],
+        "disk, encrypted": ["--kv-disk", f"{folder}/resumex:4GiB", "--kv-key-file", f"{folder}/key"],
+    }
+    with open(f"{folder}/key", "wb") as file:
+        file.write(bytes(range(32)))
+    if redis:
+        tiers["redis"] = ["--kv-remote", f"redis://127.0.0.1:{redis}"]
+        tiers["shared directory"] = ["--kv-remote", f"file://{pathlib.Path(folder).resolve()}/shared"]
+    return tiers
+
+
+def resumed(binary, folder, n_tokens, rounds, redis):
     """Seconds to the first token of a conversation, by where it comes from."""
-    seconds = {"recompute": [], "memory": [], "host": [], "disk": []}
+    tiers = slow_tiers(folder, redis)
+    seconds = {name: [] for name in ("recompute", "memory", "host", *tiers)}
     cached = {}
-    disk = ["--kv-disk", f"{folder}/resume:4GiB"]
     for i in range(rounds):
         prompt, other = prompt_of(("a", i), n_tokens), prompt_of(("b", i), n_tokens)
-        with Server(binary, *disk) as server:
-            seconds["recompute"].append(server.first_token(prompt)[0])
-            took, cached["memory"] = server.first_token(prompt)
-            seconds["memory"].append(took)
-            server.settle()
-        with Server(binary, *disk) as server:
-            # An engine that has computed something knows what computing costs.
-            server.first_token(prompt_of(("c", i), 600))
-            took, cached["disk"] = server.first_token(prompt)
-            seconds["disk"].append(took)
+        for name, words in tiers.items():
+            with Server(binary, *words) as server:
+                seconds["recompute"].append(server.first_token(prompt)[0])
+                took, cached["memory"] = server.first_token(prompt)
+                seconds["memory"].append(took)
+                server.settle()
+            with Server(binary, *words) as server:
+                # An engine that has computed something knows what computing costs.
+                server.first_token(prompt_of(("c", i), 600))
+                took, cached[name] = server.first_token(prompt)
+                seconds[name].append(took)
         # Room for one conversation, and the rest on the host.
         bytes_kv = 23_040 * (n_tokens + 600)
         with Server(
@@ -181,12 +185,7 @@ def saving(binary, folder, rounds, n_prompts=12, n_tokens=512, n_answer=48):
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            connection = http.client.HTTPConnection(*server.place, timeout=600)
-            connection.request("POST", "/v1/completions", json.dumps(body))
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            answer.read()
-            connection.close()
+            server.post("/v1/completions", body).read()
 
         begin = time.monotonic()
         threads = [threading.Thread(target=one, args=(k,)) for k in range(n_prompts)]
@@ -228,28 +227,34 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json")
+    parser.add_argument("--redis", help="a redis-server")
+    parser.add_argument("--parts", nargs="+", default=["saving", "first_token_s", "crossover"])
+    parser.add_argument("--json", help="adds the results to this file")
     args = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="nuthatch-store-", dir=".")
+    redis, port = start_redis(args.redis) if args.redis else (None, None)
+    parts = {
+        "saving": lambda: saving(args.binary, folder, args.rounds + 2),
+        "first_token_s": lambda: resumed(args.binary, folder, args.tokens, args.rounds, port),
+        "crossover": lambda: crossover(args.binary, folder, LENGTHS, args.rounds),
+    }
+    result = {
+        "command": f"python3 eval/store/resume.py NUTHATCH --tokens {args.tokens} --rounds {args.rounds}",
+        "model": "SmolLM2-135M-Instruct, the default; KV in f16, 23,040 bytes a token",
+        "machine": platform.processor() or platform.machine(),
+    }
+    if args.json and pathlib.Path(args.json).exists():
+        result = json.loads(pathlib.Path(args.json).read_text(encoding="utf-8"))
     try:
-        result = {
-            "command": f"python3 eval/store/resume.py NUTHATCH --tokens {args.tokens} --rounds {args.rounds}",
-            "model": "SmolLM2-135M-Instruct, the default; KV in f16, 23,040 bytes a token",
-            "machine": platform.processor() or platform.machine(),
-        }
-        result["saving"] = saving(args.binary, folder, args.rounds + 2)
-        print(json.dumps(result["saving"]), flush=True)
-        result["first_token_s"] = resumed(args.binary, folder, args.tokens, args.rounds)
-        print(json.dumps(result["first_token_s"]), flush=True)
-        result["crossover"] = crossover(args.binary, folder, [40, 100, 200, 400, 1000, 3000], args.rounds)
-        for row in result["crossover"]:
-            print(json.dumps(row), flush=True)
+        for part in args.parts:
+            result[part] = parts[part]()
+            print(part, json.dumps(result[part], indent=1), flush=True)
     finally:
         shutil.rmtree(folder)
+        if redis:
+            redis.kill()
     if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-            file.write("\n")
+        pathlib.Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 mod acts;
 mod append;
 mod attend;
+mod codec;
 mod far;
 mod isa;
 mod kv;
@@ -28,17 +29,20 @@ mod topk;
 mod versions;
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
-    Pick, PlanShape,
+    PageCodec, Pick, PlanShape,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
+use nuthatch_types::{
+    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
 
 use acts::Acts;
 use append::Append;
 use attend::{Attention, MAX_GROUP};
+use codec::CpuCodec;
 pub use isa::Isa;
 pub use kv::CpuKv;
 use kv::PAGE;
@@ -221,6 +225,11 @@ impl Backend for Cpu {
 
     fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
         Some(kv.page_image(self.isa))
+    }
+
+    fn page_codec(&self, kv: &CpuKv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        let codec = CpuCodec::new(kv, cold, kv.page_image(self.isa).bytes)?;
+        Some(Arc::new(codec))
     }
 
     fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

@@ -2,7 +2,7 @@
 //! that `kernels/kv.cuh` draws.
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::{KvDtype, KvShape, KvSlots};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
 use crate::pinned::PinnedMemory;
@@ -45,6 +45,8 @@ pub struct CudaKv {
     pub(crate) arena: Memory,
     /// The pages that wait on the host, in the same order.
     pub(crate) host: Option<PinnedMemory>,
+    /// Room for one page on its way out or in: `[layer][kv head]`.
+    pub(crate) gate: PinnedMemory,
 }
 
 impl CudaKv {
@@ -71,7 +73,27 @@ impl CudaKv {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
-        Ok(CudaKv { shape, page, slots, arena, host })
+        let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
+        Ok(CudaKv { shape, page, slots, arena, host, gate })
+    }
+
+    /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
+    pub(crate) fn page_image(&self, arch: &str, is_exact: bool) -> PageImage {
+        let bytes = self.page.bytes() * self.n_heads();
+        let layout = format!("cuda 1, {arch}, exact {is_exact}, {:?}", self.shape);
+        PageImage { bytes, layout }
+    }
+
+    /// Heads of all layers.
+    pub(crate) fn n_heads(&self) -> usize {
+        self.shape.n_layers as usize * self.shape.n_kv_heads as usize
+    }
+
+    /// Where each head's part of a page of the host starts.
+    pub(crate) fn host_starts(&self, slot: Slot) -> impl Iterator<Item = usize> + use<> {
+        let (n_host, place) = (self.slots.host as usize, (slot.0 - self.slots.device) as usize);
+        let page = self.page.bytes();
+        (0..self.n_heads()).map(move |head| (head * n_host + place) * page)
     }
 
     /// Bytes of all device slots of one head.

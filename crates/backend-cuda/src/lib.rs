@@ -299,6 +299,18 @@ impl Backend for Cuda {
         copy::copy_pages(&self.device, &self.common.copy, kv, copies)
     }
 
+    fn page_image(&self, kv: &CudaKv) -> Option<nuthatch_types::PageImage> {
+        Some(kv.page_image(&self.device.arch(), self.is_exact))
+    }
+
+    fn read_page(&self, kv: &CudaKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        copy::read_page(&self.device, &self.common.copy, kv, slot, target)
+    }
+
+    fn write_page(&self, kv: &mut CudaKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        copy::write_page(&self.device, &self.common.copy, kv, slot, source)
+    }
+
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {
         let kernels = self.attend_kernels(PageShape::of(&shape.kv))?;
         CudaPlan::new(&self.device, shape, kernels)

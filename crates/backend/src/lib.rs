@@ -8,6 +8,7 @@
 //! heads, `G` key/value heads, `D` head width, `S` tokens per page, `F` feed-forward width, `V`
 //! vocabulary.
 
+pub mod cold;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod draw;
@@ -18,8 +19,13 @@ pub mod quant;
 pub mod topk;
 mod weight;
 
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
+use std::sync::Arc;
 
+use nuthatch_types::{
+    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
+
+pub use cold::PageCodec;
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
@@ -108,6 +114,11 @@ pub trait Backend: Send + Sync + 'static {
     /// How a page's bytes lie when they leave the device; `None` where they cannot.
     fn page_image(&self, kv: &Self::Kv) -> Option<PageImage> {
         let _ = kv;
+        None
+    }
+    /// What turns pages of this arena into fewer bits and back; `None` where nothing does.
+    fn page_codec(&self, kv: &Self::Kv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        let _ = (kv, cold);
         None
     }
     /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,

@@ -8,16 +8,16 @@ use nuthatch_attention::topk::{
     Calibration, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
     digest_page_bytes, prefetchable_heads,
 };
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
+use nuthatch_types::{ColdKv, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
-use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
+use crate::{Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes};
 
 /// Attention to the tokens that a query needs, instead of to all.
 #[derive(Clone, Debug)]
@@ -261,6 +261,24 @@ impl<B: Backend> LoadedModel<B> {
     }
 }
 
+impl<B: Backend> Pages for LoadedModel<B> {
+    fn page_image(&self) -> Option<PageImage> {
+        self.store.page_image(&self.backend)
+    }
+
+    fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        self.store.page_codec(&self.backend, cold)
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        self.store.read_page(&self.backend, slot, target)
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        self.store.write_page(&self.backend, slot, source)
+    }
+}
+
 impl<B: Backend> Forward for LoadedModel<B> {
     fn vocab(&self) -> u32 {
         self.model.config().vocab
@@ -282,18 +300,6 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.store.copy(&self.backend, copies)?;
         // Whoever measures what copies take must not measure how fast they are queued.
         self.backend.wait()
-    }
-
-    fn page_image(&self) -> Option<PageImage> {
-        self.store.page_image(&self.backend)
-    }
-
-    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        self.store.read_page(&self.backend, slot, target)
-    }
-
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        self.store.write_page(&self.backend, slot, source)
     }
 
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {

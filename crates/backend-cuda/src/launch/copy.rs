@@ -1,7 +1,7 @@
 //! `copy.cu`: whole pages inside a tier and between tiers.
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::PageCopy;
+use nuthatch_types::{PageCopy, Slot};
 
 use super::{Address, count, params};
 use crate::device::{Device, Kernel};
@@ -33,22 +33,97 @@ pub(crate) fn copy_pages(
     if copies.is_empty() {
         return Ok(());
     }
+    let host = kv.host.as_ref().map_or(0, PinnedMemory::address);
+    copy_between(device, kernel, kv, (host, kv.slots.host), copies)
+}
+
+/// Copies a page's bytes to the host, and waits.
+pub(crate) fn read_page(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    slot: Slot,
+    target: &mut [u8],
+) -> Result<(), DeviceError> {
+    let page = kv.page.bytes();
+    assert_eq!(target.len(), page * kv.n_heads(), "a page's bytes");
+    if slot.0 < kv.slots.device {
+        pass_gate(device, kernel, kv, slot, true)?;
+        kv.gate.read(0, target);
+        return Ok(());
+    }
+    device.wait()?;
+    let host = kv.host.as_ref().expect("a slot of the arena");
+    for (part, start) in target.chunks_exact_mut(page).zip(kv.host_starts(slot)) {
+        host.read(start, part);
+    }
+    Ok(())
+}
+
+/// Writes a page from bytes of the host, and waits.
+pub(crate) fn write_page(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &mut CudaKv,
+    slot: Slot,
+    source: &[u8],
+) -> Result<(), DeviceError> {
+    let page = kv.page.bytes();
+    assert_eq!(source.len(), page * kv.n_heads(), "a page's bytes");
+    if slot.0 < kv.slots.device {
+        // Nothing that uses the gate is queued, because everything that did was waited for.
+        kv.gate.write(0, source);
+        return pass_gate(device, kernel, kv, slot, false);
+    }
+    device.wait()?;
+    let starts = kv.host_starts(slot);
+    let host = kv.host.as_mut().expect("a slot of the arena");
+    for (part, start) in source.chunks_exact(page).zip(starts) {
+        host.write(start, part);
+    }
+    Ok(())
+}
+
+/// Copies a page of the device to the gate, or from it, and waits.
+fn pass_gate(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    slot: Slot,
+    is_out: bool,
+) -> Result<(), DeviceError> {
+    let gate = Slot(kv.slots.device);
+    let (source, target) = if is_out { (slot, gate) } else { (gate, slot) };
+    let copy = PageCopy { source, target };
+    copy_between(device, kernel, kv, (kv.gate.address(), 1), &[copy])?;
+    device.wait()
+}
+
+/// Copies pages in order, where slots behind the device's are those of other memory with so many.
+fn copy_between(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    (host, n_host): (Address, u32),
+    copies: &[PageCopy],
+) -> Result<(), DeviceError> {
     let list: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.source.0, copy.target.0]).collect();
-    assert!(list.as_flattened().iter().all(|&slot| slot < kv.slots.total()), "slots of the arena");
+    let n_slots = kv.slots.device + n_host;
+    assert!(list.as_flattened().iter().all(|&slot| slot < n_slots), "slots of the arena");
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
     let params = CopyParams {
         device: kv.arena.address(),
-        host: kv.host.as_ref().map_or(0, PinnedMemory::address),
+        host,
         copies: on_device.address(),
         n_device: kv.slots.device,
-        n_host: kv.slots.host,
+        n_host,
         page_bytes: count(kv.page.bytes()),
         n_copies: count(list.len()),
     };
     let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
     #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: block `i` touches the asserted slots of head `i` of both tiers. The list is freed
+    // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The list is freed
     // after the kernel has run, because freeing waits.
     unsafe {
         device.launch(kernel, (heads, 1), THREADS, &params)

@@ -1,4 +1,4 @@
-//! `nuthatch eval`: what policies of top-k attention do to answers.
+//! `nuthatch eval`: what policies of top-k attention, and pages in fewer bits, do to answers.
 //!
 //! `tasks` makes prompts like RULER's, `runner` lets every policy continue each of them, `results`
 //! keeps what was found. A run that was interrupted goes on where it stopped.
@@ -17,10 +17,10 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use nuthatch_backend::Backend;
-use nuthatch_engine::topk::{Counts, Decision};
+use nuthatch_engine::topk::{Counts, Decision, Policy};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::{Conversation, DecodeOptions, EncodeOptions, Message, Words};
-use nuthatch_types::{KvDtype, TokenId};
+use nuthatch_types::{ColdKv, KvDtype, TokenId};
 
 use crate::args::EvalArgs;
 use crate::chart::Figure;
@@ -46,6 +46,9 @@ const ANSWER_CHARS: usize = 160;
 struct Eval<'a> {
     args: &'a EvalArgs,
     tasks: Vec<TaskName>,
+    /// How prompts are continued, and what their pages went through before.
+    ways: Vec<(Policy, Option<ColdKv>)>,
+    /// Their names.
     policies: Vec<String>,
     prompts: Prompts,
     fetch: &'a Fetch<'a>,
@@ -72,7 +75,12 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     let mut files = ModelFiles::open(&fetch::fetch(&spec, fetch)?)?;
     files.override_rope(&config.rope)?;
     let prompts = Prompts::load(&files, args.text.as_deref())?;
-    let policies = args.policy.iter().map(ToString::to_string).collect();
+    let ways = ways(args)?;
+    let policies = ways.iter().map(|(policy, cold)| match cold {
+        None => policy.to_string(),
+        Some(cold) => format!("{policy}, pages as {cold}"),
+    });
+    let policies = policies.collect();
     let new = Results {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         model: load::model_name(files.path()),
@@ -85,7 +93,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
         results.replace(Results::resume(path, new.clone())?.records);
     }
-    let eval = Eval { args, tasks, policies, prompts, fetch };
+    let eval = Eval { args, tasks, ways, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
@@ -103,6 +111,15 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     Ok(io::stdout().lock().write_all(results.table(&eval.policies).as_bytes())?)
 }
 
+/// The policies, and for each type of stored pages exact attention.
+fn ways(args: &EvalArgs) -> anyhow::Result<Vec<(Policy, Option<ColdKv>)>> {
+    let mut ways: Vec<_> = args.policy.iter().map(|policy| (*policy, None)).collect();
+    for &dtype in &args.cold {
+        ways.push(("full".parse()?, args.engine.cold_kv_as(dtype)));
+    }
+    Ok(ways)
+}
+
 fn write_figure(path: &Path, figure: &Figure) -> anyhow::Result<()> {
     std::fs::write(path, figure.svg()).with_context(|| format!("cannot write {}", path.display()))
 }
@@ -118,9 +135,13 @@ impl Eval<'_> {
         let longest = self.args.length.iter().copied().max().unwrap_or(0);
         let context = files.config().max_context;
         ensure!(longest <= context, "--length is {longest}, but the model's context {context}");
-        let options = sparse::options_of(files, &self.args.policy, &config.sparse, self.fetch.env)?;
+        let (policies, colds): (Vec<Policy>, Vec<_>) = self.ways.iter().cloned().unzip();
+        let options = sparse::options_of(files, &policies, &config.sparse, self.fetch.env)?;
         let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
-        let mut runner = Runner::new(backend, files, &options, sizes, self.args.mass)?;
+        let mut runner = Runner::new(backend, files, &options, &colds, sizes)?;
+        if self.args.mass {
+            runner.measure_mass();
+        }
         let mut trace = Trace::open(self.args.record_trace.as_deref())?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if trace.file.is_some() || self.args.overlap_plot.is_some() {
