@@ -209,12 +209,38 @@ struct SharedQueries {
     }
 };
 
+// The lane's operands of keys: token g of eight, columns 8 t .. 8 t + 8 of piece k of 32.
+DEVICE uint4 key_operand(const u8* keys, u32 k, u32 half) {
+    const u32 lane = threadIdx.x % 32;
+#if ROWS
+    return *(const uint4*)(keys + piece_at(half * 8 + lane / 4, k * 4 + lane % 4) * 16);
+#else
+    return *(const uint4*)(keys + ((k * 2 + half) * 32 + lane) * 16);
+#endif
+}
+
+// Of values: for each of two tiles of eight columns, column g of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+DEVICE uint4 value_operand(const u8* values, u32 pair) {
+    const u32 lane = threadIdx.x % 32;
+#if ROWS
+    // Four matrices of eight tokens and eight columns, which come turned; a lane names one row.
+    const u32 token = lane / 8 % 2 * 8 + lane % 8, piece = pair * 2 + lane / 16;
+    uint4 b;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
+                 : "r"(shared_address(values + piece_at(token, piece) * 16))
+                 : "memory");
+    return b;
+#else
+    return *(const uint4*)(values + (pair * 32 + lane) * 16);
+#endif
+}
+
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
 // of its pages are STRIDE apart.
 template <int R, int STRIDE, typename Queries>
 DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES][2 * R]) {
     const int SETS = Lines<R>::SETS;
-    const u32 lane = threadIdx.x % 32;
     float sums[KEY_TILES][SETS][4];
     UNROLL
     for (int j = 0; j < KEY_TILES; j++)
@@ -228,7 +254,7 @@ DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES]
         UNROLL
         for (int j = 0; j < KEY_TILES; j++) {
             const u8* keys = stage + j / 2 * STRIDE;
-            b[j] = *(const uint4*)(keys + ((k * 2 + j % 2) * 32 + lane) * 16);
+            b[j] = key_operand(keys, k, j % 2);
         }
         UNROLL
         for (int i = 0; i < 2; i++)
@@ -305,7 +331,6 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
 template <int R, int STRIDE>
 DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
                        float (&o)[TILES][4]) {
-    const u32 lane = threadIdx.x % 32;
     // The maximum moves seldom, and what is not moved is not touched.
     bool is_moved = down[0] != 1.0f;
     UNROLL
@@ -335,7 +360,7 @@ DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], cons
         const u8* values = stage + page * STRIDE;
         UNROLL
         for (int pair = 0; pair < PAIRS; pair++) {
-            const uint4 b = *(const uint4*)(values + (pair * 32 + lane) * 16);
+            const uint4 b = value_operand(values, pair);
             UNROLL
             for (int part = 0; part < PARTS; part++) {
                 mma(o[2 * pair], a[part], b.x, b.y);

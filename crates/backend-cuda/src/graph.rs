@@ -40,6 +40,8 @@ impl Drop for Graph {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PassKey {
     pub(crate) n_rows: usize,
+    /// Rows that the device decides about.
+    pub(crate) n_deciding: usize,
     /// Where the tables are, and how long each is.
     pub(crate) tables: (u64, u32),
     /// Where the arena is, and how many slots it has.
@@ -143,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_shape_is_recorded_when_it_comes_again() {
-        let key = PassKey { n_rows: 3, tables: (1, 2), arena: (3, 4), scratch: 0 };
+        let key = PassKey { n_rows: 3, n_deciding: 0, tables: (1, 2), arena: (3, 4), scratch: 0 };
         let mut recordings = Recordings::default();
         assert_eq!(recordings.step(key), Step::Queue);
         assert_eq!(recordings.step(PassKey { n_rows: 4, ..key }), Step::Queue);

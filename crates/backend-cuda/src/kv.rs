@@ -6,6 +6,7 @@ use nuthatch_types::{KvDtype, KvShape, KvSlots};
 
 use crate::device::{Device, Memory};
 use crate::pinned::PinnedMemory;
+use crate::sparse::Sparse;
 
 /// Tokens of a page.
 pub(crate) const PAGE_LEN: usize = 16;
@@ -37,14 +38,33 @@ impl PageShape {
     }
 }
 
+/// Where the pages of the device tier are.
+pub(crate) enum Arena {
+    Device(Memory),
+    /// In memory of the host, which kernels read and write at the same addresses: for top-k attention,
+    /// whose working sets are on the device.
+    Host(PinnedMemory),
+}
+
+impl Arena {
+    pub(crate) fn address(&self) -> u64 {
+        match self {
+            Arena::Device(memory) => memory.address(),
+            Arena::Host(memory) => memory.address(),
+        }
+    }
+}
+
 /// The keys and values of all layers.
 pub struct CudaKv {
     pub(crate) shape: KvShape,
     pub(crate) page: PageShape,
     pub(crate) slots: KvSlots,
-    pub(crate) arena: Memory,
+    pub(crate) arena: Arena,
     /// The pages that wait on the host, in the same order.
     pub(crate) host: Option<PinnedMemory>,
+    /// What top-k attention keeps; its pages are of rows.
+    pub(crate) sparse: Option<Sparse>,
 }
 
 impl CudaKv {
@@ -52,6 +72,7 @@ impl CudaKv {
         device: &Device,
         shape: KvShape,
         slots: KvSlots,
+        is_on_host: bool,
     ) -> Result<Self, DeviceError> {
         if shape.page_len as usize != PAGE_LEN {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
@@ -66,12 +87,22 @@ impl CudaKv {
         let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
         let bytes =
             |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
-        let arena = device.alloc(bytes(slots.device), "the KV cache")?;
+        let n_bytes = bytes(slots.device);
+        let arena = if is_on_host {
+            Arena::Host(PinnedMemory::new(device, n_bytes, "the KV cache on the host")?)
+        } else {
+            Arena::Device(device.alloc(n_bytes, "the KV cache")?)
+        };
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
-        Ok(CudaKv { shape, page, slots, arena, host })
+        Ok(CudaKv { shape, page, slots, arena, host, sparse: None })
+    }
+
+    /// Heads of all layers.
+    pub(crate) fn n_heads(&self) -> usize {
+        self.shape.n_layers as usize * self.shape.n_kv_heads as usize
     }
 
     /// Bytes of all device slots of one head.

@@ -94,6 +94,8 @@ impl<B: Backend> Model<B> {
             let len = self.max_rows * (self.config.q_width() + 2 * self.config.kv_width());
             self.acts.deciding = Some([self.backend.alloc(len)?, self.backend.alloc(len)?]);
         }
+        let mut topk = topk;
+        topk.decide_on_device(&*self.backend, &self.plan, store)?;
         self.topk = Some(topk);
         Ok(())
     }
@@ -145,7 +147,12 @@ impl<B: Backend> Model<B> {
         layout: &BatchLayout,
     ) -> Result<&mut B::Buf, DeviceError> {
         self.plan_batch(tables, layout)?;
-        if self.backend.begin_pass(&mut self.plan, store.device())? == Pass::Queued {
+        if let Some(topk) = &mut self.topk {
+            topk.begin_on_device(&*self.backend, &mut self.plan, store)?;
+        }
+        // What the host decides layer by layer cannot be queued before.
+        let is_pass = !self.topk.as_ref().is_some_and(TopK::decides_on_host);
+        if is_pass && self.backend.begin_pass(&mut self.plan, store.device())? == Pass::Queued {
             return Ok(&mut self.acts.logits);
         }
         self.embed()?;
@@ -156,8 +163,17 @@ impl<B: Backend> Model<B> {
             self.finish_layer(idx, layout)?;
         }
         self.logits(layout)?;
-        self.backend.end_pass(&mut self.plan)?;
+        if is_pass {
+            self.backend.end_pass(&mut self.plan)?;
+        }
         Ok(&mut self.acts.logits)
+    }
+
+    /// Counts what a device that decides by itself has decided in the step that has ended.
+    pub fn count_decisions(&mut self, store: &KvStore<B>) -> Result<(), DeviceError> {
+        let Some(topk) = &mut self.topk else { return Ok(()) };
+        let layers = &self.weights.layers;
+        topk.count_on_device(&*self.backend, store, |idx| layers[idx].attention.window.is_some())
     }
 
     /// Looks back on the batch that was computed last, of which only `layout.output_rows` are others:

@@ -33,70 +33,74 @@ pub struct TopKShape {
 /// A sequence is known by the row of its table. Places, not slots, are remembered, so that it does
 /// not matter where pages are or who else holds them; a table that is written anew forgets.
 pub struct TopK {
-    shape: TopKShape,
-    policies: Vec<PolicyRules>,
+    pub(super) shape: TopKShape,
+    pub(super) policies: Vec<PolicyRules>,
     digests: Vec<Digest>,
-    rows: Vec<Row>,
+    pub(super) rows: Vec<Row>,
     /// Sequences of the running step that may attend by picks, and their tables.
-    active: Vec<Active>,
-    stats: Stats,
-    measures_mass: bool,
+    pub(super) active: Vec<Active>,
+    pub(super) stats: Stats,
+    pub(super) measures_mass: bool,
     /// Decisions since they were last taken, if they are recorded.
-    trace: Option<Vec<Decision>>,
+    pub(super) trace: Option<Vec<Decision>>,
     clock: Option<Arc<dyn Clock + Send + Sync>>,
-    scratch: Scratch,
+    pub(super) scratch: Scratch,
+    /// Whether the device decides by itself.
+    pub(super) on_device: bool,
 }
 
 /// A policy with all that follows from it.
-struct PolicyRules {
-    policy: Policy,
-    by: ScoreBy,
+pub(super) struct PolicyRules {
+    pub(super) policy: Policy,
+    pub(super) by: ScoreBy,
     /// `[layer][G]`.
-    rules: Vec<HeadRule>,
+    pub(super) rules: Vec<HeadRule>,
 }
 
 /// What is remembered of the sequence in one row of the tables.
 #[derive(Default)]
-struct Row {
+pub(super) struct Row {
     policy: usize,
     /// Its first tokens, which are computed exactly.
     n_prompt: u32,
     /// Entries of its table that were written.
     n_pages: u32,
+    /// Whether the device is to forget what it remembers.
+    pub(super) is_new: bool,
     /// `[layer][G]`; empty before the first step that needs them.
     heads: Vec<Vec<Head>>,
 }
 
 #[derive(Clone, Copy)]
-struct Active {
-    seq: u32,
-    row: u32,
-    policy: usize,
-    kv_len: u32,
+pub(super) struct Active {
+    pub(super) seq: u32,
+    pub(super) row: u32,
+    pub(super) policy: usize,
+    pub(super) kv_len: u32,
     /// Its only row of the batch.
     query_row: usize,
 }
 
 #[derive(Default)]
-struct Scratch {
+pub(super) struct Scratch {
     /// Of the layer itself, and of the layer before.
     queries: [Vec<f32>; 2],
-    asks: [Vec<Ask>; 2],
-    scores: Vec<u32>,
-    works: Vec<Work>,
+    pub(super) asks: [Vec<Ask>; 2],
+    pub(super) scores: Vec<u32>,
+    pub(super) works: Vec<Work>,
 }
 
 /// What one head of one sequence does in one layer.
-struct Work {
-    at: Active,
-    head_idx: usize,
+pub(super) struct Work {
+    pub(super) at: Active,
+    pub(super) head_idx: usize,
     /// Which queries decide: 0 for those of the layer itself, 1 for those of the layer before.
     source: usize,
-    head: Head,
-    lookup: Lookup,
+    pub(super) head: Head,
+    pub(super) lookup: Lookup,
     /// Places of the scores, if a selection is made.
-    scores: Option<(usize, usize)>,
-    n_moved: usize,
+    pub(super) scores: Option<(usize, usize)>,
+    pub(super) n_moved: usize,
 }
 
 /// One layer, as [`TopK::attend`] needs it.
@@ -149,6 +153,7 @@ impl TopK {
             trace: None,
             clock: None,
             scratch: Scratch::default(),
+            on_device: false,
         }
     }
 
@@ -255,6 +260,9 @@ impl TopK {
         store: &KvStore<B>,
         (qkv, out): (&B::Buf, &mut B::Buf),
     ) -> Result<(), DeviceError> {
+        if self.on_device {
+            return self.attend_on_device(b, plan, layer, store, (qkv, out));
+        }
         let (kv, dense) = (store.device(), layer.dense);
         let begin = self.now();
         self.take_heads(layer);
@@ -293,7 +301,7 @@ impl TopK {
     }
 
     /// Takes what is remembered of the layer's heads into the list of works.
-    fn take_heads<B: Backend>(&mut self, layer: &TopKLayer<'_, B>) {
+    pub(super) fn take_heads<B: Backend>(&mut self, layer: &TopKLayer<'_, B>) {
         self.scratch.works.clear();
         for &at in &self.active {
             let policy = &self.policies[at.policy].policy;
@@ -310,14 +318,14 @@ impl TopK {
         }
     }
 
-    fn put_back(&mut self, layer_idx: usize) {
+    pub(super) fn put_back(&mut self, layer_idx: usize) {
         for work in self.scratch.works.drain(..) {
             self.rows[work.at.row as usize].heads[layer_idx].push(work.head);
         }
     }
 
     /// Decides for each head whether its selection serves, and asks for scores where it does not.
-    fn look_up<B: Backend>(
+    pub(super) fn look_up<B: Backend>(
         &mut self,
         b: &B,
         sources: [&B::Buf; 2],
@@ -371,7 +379,7 @@ impl TopK {
     }
 
     /// Makes the selections that were asked for.
-    fn select<B: Backend>(&mut self, b: &B, layer: &TopKLayer<'_, B>) {
+    pub(super) fn select<B: Backend>(&mut self, b: &B, layer: &TopKLayer<'_, B>) {
         let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
         let width = self.query_stride(layer.dense.owns_kv);
         let (policies, Scratch { queries, scores, works, .. }) =
@@ -466,6 +474,7 @@ impl TopK {
 
 impl Row {
     fn forget(&mut self) {
+        self.is_new = true;
         self.heads.iter_mut().flatten().for_each(Head::clear);
     }
 }
@@ -475,7 +484,7 @@ fn picks<'a>(policies: &[PolicyRules], works: &'a [Work]) -> Vec<Pick<'a>> {
 }
 
 /// What a head sees.
-fn pick<'a>(policy: &Policy, work: &'a Work) -> Pick<'a> {
+pub(super) fn pick<'a>(policy: &Policy, work: &'a Work) -> Pick<'a> {
     let tail = work.head.cut();
     Pick {
         seq: work.at.seq,

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use nuthatch_backend::{AttnSpec, Backend, BatchLayout, PlanShape, RopeSpec, RopeStyle};
+use nuthatch_backend::{AttnSpec, Backend, BatchLayout, Digest, PlanShape, RopeSpec, RopeStyle};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, Slot};
 
@@ -27,7 +27,17 @@ impl<'a> Rig<'a> {
     pub(crate) fn new(
         cuda: &'a Cuda,
         (shape, n_heads): (KvShape, u32),
+        sizes: (usize, usize, usize),
+    ) -> Result<Self, Box<dyn Error>> {
+        Self::with_digests(cuda, (shape, n_heads), sizes, None)
+    }
+
+    /// The same with digests beside the pages.
+    pub(crate) fn with_digests(
+        cuda: &'a Cuda,
+        (shape, n_heads): (KvShape, u32),
         (n_seqs, depth, rows): (usize, usize, usize),
+        digests: Option<&[Digest]>,
     ) -> Result<Self, Box<dyn Error>> {
         const FILL: usize = 1024;
         let context = (depth + rows).next_multiple_of(PAGE_LEN);
@@ -55,7 +65,10 @@ impl<'a> Rig<'a> {
             let slots: Vec<Slot> = (0..pages).map(slot).collect();
             cuda.write_table(&mut tables, seq as u32, 0, &slots)?;
         }
-        let kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
+        let mut kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
+        if let Some(digests) = digests {
+            cuda.keep_digests(&mut kv, digests)?;
+        }
         let plan = cuda.alloc_plan(&plan_shape)?;
         let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads, plan_shape };
         let width = (n_heads + 2 * shape.n_kv_heads) as usize * shape.head_dim as usize;

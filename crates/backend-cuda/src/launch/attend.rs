@@ -187,6 +187,8 @@ pub(crate) struct AttendShape {
     /// Floats of the pages' type that stand for an element of a query, and for a weight of a value;
     /// `PARTS` of `attend.cuh`.
     pub(crate) parts: usize,
+    /// Whether a token's key is one run of its page; `ROWS` of `kv.cuh`.
+    pub(crate) by_rows: bool,
 }
 
 impl AttendShape {
@@ -199,16 +201,16 @@ impl AttendShape {
             KvDtype::F16 => 2,
             KvDtype::Bf16 => 3,
         };
-        AttendShape { page, parts }
+        AttendShape { page, parts, by_rows: false }
     }
 
     /// Bytes of the pages of one step.
-    fn step_bytes(self) -> usize {
+    pub(crate) fn step_bytes(self) -> usize {
         STEP / PAGE_LEN * self.page.bytes()
     }
 
     /// Bytes of the queries of a warp of eight or sixteen lines; `Q_BYTES` of `attend.cuh`.
-    fn query_bytes(self, lines: usize) -> usize {
+    pub(crate) fn query_bytes(self, lines: usize) -> usize {
         let sets = if lines == 8 { self.parts.div_ceil(2) } else { self.parts };
         self.page.width() / 16 * sets * 512
     }
@@ -289,7 +291,7 @@ impl Attention<'_> {
         assert!(plan.page == kv.page, "the plan is for this arena");
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
-        match &plan.kernels.attend {
+        match &plan.kernels_of(kv).attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
             Attend::Mma { splits: [small, large], tile, merge } => {
                 let (splits, n_splits) = plan.splits();

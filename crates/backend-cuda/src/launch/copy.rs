@@ -30,6 +30,19 @@ pub(crate) fn copy_pages(
     kv: &mut CudaKv,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
+    let arena = (kv.arena.address(), kv.host.as_ref().map_or(0, PinnedMemory::address));
+    copy_arena(device, kernel, kv, (arena, kv.page.bytes()), copies)
+}
+
+/// Copies pages of anything that lies as the keys and values do: addresses on the device and on the
+/// host, and bytes of one head's page.
+pub(crate) fn copy_arena(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    ((arena, host), page_bytes): ((Address, Address), usize),
+    copies: &[PageCopy],
+) -> Result<(), DeviceError> {
     if copies.is_empty() {
         return Ok(());
     }
@@ -38,15 +51,15 @@ pub(crate) fn copy_pages(
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
     let params = CopyParams {
-        device: kv.arena.address(),
-        host: kv.host.as_ref().map_or(0, PinnedMemory::address),
+        device: arena,
+        host,
         copies: on_device.address(),
         n_device: kv.slots.device,
         n_host: kv.slots.host,
-        page_bytes: count(kv.page.bytes()),
+        page_bytes: count(page_bytes),
         n_copies: count(list.len()),
     };
-    let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
+    let heads = count(kv.n_heads());
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: block `i` touches the asserted slots of head `i` of both tiers. The list is freed
     // after the kernel has run, because freeing waits.

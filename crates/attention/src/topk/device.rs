@@ -1,0 +1,231 @@
+//! A device that decides by itself: it is told the rules once, and asked afterwards what it decided.
+//!
+//! While decisions are recorded, the host decides too, from the same queries and scores, and a device
+//! that decides otherwise is at fault.
+
+use nuthatch_backend::topk::{Found, HeadNumbers, Mix, ReuseRule};
+use nuthatch_backend::{Backend, Decided, Deciding, DeviceError, Rules};
+use nuthatch_store::KvStore;
+
+use super::head::{HeadRule, Lookup};
+use super::policy::{Aggregate, Refresh, Retriever, Reuse};
+use super::run::{Scratch, TopK, TopKLayer, Work, pick};
+
+impl TopK {
+    /// Lets the device decide if it can: by one policy, whose rows it keeps by itself.
+    pub fn decide_on_device<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &B::Plan,
+        store: &mut KvStore<B>,
+    ) -> Result<(), DeviceError> {
+        let Some(rules) = self.rules() else { return Ok(()) };
+        self.on_device = b.decide_by(plan, store.device_mut(), &rules)?;
+        self.rows.iter_mut().for_each(|row| row.is_new = true);
+        Ok(())
+    }
+
+    /// The rules of the only policy, if a device could decide by them.
+    fn rules(&self) -> Option<Rules> {
+        let [of] = &self.policies[..] else { return None };
+        let policy = &of.policy;
+        let reuse = match policy.reuse {
+            Reuse::Never => None,
+            Reuse::Qsac(qsac) => {
+                let mix = match qsac.aggregate {
+                    Aggregate::Harmonic => Mix::Harmonic,
+                    Aggregate::Min => Mix::Least,
+                    Aggregate::Mean => Mix::Mean,
+                };
+                Some(ReuseRule { mix, max_age: qsac.max_age })
+            }
+            Reuse::PageLru { .. } => return None,
+        };
+        let has_choice = !matches!(policy.retriever, Retriever::Full | Retriever::Streaming);
+        if !has_choice || policy.speculates || self.measures_mass {
+            return None;
+        }
+        let numbers = |rule: &HeadRule| HeadNumbers {
+            threshold: rule.threshold,
+            weight: rule.weight,
+            importances: rule.importances.clone(),
+        };
+        Some(Rules {
+            by: of.by,
+            percent: policy.budget.percent,
+            k_min: policy.budget.min,
+            k_max: policy.budget.max,
+            sinks: policy.sinks,
+            recent: policy.recent,
+            working_set: policy.working_set,
+            is_whole: policy.refresh == Refresh::Whole,
+            reuse,
+            heads: of.rules.iter().map(numbers).collect(),
+            n_tables: self.rows.len() as u32,
+        })
+    }
+
+    /// Tells the device about which rows of the step it decides.
+    pub fn begin_on_device<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &mut B::Plan,
+        store: &KvStore<B>,
+    ) -> Result<(), DeviceError> {
+        if !self.on_device || self.active.is_empty() {
+            return Ok(());
+        }
+        let rows = self.active.iter().map(|at| {
+            let is_new = std::mem::take(&mut self.rows[at.row as usize].is_new);
+            Deciding { seq: at.seq, table_row: at.row, is_new }
+        });
+        let rows: Vec<Deciding> = rows.collect();
+        b.begin_deciding(plan, store.device(), &rows)
+    }
+
+    /// Whether the host decides about some sequence of the step, layer by layer.
+    pub fn decides_on_host(&self) -> bool {
+        !self.active.is_empty() && (!self.on_device || self.trace.is_some())
+    }
+
+    /// One layer, about which the device decides.
+    pub(super) fn attend_on_device<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &B::Plan,
+        layer: &TopKLayer<'_, B>,
+        store: &KvStore<B>,
+        (qkv, out): (&B::Buf, &mut B::Buf),
+    ) -> Result<(), DeviceError> {
+        let (kv, dense) = (store.device(), layer.dense);
+        if self.active.is_empty() || !self.is_picking(layer) {
+            return b.attend(plan, dense.layer, &dense.spec(), qkv, kv, out);
+        }
+        b.attend_deciding(plan, (layer.idx, dense.layer), &dense.spec(), qkv, kv, out)?;
+        if self.trace.is_none() {
+            return Ok(());
+        }
+        // What the host decides from the same queries and scores says what the device had to.
+        self.take_heads(layer);
+        self.look_up(b, [qkv, qkv], layer)?;
+        let Scratch { asks: [asks, _], scores, .. } = &mut self.scratch;
+        if !asks.is_empty() {
+            b.score(plan, dense.layer, &dense.spec(), qkv, kv, asks, scores)?;
+        }
+        self.select(b, layer);
+        self.check_device(b, layer, store)?;
+        self.put_back(layer.idx);
+        Ok(())
+    }
+
+    /// Whether rows are picked in a layer: a window is short already, and the first layers may see
+    /// everything.
+    fn is_picking<B: Backend>(&self, layer: &TopKLayer<'_, B>) -> bool {
+        let policy = &self.policies[0].policy;
+        layer.dense.window.is_none() && layer.idx >= policy.dense_layers as usize
+    }
+
+    /// Counts what the device decided in the step that has ended, unless the host did.
+    pub fn count_on_device<B: Backend>(
+        &mut self,
+        b: &B,
+        store: &KvStore<B>,
+        has_window: impl Fn(usize) -> bool,
+    ) -> Result<(), DeviceError> {
+        if !self.on_device || self.trace.is_some() {
+            return Ok(());
+        }
+        let (counts, of) = (&mut self.stats.policies[0], &self.policies[0]);
+        for at in &self.active {
+            let decided = b.decided(store.device(), at.row)?;
+            let n_heads = self.shape.n_kv_heads;
+            for (i, (decided, rule)) in decided.iter().zip(&of.rules).enumerate() {
+                let layer = i / n_heads;
+                if layer < of.policy.dense_layers as usize || has_window(layer) {
+                    continue;
+                }
+                counts.heads += 1;
+                counts.rows_full += u64::from(at.kv_len);
+                let n_seen = decided.n_first + decided.n_members + at.kv_len - decided.tail;
+                counts.rows_attended += u64::from(n_seen);
+                if matches!(of.policy.reuse, Reuse::Qsac(_)) && decided.found != Found::Nothing {
+                    counts.count_lookup(rule.is_frozen(), lookup_of(decided));
+                }
+                if !matches!(decided.found, Found::Nothing | Found::Hit) {
+                    counts.selections += 1;
+                    counts.rows_selected += u64::from(decided.n_chosen);
+                    counts.rows_moved += u64::from(decided.n_moved);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the device has decided what the host has.
+    fn check_device<B: Backend>(
+        &self,
+        b: &B,
+        layer: &TopKLayer<'_, B>,
+        store: &KvStore<B>,
+    ) -> Result<(), DeviceError> {
+        let n_heads = self.shape.n_kv_heads;
+        for works in self.scratch.works.chunks(n_heads) {
+            let row = works[0].at.row;
+            let decided = b.decided(store.device(), row)?;
+            for work in works {
+                let number = layer.idx * n_heads + work.head_idx;
+                let places = b.decided_places(store.device(), (row, number))?;
+                let pick = pick(&self.policies[0].policy, work);
+                let expected = expected(work, &pick);
+                let has_places = work.lookup.is_hit() || places.chosen == work.head.chosen();
+                if expected != decided[number] || !has_places || places.members != pick.places {
+                    let (layer, head) = (layer.idx, work.head_idx);
+                    return Err(DeviceError::Fault(format!(
+                        "layer {layer}, head {head} of table {row} at {} tokens: the device decided \
+                         {:?}, {} rows stay, but it should be {expected:?}, {} rows stay; chosen \
+                         alike: {has_places}",
+                        work.at.kv_len,
+                        decided[number],
+                        places.members.len(),
+                        pick.places.len(),
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the device has to say about a head.
+fn expected(work: &Work, pick: &nuthatch_backend::Pick<'_>) -> Decided {
+    let has_chosen = work.scores.is_some();
+    let (found, similarity) = match work.lookup {
+        Lookup::First => (Found::First, 0.0),
+        Lookup::Hit(similarity) => (Found::Hit, similarity),
+        Lookup::Turned(Some(similarity)) => (Found::Turned, similarity),
+        Lookup::Turned(None) => (Found::TurnedFar, 0.0),
+        Lookup::Aged => (Found::Aged, 0.0),
+        Lookup::Always if has_chosen => (Found::Always, 0.0),
+        Lookup::Always => (Found::Nothing, 0.0),
+    };
+    Decided {
+        found,
+        similarity,
+        n_chosen: if has_chosen { work.head.chosen().len() as u32 } else { 0 },
+        n_moved: if has_chosen { work.n_moved as u32 } else { 0 },
+        n_members: pick.places.len() as u32,
+        n_first: pick.n_first,
+        tail: pick.tail,
+    }
+}
+
+fn lookup_of(decided: &Decided) -> Lookup {
+    match decided.found {
+        Found::First => Lookup::First,
+        Found::Hit => Lookup::Hit(decided.similarity),
+        Found::Turned => Lookup::Turned(Some(decided.similarity)),
+        Found::TurnedFar => Lookup::Turned(None),
+        Found::Aged => Lookup::Aged,
+        Found::Nothing | Found::Always => Lookup::Always,
+    }
+}
