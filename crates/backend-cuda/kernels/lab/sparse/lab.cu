@@ -61,7 +61,7 @@ struct Lab {
         out = dev<float>(H * W); rounded = dev<u16>(H * W); u32 ntask = G * (slots / 4 + 4); partials = dev<float>((size_t)ntask * GROUP * W); sums = dev<float>(ntask * GROUP * 2); tasks = dev<u32>(G + 1);
         raw = dev<float>((size_t)G * GROUP * stride); scores = dev<u32>((size_t)G * stride); ssums = dev<float2>(G * (stride / PIECE) * GROUP);
         marks = dev<uint2>((size_t)G * stride); moves = dev<uint2>((size_t)G * stride); tallies = dev<Tally>(G);
-        ws_pages = (u32)(ceil(std::max(r.percent * stride / 100.0, (double)r.k_min) * r.ws) / 16) + 2; pages = dev<u8>((u64)G * ws_pages * HEAD_PAGE_BYTES);
+        ws_pages = (u32)(ceil(std::max(r.percent * 1.4 * stride / 100.0, (double)r.k_min) * r.ws) / 16) + 2; pages = dev<u8>((u64)G * ws_pages * HEAD_PAGE_BYTES);
         std::vector<HeadState> st(G); memset(st.data(), 0, G * sizeof(HeadState)); for (u32 h = 0; h < G; h++) st[h].first_page = h * ws_pages, st[h].n_pages = ws_pages; states = dev<HeadState>(G); CHECK(cudaMemcpy(states, st.data(), G * sizeof(HeadState), cudaMemcpyHostToDevice));
         std::vector<HeadRule> hr(G, HeadRule{r.threshold, 1.0f}); for (u32 h = 0; h < G; h++) hr[h].weight = 0.6f + 0.1f * h; rules = dev<HeadRule>(G); CHECK(cudaMemcpy(rules, hr.data(), G * sizeof(HeadRule), cudaMemcpyHostToDevice)); for (u32 h = 0; h < G; h++) weights.push_back(hr[h].weight);
         ws_pages = ws_pages; rows = dev<SparseRow>(1); asks = dev<Question>(G);
