@@ -1,7 +1,8 @@
 """Joins the kernels of top-k attention into one file, for `lab.cu` on a GPU and for `emu.h` without one.
 
     python3 join.py && nvcc -std=c++20 -O2 -gencode=arch=compute_90a,code=sm_90a lab.cu -o lab
-    ./lab check        decisions, rows and attention against plain C++
+    ./lab check        decisions, rows and attention against plain C++ (`check 5000 host`: at most so
+                       many tokens, pages on the host)
     ./lab              times of each kernel at 32K and 128K tokens, pages on the device and on the host
     ./lab gather       rows over the link against the copy engine, and beside reads of weights
 

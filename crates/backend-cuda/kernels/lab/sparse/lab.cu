@@ -158,7 +158,8 @@ int main(int argc, char** argv) {
         {"loki:32 3% x3 qsac", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES}}, {"hata:128 10% qsac", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES}},
         {"loki:16 5% x1.5 always", SCORE_CHANNELS, 16, {5.0, 256, 2000, 16, 64, 1.5f, 0.85f, 0}}, {"hata:256 10% whole", SCORE_SIGNS, 256, {10.0, 64, ~0u, 4, 1, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE}}};
     if (argc > 1 && !strcmp(argv[1], "check")) {
-        for (u32 n : {700u, 5000u, 40000u}) for (auto& c : cases) for (int nb : {16, 1}) { Lab l; l.init(n, c.kind, c.width, c.r, false, arena); l.blocks = std::min<u32>(nb, l.stride / PIECE); bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks: hits %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_moved); }
+        u32 most = argc > 2 ? atoi(argv[2]) : ~0u; bool host = argc > 3 && !strcmp(argv[3], "host");
+        for (u32 n : {700u, 5000u, 40000u}) if (n <= most) for (auto& c : cases) for (int nb : {16, 1}) { Lab l; l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); l.blocks = std::min<u32>(nb, l.stride / PIECE); bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks: hits %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_moved); }
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "gather")) { gather_sweep(harena, bytes, true); gather_sweep(arena, bytes, false); return 0; }
