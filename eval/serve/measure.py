@@ -103,12 +103,15 @@ def bench(args, server, words, watch=False):
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     figures["generator_cpu_seconds"] = round(used, 3)
     del figures["base_url"]
+    figures["model_id"] = os.path.basename(figures["model_id"])
     return figures
 
 
 def load(args):
     seconds = min(30, args.seconds) if args.short else args.seconds
-    server = Nuthatch(args, ["--max-num-seqs", "64"])
+    # A pool that the load fills within a minute: memory that is touched for the first time looks like
+    # growth.
+    server = Nuthatch(args, ["--max-num-seqs", "64", "--kv-cache-memory-bytes", "400MiB"])
     try:
         words = ["--duration", str(seconds), "--max-concurrency", "64", "--random-input-len", "64",
                  "--random-output-len", "64"]

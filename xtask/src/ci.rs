@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use crate::args::Args;
-use crate::{fmt, kernels, shell, smoke, test, tidy};
+use crate::{crash, fmt, kernels, shell, smoke, test, tidy};
 
 /// A named check.
 struct Lane {
@@ -23,6 +23,7 @@ const LANES: &[Lane] = &[
     Lane { name: "test", check: || test::tests(&[]) },
     Lane { name: "doc test", check: test::doc_tests },
     Lane { name: "doc", check: doc },
+    Lane { name: "crash", check: crash::check },
     Lane { name: "kernels", check: kernels::check },
     Lane { name: "smoke", check: smoke::check },
 ];

@@ -11,6 +11,7 @@
 mod args;
 mod ci;
 mod clients;
+mod crash;
 mod fmt;
 mod fuzz;
 mod golden;
@@ -29,12 +30,13 @@ use crate::args::Args;
 const USAGE: &str = "\
 cargo xtask CHORE
 
-  ci        every lane a change must pass: fmt, clippy, tidy, test, doc, kernels, smoke
+  ci        every lane a change must pass: fmt, clippy, tidy, test, doc, crash, kernels, smoke
   fmt       formats the workspace; --check only looks
   tidy      house rules that lints cannot express
   test      unit, integration and doc tests; further words go to the test runner
   smoke     the binary on the real default model [--release]
   clients   OpenAI's Python package, a reader of KV events and rude clients [--release]
+  crash     [--rounds 500] [--seed 1]: kills an engine with a disk tier, and checks what is left
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
   kernels   compiles every CUDA kernel, without a GPU
   golden    remakes the golden logits with Hugging Face transformers
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         "test" => test::run(args),
         "smoke" => smoke::run(args),
         "clients" => clients::run(args),
+        "crash" => crash::run(args),
         "peer" => peer::run(args),
         "kernels" => kernels::run(args),
         "golden" => golden::run(args),

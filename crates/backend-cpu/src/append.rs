@@ -3,9 +3,11 @@
 use nuthatch_backend::AttnSpec;
 
 use crate::Cpu;
+use crate::far::PageFile;
 use crate::isa::Isa;
 use crate::kv::{CpuKv, PAGE, TokenPlace, write_token};
 use crate::mem::SharedMut;
+use crate::near::NearRows;
 use crate::plan::{CpuPlan, PageRun};
 use crate::rows::{Prepare, prepare_head};
 use crate::topk::{Encoding, PageTokens};
@@ -19,9 +21,12 @@ pub(crate) struct Append<'a> {
     qkv: SharedMut<'a, f32>,
     pub(crate) width: usize,
     bytes: SharedMut<'a, u8>,
+    file: Option<&'a PageFile>,
+    near: Option<&'a NearRows>,
     /// First byte of each head's pages, and its number among all heads.
     heads: Vec<(usize, usize)>,
     page_bytes: usize,
+    row_bytes: usize,
     by_rows: bool,
     encoding: Encoding<'a>,
 }
@@ -38,7 +43,7 @@ impl<'a> Append<'a> {
         let n_kv = if spec.owns_kv { shape.n_kv_heads as usize } else { 0 };
         let heads = (0..n_kv).map(|head| (kv.head_start(layer, head), kv.head_number(layer, head)));
         let heads: Vec<(usize, usize)> = heads.collect();
-        let (page_bytes, by_rows) = (kv.head_page_bytes(), kv.by_rows);
+        let (page_bytes, row_bytes, by_rows) = (kv.head_page_bytes(), kv.row_bytes(), kv.by_rows);
         Append {
             isa,
             plan,
@@ -46,8 +51,11 @@ impl<'a> Append<'a> {
             qkv: SharedMut::new(qkv),
             width: (spec.n_heads as usize + 2 * n_kv) * d,
             bytes: SharedMut::new(&mut kv.bytes),
+            file: kv.file.as_deref(),
+            near: kv.near.as_deref(),
             heads,
             page_bytes,
+            row_bytes,
             by_rows,
             encoding: Encoding::new(isa, shape.dtype, d, &mut kv.digests),
         }
@@ -57,24 +65,47 @@ impl<'a> Append<'a> {
     pub(crate) fn run(&self, run: &PageRun) {
         let seq = &self.plan.seqs[run.seq];
         let place = seq.place + run.start;
-        let slot = self.plan.slots[seq.first_slot + place / PAGE] as usize;
+        let slot = self.plan.slot(seq, place);
+        let at = |first: usize| first + slot * self.page_bytes;
+        let (start, end) = (place % PAGE, place % PAGE + run.n);
+        let mut staged = Vec::new();
+        let (bytes, pages): (_, Vec<usize>) = match self.file {
+            None => (self.bytes, self.heads.iter().map(|&(first, _)| at(first)).collect()),
+            // A digest may be of the whole page, so all that is there of it is read.
+            Some(file) => {
+                staged.resize(self.heads.len() * self.page_bytes, 0);
+                for (page, &(first, _)) in staged.chunks_exact_mut(self.page_bytes).zip(&self.heads)
+                {
+                    file.read(at(first), &mut page[..start * self.row_bytes]);
+                }
+                let pages = (0..self.heads.len()).map(|i| i * self.page_bytes).collect();
+                (SharedMut::new(&mut staged), pages)
+            }
+        };
         for i in 0..run.n {
-            self.row(seq.first_row + run.start + i, slot, place % PAGE + i);
+            self.row(seq.first_row + run.start + i, (bytes, &pages), start + i);
         }
         if !self.by_rows {
             return;
         }
-        for &(first, head) in &self.heads {
+        for (&page, &(first, head)) in pages.iter().zip(&self.heads) {
             #[expect(unsafe_code, reason = "threads read disjoint pages")]
             // SAFETY: a run's page belongs to this thread, which has just written it.
-            let page = unsafe { self.bytes.part(first + slot * self.page_bytes, self.page_bytes) };
-            let (start, end) = (place % PAGE, place % PAGE + run.n);
+            let page = unsafe { bytes.part(page, self.page_bytes) };
             self.encoding.run(PageTokens { head, slot, start, end }, page);
+            let rows = &page[start * self.row_bytes..end * self.row_bytes];
+            if let Some(file) = self.file {
+                file.write(at(first) + start * self.row_bytes, rows);
+            }
+            if let Some(near) = self.near {
+                let part = near.part(seq.table_row, head);
+                near.keep(part, place..place + run.n, seq.kv_len(), rows);
+            }
         }
     }
 
-    /// Prepares one row of the batch and writes its keys and values.
-    fn row(&self, batch_row: usize, slot: usize, offset: usize) {
+    /// Prepares one row of the batch and writes its keys and values to the heads' pages.
+    fn row(&self, batch_row: usize, (bytes, pages): (SharedMut<'_, u8>, &[usize]), offset: usize) {
         let (plan, spec) = (self.plan, self.spec);
         let (dtype, d) = (plan.shape.kv.dtype, plan.shape.kv.head_dim as usize);
         #[expect(unsafe_code, reason = "threads write disjoint rows")]
@@ -97,10 +128,9 @@ impl<'a> Append<'a> {
         prepare.norm = spec.head_norms.map(|(_, k)| &k[..]);
         let by_rows = self.by_rows;
         let pairs = k.chunks_exact_mut(d).zip(v.chunks_exact(d));
-        for (&(first, _), (k, v)) in self.heads.iter().zip(pairs) {
+        for (&page, (k, v)) in pages.iter().zip(pairs) {
             prepare_head(self.isa, k, &prepare);
-            let page = first + slot * self.page_bytes;
-            write_token(self.bytes, TokenPlace { page, offset, dtype, by_rows }, k, v);
+            write_token(bytes, TokenPlace { page, offset, dtype, by_rows }, k, v);
         }
     }
 }

@@ -6,13 +6,20 @@
 //! head because an output row is a sum of whole values.
 //!
 //! An arena with digests is read token by token and holds rows instead: `[16 tokens][K|V][D]`.
-//! Attention over whole pages converts these to the order above, and gives the same bits.
+//! Attention over whole pages converts these to the order above, and gives the same bits. So does one
+//! whose pages are in a file.
+
+use std::path::Path;
+use std::sync::Arc;
 
 use half::{bf16, f16};
-use nuthatch_backend::{DeviceError, Digest};
-use nuthatch_types::{KvDtype, KvShape, PageCopy};
+use nuthatch_backend::{DeviceError, Digest, Near};
+use nuthatch_types::{KvDtype, KvShape, PageCopy, PageImage, Slot};
 
+use crate::far::PageFile;
+use crate::isa::Isa;
 use crate::mem::{Region, SharedMut};
+use crate::near::{NearRows, Worker};
 use crate::pack::LANES;
 use crate::topk::DigestPages;
 
@@ -23,27 +30,86 @@ pub(crate) const PAGE: usize = LANES;
 pub struct CpuKv {
     pub(crate) shape: KvShape,
     pub(crate) n_slots: usize,
+    /// All pages; empty if they are in a file.
     pub(crate) bytes: Region<u8>,
+    pub(crate) file: Option<Arc<PageFile>>,
+    /// Rows of running sequences, if some are kept near.
+    pub(crate) near: Option<Arc<NearRows>>,
+    /// Brings rows from the file while others compute.
+    pub(crate) worker: Option<Worker>,
     /// Whether pages hold rows.
     pub(crate) by_rows: bool,
     pub(crate) digests: Vec<DigestPages>,
 }
 
 impl CpuKv {
-    pub(crate) fn new(shape: KvShape, n_slots: u32) -> Result<Self, DeviceError> {
+    /// Pages in memory, or in a file of their own.
+    pub(crate) fn new(
+        shape: KvShape,
+        n_slots: u32,
+        path: Option<&Path>,
+    ) -> Result<Self, DeviceError> {
         if shape.page_len as usize != PAGE {
             let fault = format!("pages of {} tokens; this device has 16", shape.page_len);
             return Err(DeviceError::Fault(fault));
         }
         let n_slots = n_slots as usize;
         let bytes = shape.page_bytes().saturating_mul(n_slots);
+        let file = path.map(|path| PageFile::create(path, bytes).map(Arc::new)).transpose()?;
+        let bytes = if file.is_some() { 0 } else { bytes };
         let bytes = Region::zeroed(bytes, "the KV cache")?;
-        Ok(CpuKv { shape, n_slots, bytes, by_rows: false, digests: Vec::new() })
+        let by_rows = file.is_some();
+        let (near, worker, digests) = (None, None, Vec::new());
+        Ok(CpuKv { shape, n_slots, bytes, file, near, worker, by_rows, digests })
+    }
+
+    pub(crate) fn keep_near(&mut self, near: &Near) -> Result<(), DeviceError> {
+        assert_eq!(near.heads.len(), self.n_heads(), "something for each head");
+        let near = Arc::new(NearRows::new(near, self.row_bytes())?);
+        self.worker = self.file.as_ref().map(|file| Worker::start(file, &near)).transpose()?;
+        self.near = Some(near);
+        self.by_rows = true;
+        Ok(())
+    }
+
+    /// What went wrong with the file so far, if anything did.
+    pub(crate) fn check(&self) -> Result<(), DeviceError> {
+        self.file.as_ref().map_or(Ok(()), |file| file.check())
+    }
+
+    /// Copies bytes of pages.
+    pub(crate) fn read(&self, at: usize, out: &mut [u8]) {
+        match &self.file {
+            Some(file) => file.read(at, out),
+            None => out.copy_from_slice(&self.bytes[at..at + out.len()]),
+        }
+    }
+
+    /// One head's part of a page, in `buffer` if it is in a file.
+    pub(crate) fn page<'b>(
+        &'b self,
+        head: usize,
+        slot: usize,
+        buffer: &'b mut Vec<u8>,
+    ) -> &'b [u8] {
+        let (at, len) = (self.page_start(head, slot), self.head_page_bytes());
+        match &self.file {
+            None => &self.bytes[at..at + len],
+            Some(file) => {
+                buffer.resize(len, 0);
+                file.read(at, buffer);
+                buffer
+            }
+        }
+    }
+
+    /// Layers and heads.
+    pub(crate) fn n_heads(&self) -> usize {
+        self.shape.n_layers as usize * self.shape.n_kv_heads as usize
     }
 
     pub(crate) fn keep_digests(&mut self, digests: &[Digest]) -> Result<(), DeviceError> {
-        let heads = self.shape.n_layers as usize * self.shape.n_kv_heads as usize;
-        let d = self.shape.head_dim as usize;
+        let (heads, d) = (self.n_heads(), self.shape.head_dim as usize);
         let pages = digests.iter().map(|digest| DigestPages::new(digest, heads, self.n_slots, d));
         self.digests = pages.collect::<Result<_, _>>()?;
         self.by_rows = true;
@@ -58,36 +124,104 @@ impl CpuKv {
 
     /// Bytes of one token's key and value of one head, where pages hold rows.
     pub(crate) fn row_bytes(&self) -> usize {
-        2 * self.shape.head_dim as usize * self.shape.dtype.bytes()
+        self.shape.row_bytes()
     }
 
     /// Bytes of one head's part of a page.
     pub(crate) fn head_page_bytes(&self) -> usize {
-        2 * PAGE * self.shape.head_dim as usize * self.shape.dtype.bytes()
+        PAGE * self.row_bytes()
     }
 
     /// Where the pages of one head start; slot `s` is `s * head_page_bytes` further.
     pub(crate) fn head_start(&self, layer: usize, head: usize) -> usize {
-        self.head_number(layer, head) * self.n_slots * self.head_page_bytes()
+        self.page_start(self.head_number(layer, head), 0)
+    }
+
+    /// First byte of a page; `head` counts layers and heads together.
+    pub(crate) fn page_start(&self, head: usize, slot: usize) -> usize {
+        assert!(slot < self.n_slots, "slot outside the arena");
+        (head * self.n_slots + slot) * self.head_page_bytes()
+    }
+
+    /// First byte of a row, where pages hold rows.
+    pub(crate) fn row_start(&self, head: usize, slot: usize, offset: usize) -> usize {
+        self.page_start(head, slot) + offset * self.row_bytes()
     }
 
     pub(crate) fn copy_pages(&mut self, copies: &[PageCopy]) {
-        let page = self.head_page_bytes();
-        for layer in 0..self.shape.n_layers as usize {
-            for head in 0..self.shape.n_kv_heads as usize {
-                let start = self.head_start(layer, head);
-                for copy in copies {
-                    let source = start + copy.source.0 as usize * page;
-                    let target = start + copy.target.0 as usize * page;
-                    assert!((copy.source.0.max(copy.target.0) as usize) < self.n_slots);
-                    self.bytes.copy_within(source..source + page, target);
+        let (heads, len) = (self.n_heads(), self.head_page_bytes());
+        let mut buffer = Vec::new();
+        for head in 0..heads {
+            for copy in copies {
+                let source = self.page_start(head, copy.source.0 as usize);
+                let target = self.page_start(head, copy.target.0 as usize);
+                match &self.file {
+                    None => self.bytes.copy_within(source..source + len, target),
+                    Some(file) => {
+                        file.write(target, self.page(head, copy.source.0 as usize, &mut buffer));
+                    }
                 }
             }
         }
-        let heads = self.shape.n_layers as usize * self.shape.n_kv_heads as usize;
         for digest in &mut self.digests {
             digest.copy_pages(heads, copies);
         }
+    }
+
+    /// How a page's bytes leave: `[layer][head]` the page of the head, and then so for each digest.
+    pub(crate) fn page_image(&self, isa: Isa) -> PageImage {
+        let digests = self.digests.iter().map(|digest| digest.encoder.page_bytes);
+        let bytes = self.n_heads() * (self.head_page_bytes() + digests.sum::<usize>());
+        let order = if self.by_rows { "rows" } else { "keys across tokens" };
+        let mut layout = format!("cpu 1, {isa}, {order}, {:?}", self.shape);
+        for digest in &self.digests {
+            layout += &format!(", {}", digest.encoder.mark());
+        }
+        PageImage { bytes, layout }
+    }
+
+    pub(crate) fn read_page(&self, slot: Slot, target: &mut [u8]) {
+        let mut parts = target;
+        for (bytes, starts, page) in self.parts(slot) {
+            for start in starts {
+                let (part, rest) = parts.split_at_mut(page);
+                part.copy_from_slice(&bytes[start..start + page]);
+                parts = rest;
+            }
+        }
+        assert!(parts.is_empty(), "a page's bytes are as many as its image has");
+    }
+
+    pub(crate) fn write_page(&mut self, slot: Slot, source: &[u8]) {
+        assert!((slot.0 as usize) < self.n_slots, "slot outside the arena");
+        let (heads, page, n_slots) = (self.n_heads(), self.head_page_bytes(), self.n_slots);
+        let digests = self.digests.iter_mut();
+        let digests = digests.map(|digest| (&mut digest.bytes, digest.encoder.page_bytes));
+        let mut parts = source;
+        for (bytes, page) in std::iter::once((&mut self.bytes, page)).chain(digests) {
+            for head in 0..heads {
+                let (part, rest) = parts.split_at(page);
+                let start = (head * n_slots + slot.0 as usize) * page;
+                bytes[start..start + page].copy_from_slice(part);
+                parts = rest;
+            }
+        }
+        assert!(parts.is_empty(), "a page's bytes are as many as its image has");
+    }
+
+    /// The arenas in which a page has parts: the bytes, where each head's part starts, and its length.
+    fn parts(
+        &self,
+        slot: Slot,
+    ) -> impl Iterator<Item = (&Region<u8>, impl Iterator<Item = usize>, usize)> {
+        assert!((slot.0 as usize) < self.n_slots, "slot outside the arena");
+        let (heads, n_slots) = (self.n_heads(), self.n_slots);
+        let digests = self.digests.iter();
+        let digests = digests.map(|digest| (&digest.bytes, digest.encoder.page_bytes));
+        let arenas = std::iter::once((&self.bytes, self.head_page_bytes())).chain(digests);
+        arenas.map(move |(bytes, page)| {
+            (bytes, (0..heads).map(move |head| (head * n_slots + slot.0 as usize) * page), page)
+        })
     }
 }
 

@@ -4,6 +4,7 @@
 //! - `acts`: activations as eight-bit integers
 //! - `matmul`: products, one kernel per instruction set, one order of summation
 //! - `kv`, `plan`, `append`, `attend`: the paged cache, a step's batch, writing and reading
+//! - `far`, `near`: pages in a file, and the rows of them that are kept in memory
 //! - `topk`: digests of keys, and finding places by them
 //! - `shift`: pages whose keys move to other positions
 //! - `rows`: norm, rotation, activation
@@ -12,10 +13,12 @@
 mod acts;
 mod append;
 mod attend;
+mod far;
 mod isa;
 mod kv;
 mod matmul;
 mod mem;
+mod near;
 mod pack;
 mod plan;
 mod pool;
@@ -24,12 +27,14 @@ mod shift;
 mod topk;
 mod versions;
 
+use std::path::PathBuf;
 use std::sync::Mutex;
 
 use nuthatch_backend::{
-    Ask, AttnSpec, Backend, BatchLayout, DeviceError, Digest, HostMatrix, Pick, PlanShape,
+    Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
+    Pick, PlanShape,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 use acts::Acts;
 use append::Append;
@@ -64,6 +69,8 @@ pub struct Cpu {
     isa: Isa,
     /// Scratch of the matrix products; one product runs at a time.
     acts: Mutex<Acts>,
+    /// Where KV pages lie, if not in memory.
+    kv_file: Option<PathBuf>,
 }
 
 impl Cpu {
@@ -79,7 +86,14 @@ impl Cpu {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
-        Ok(Cpu { pool: Pool::new(threads), isa, acts: Mutex::new(Acts::empty()) })
+        let acts = Mutex::new(Acts::empty());
+        Ok(Cpu { pool: Pool::new(threads), isa, acts, kv_file: None })
+    }
+
+    /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
+    #[must_use]
+    pub fn with_kv_file(self, path: PathBuf) -> Self {
+        Cpu { kv_file: Some(path), ..self }
     }
 
     /// The instructions in use.
@@ -178,7 +192,7 @@ impl Backend for Cpu {
     /// Both tiers are one arena: here, a slot of the host differs from one of the device only by
     /// whose budget it is.
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CpuKv, DeviceError> {
-        CpuKv::new(shape, slots.total())
+        CpuKv::new(shape, slots.total(), self.kv_file.as_deref())
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<CpuTables, DeviceError> {
@@ -198,6 +212,20 @@ impl Backend for Cpu {
 
     fn copy_pages(&self, kv: &mut CpuKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
         kv.copy_pages(copies);
+        kv.check()
+    }
+
+    fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
+        Some(kv.page_image(self.isa))
+    }
+
+    fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        kv.read_page(slot, target);
+        Ok(())
+    }
+
+    fn write_page(&self, kv: &mut CpuKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        kv.write_page(slot, source);
         Ok(())
     }
 
@@ -210,7 +238,7 @@ impl Backend for Cpu {
         shift::shift_pages(&self.pool, kv, &plan.shape.rope, shifts);
         let slots: Vec<usize> = shifts.iter().map(|shift| shift.target.0 as usize).collect();
         topk::encode_pages(self.isa, &self.pool, kv, &slots);
-        Ok(())
+        kv.check()
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CpuPlan, DeviceError> {
@@ -313,7 +341,7 @@ impl Backend for Cpu {
         let append = Append::new(self.isa, plan, layer.0 as usize, spec, (qkv, kv));
         let width = append.width * PAGE;
         self.each_row(plan.runs.len(), width, &|i| append.run(&plan.runs[i]));
-        Ok(())
+        kv.check()
     }
 
     fn attend(
@@ -326,7 +354,7 @@ impl Backend for Cpu {
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
         self.attention(plan, layer, spec, qkv, kv).run(&self.pool, &[], out);
-        Ok(())
+        kv.check()
     }
 
     fn swiglu(
@@ -351,6 +379,42 @@ impl Backend for Cpu {
         kv.keep_digests(digests)
     }
 
+    fn keep_near(&self, kv: &mut CpuKv, near: &Near) -> Result<(), DeviceError> {
+        kv.keep_near(near)
+    }
+
+    fn forget_near(&self, kv: &mut CpuKv, table_row: u32) {
+        if let Some(near) = &kv.near {
+            near.forget(table_row);
+        }
+    }
+
+    fn bring(
+        &self,
+        plan: &CpuPlan,
+        layer: LayerIdx,
+        kv: &CpuKv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        kv.bring(&self.pool, plan, layer.0 as usize, brings);
+        kv.check()
+    }
+
+    fn bring_ahead(
+        &self,
+        plan: &CpuPlan,
+        layer: LayerIdx,
+        kv: &CpuKv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        kv.bring_ahead(&self.pool, plan, layer.0 as usize, brings);
+        Ok(())
+    }
+
+    fn near_counts(&self, kv: &CpuKv) -> NearCounts {
+        kv.near.as_ref().map(|near| near.counts()).unwrap_or_default()
+    }
+
     fn read_keys(
         &self,
         plan: &CpuPlan,
@@ -360,14 +424,14 @@ impl Backend for Cpu {
     ) -> Result<Vec<f32>, DeviceError> {
         assert!(kv.by_rows, "an arena with digests");
         let (d, seq) = (kv.shape.head_dim as usize, &plan.seqs[seq as usize]);
-        let start = kv.head_start(layer.0 as usize, head as usize);
+        let head = kv.head_number(layer.0 as usize, head as usize);
         let mut keys = vec![0.0; n as usize * d];
+        let mut bytes = vec![0; kv.row_bytes() / 2];
         for (place, key) in keys.chunks_exact_mut(d).enumerate() {
-            let slot = plan.slots[seq.first_slot + place / PAGE] as usize;
-            let at = start + slot * kv.head_page_bytes() + place % PAGE * kv.row_bytes();
-            let bytes = &kv.bytes[at..at + kv.row_bytes() / 2];
-            topk::row_to_floats(self.isa, kv.shape.dtype, bytes, key);
+            kv.read(kv.row_start(head, plan.slot(seq, place), place % PAGE), &mut bytes);
+            topk::row_to_floats(self.isa, kv.shape.dtype, &bytes, key);
         }
+        kv.check()?;
         Ok(keys)
     }
 
@@ -383,7 +447,7 @@ impl Backend for Cpu {
     ) -> Result<(), DeviceError> {
         let attention = self.attention(plan, layer, spec, qkv, kv);
         Scoring { attention }.run(&self.pool, asks, scores);
-        Ok(())
+        kv.check()
     }
 
     fn select(&self, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
@@ -411,7 +475,10 @@ impl Backend for Cpu {
         picks: &[Pick<'_>],
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
+        if let Some(worker) = &kv.worker {
+            worker.finish(kv, layer.0 as usize)?;
+        }
         self.attention(plan, layer, spec, qkv, kv).run(&self.pool, picks, out);
-        Ok(())
+        kv.check()
     }
 }

@@ -122,6 +122,23 @@ impl<'a, T> SharedMut<'a, T> {
         }
     }
 
+    /// Memory that is shared for longer than a borrow says.
+    ///
+    /// # Safety
+    ///
+    /// There are `len` initialised elements at `start` for as long as the value or a part of it is
+    /// used, and they are reached in no other way.
+    pub(crate) unsafe fn from_raw(start: *mut T, len: usize) -> Self {
+        SharedMut { start, len, lifetime: std::marker::PhantomData }
+    }
+
+    /// Where the elements `start..start + len` are. Reading them is sound while no part with them is
+    /// alive.
+    pub(crate) fn address(&self, start: usize, len: usize) -> *const T {
+        assert!(start <= self.len && len <= self.len - start);
+        self.start.wrapping_add(start)
+    }
+
     /// The elements `start..start + len`.
     ///
     /// # Safety

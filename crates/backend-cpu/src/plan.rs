@@ -48,6 +48,8 @@ pub(crate) struct PlanSeq {
     pub(crate) place: usize,
     /// First entry of its table in `CpuPlan::slots`.
     pub(crate) first_slot: usize,
+    /// Its table.
+    pub(crate) table_row: u32,
 }
 
 impl PlanSeq {
@@ -137,8 +139,9 @@ impl CpuPlan {
             let place = kv_len - n_rows;
             let first_slot = self.slots.len();
             let n_pages = kv_len.div_ceil(PAGE);
-            self.slots.extend_from_slice(tables.row(layout.table_row[i], n_pages));
-            self.seqs.push(PlanSeq { first_row, n_rows, place, first_slot });
+            let table_row = layout.table_row[i];
+            self.slots.extend_from_slice(tables.row(table_row, n_pages));
+            self.seqs.push(PlanSeq { first_row, n_rows, place, first_slot, table_row });
             self.plan_runs(i);
             self.plan_tasks(i);
         }

@@ -20,9 +20,21 @@ pub(crate) fn shift_pages(pool: &Pool, kv: &mut CpuKv, rope: &RopeSpec, shifts: 
     let in_arena = |shift: &PageShift| (shift.source.0.max(shift.target.0) as usize) < n_slots;
     assert!(shifts.iter().all(in_arena), "slot outside the arena");
     let turns: Vec<Vec<Turn>> = shifts.iter().map(|shift| turns(rope, shift.by)).collect();
-    let n_heads = kv.shape.n_layers as usize * kv.shape.n_kv_heads as usize;
+    let n_heads = kv.n_heads();
     let head_bytes = n_slots * page_bytes;
     let (by_rows, d) = (kv.by_rows, kv.shape.head_dim as usize);
+    if let Some(file) = kv.file.clone() {
+        let kv = &*kv;
+        let head = |head: usize| {
+            let mut page = Vec::new();
+            for (shift, turns) in shifts.iter().zip(&turns) {
+                kv.page(head, shift.source.0 as usize, &mut page);
+                turn_rows(&mut page, d, dtype, turns);
+                file.write(kv.page_start(head, shift.target.0 as usize), &page);
+            }
+        };
+        return pool.run(n_heads, &head);
+    }
     let bytes = SharedMut::new(&mut kv.bytes);
     let head = |head: usize| {
         #[expect(unsafe_code, reason = "threads write disjoint heads")]

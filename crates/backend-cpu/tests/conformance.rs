@@ -52,6 +52,7 @@ judged! {
     rope_rows_agree,
     copy_pages_matches,
     copy_tiers_match,
+    page_images_match,
     host_slots_agree,
     shift_pages_matches,
     layers_match,

@@ -1,7 +1,8 @@
 // Digests of keys, taken from the pages that the keys were written to.
 //
 //   signs      [16 tokens][width / 32]   words of 32 bits: sum over e of frame[e][r] (k[e] - mean[e]) > 0
-//   channels   [16 tokens][width]        f16: sum over e of frame[e][r] k[e]; width filled up to 16
+//   channels   [16 tokens][width]        eight bits: sum over e of frame[e][r] k[e]; width filled up to
+//                                        16; then what one stands for, [16 tokens] f16
 //   bounds     [min|max][D]              f16: of the page's tokens up to the one that was written
 //
 // Sums go along e, fused, as on the CPU (backend-cpu/src/topk/mod.rs): equal keys have equal digests.
@@ -57,8 +58,24 @@ DEVICE void digest_bounds(const DigestParams& p, u32 row, u32 slot, u32 token) {
     }
 }
 
+// Writes a token's products in eight bits; `channels` of backend/src/topk.rs. A whole warp.
+DEVICE void digest_channels(const DigestParams& p, const float* products, u8* page, u32 token) {
+    const u32 lane = threadIdx.x % 32, row_bytes = p.page_bytes / PAGE - 2;
+    float most = 0.0f;
+    for (u32 r = lane; r < p.width; r += 32) most = fmaxf(most, fabsf(products[r]));
+    const u32 bits = f16_of(__fdiv_rn(warp_max(most), 127.0f));
+    const float unit = f16_to_float(bits), scale = unit > 0.0f ? __fdiv_rn(1.0f, unit) : 0.0f;
+    for (u32 r = lane; r < row_bytes; r += 32) {
+        const float x = r < p.width ? roundf(__fmul_rn(products[r], scale)) : 0.0f;
+        page[token * row_bytes + r] = (u8)(int)fminf(fmaxf(x, -128.0f), 127.0f);
+    }
+    if (lane == 0) *(u16*)(page + PAGE * row_bytes + token * 2) = (u16)bits;
+}
+
 extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestParams p) {
     begin();
+    // Of channels, of which there are no more than elements.
+    __shared__ float products[DIGEST_TOKENS][HEAD_DIM];
     __shared__ float keys[HEAD_DIM][DIGEST_TOKENS];
     __shared__ u32 slots[DIGEST_TOKENS], tokens[DIGEST_TOKENS];
     const u32 head = blockIdx.y, first = blockIdx.x * DIGEST_TOKENS, thread = threadIdx.x;
@@ -103,15 +120,19 @@ extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestP
         UNROLL
         for (int i = 0; i < DIGEST_TOKENS; i++) {
             if (i >= n) continue;
-            u8* own = target + (u64)slots[i] * p.page_bytes + tokens[i] * row_bytes;
             if (p.kind == DIGEST_CHANNELS) {
-                *(u16*)(own + r * 2) = (u16)f16_of(sums[i]);
+                products[i][r] = sums[i];
             } else {
+                u8* own = target + (u64)slots[i] * p.page_bytes + tokens[i] * row_bytes;
                 const u32 bits = __ballot_sync(~0u, sums[i] > 0.0f);
                 if (thread % 32 == 0) *(u32*)(own + r / 32 * 4) = bits;
             }
         }
     }
+    if (p.kind != DIGEST_CHANNELS) return;
+    __syncthreads();
+    for (u32 i = thread / 32; i < n; i += DIGEST_THREADS / 32)
+        digest_channels(p, products[i], target + (u64)slots[i] * p.page_bytes, tokens[i]);
 }
 
 // The keys of the first places of one head, as floats: for calibration. Grid: (place).

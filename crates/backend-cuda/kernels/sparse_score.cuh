@@ -167,12 +167,16 @@ DEVICE const u8* digest_of(const ScoreParams& p, const Question& ask, u32 slot) 
 // Raw scores of 32 places by channels, four tiles of eight; `at` is a place of the piece.
 DEVICE void score_channels(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u32 steps = (p.width + 15) / 16, row_bytes = p.page_bytes / PAGE;
+    const u32 steps = (p.width + 15) / 16;
     const u8* rows[4];
+    // What one stands for, of the two places whose sums this lane gets.
+    u32 units[4];
     UNROLL
     for (int j = 0; j < 4; j++) {
-        const u32 place = at + j * 8 + g;
-        rows[j] = digest_of(p, ask, room.slots[place / PAGE]) + place % PAGE * row_bytes + t * 8;
+        const u32 first = at + j * 8;
+        const u8* page = digest_of(p, ask, room.slots[first / PAGE]);
+        rows[j] = page + (first % PAGE + g) * steps * 16 + t * 4;
+        units[j] = *(const u32*)(page + PAGE * steps * 16 + (first % PAGE + t * 2) * 2);
     }
     for (u32 set = 0; set * 8 < p.group; set++) {
         const u32* operands = room.queries + set * (steps * 128 + 8);
@@ -183,13 +187,17 @@ DEVICE void score_channels(const ScoreParams& p, const Question& ask, const Scor
             for (int e = 0; e < 4; e++) sums[j][e] = 0.0f;
 #pragma unroll 2
         for (u32 s = 0; s < steps; s++) {
-            uint2 b[4];
+            u32 bytes[4];
             UNROLL
-            for (int j = 0; j < 4; j++) b[j] = *(const uint2*)(rows[j] + s * 32);
+            for (int j = 0; j < 4; j++) bytes[j] = *(const u32*)(rows[j] + s * 16);
             const uint4 bits = *(const uint4*)(operands + (s * 32 + lane) * 4);
             const u32 a[4] = {bits.x, bits.y, bits.z, bits.w};
             UNROLL
-            for (int j = 0; j < 4; j++) mma_f16(sums[j], a, b[j].x, b[j].y);
+            for (int j = 0; j < 4; j++) {
+                u32 low, high;
+                f16_of_bytes(bytes[j], low, high);
+                mma_f16(sums[j], a, low, high);
+            }
         }
         const u32 query = set * 8 + g;
         if (query >= p.group) continue;
@@ -199,7 +207,7 @@ DEVICE void score_channels(const ScoreParams& p, const Question& ask, const Scor
             UNROLL
             for (int e = 0; e < 2; e++)
                 room.raw[query * PIECE + at + j * 8 + t * 2 + e] =
-                    (sums[j][e] + sums[j][e + 2]) * factor;
+                    (sums[j][e] + sums[j][e + 2]) * factor * f16_to_float(units[j] >> 16 * e & 0xFFFF);
     }
 }
 

@@ -59,7 +59,7 @@ pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
 use sparse::SparseLayer;
 pub use timing::KernelTime;
-pub use weight::CudaWeight;
+pub use weight::{CudaWeight, weight_bytes};
 use weight::{Part, WeightKernels, check_size};
 
 /// A GPU as a device.

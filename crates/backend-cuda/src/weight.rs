@@ -92,6 +92,14 @@ impl WeightKernels {
     }
 }
 
+/// Bytes that a matrix takes on the device once it is loaded.
+pub fn weight_bytes(dtype: WeightType, rows: usize, cols: usize) -> usize {
+    if dtype == WeightType::F32 {
+        return rows * cols * 4;
+    }
+    rows.div_ceil(16) * cols.div_ceil(64) * cell_bytes(dtype)
+}
+
 /// Checks that a matrix has the bytes that its shape needs, and gives those of one row.
 pub(crate) fn check_size(matrix: &HostMatrix<'_>) -> Result<usize, DeviceError> {
     let HostMatrix { dtype, rows, cols, bytes, .. } = *matrix;
@@ -126,8 +134,7 @@ impl Part {
             Kernels::F32(_) => file,
             Kernels::Packed(kernels) => {
                 let cell = cell_bytes(dtype);
-                let bytes = rows.div_ceil(16) * cols.div_ceil(64) * cell;
-                let packed = device.alloc(bytes, WHAT)?;
+                let packed = device.alloc(weight_bytes(dtype, rows, cols), WHAT)?;
                 let matrix = FileMatrix { bytes: &file, rows, cols, row_bytes, is_gated };
                 pack(device, &kernels.pack, &matrix, cell, &packed)?;
                 packed
@@ -167,4 +174,23 @@ fn load_bias(
     let memory = device.alloc(size_of_val(&bias[..]), "biases")?;
     device.upload(&memory, 0, &bias)?;
     Ok(Some(memory))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_those_of_the_table() {
+        for (dtype, tenths) in [
+            (WeightType::BF16, 160),
+            (WeightType::Q8_0, 85),
+            (WeightType::Q4_K, 60),
+            (WeightType::Q6_K, 100),
+            (WeightType::F32, 320),
+        ] {
+            assert_eq!(weight_bytes(dtype, 64, 256) * 80, 64 * 256 * tenths, "{dtype}");
+        }
+        assert_eq!(weight_bytes(WeightType::BF16, 17, 65), 32 * 128 * 2);
+    }
 }

@@ -13,15 +13,17 @@ pub mod conformance;
 mod draw;
 mod error;
 mod layout;
+mod near;
 pub mod quant;
 pub mod topk;
 mod weight;
 
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
+pub use near::{Bring, Near, NearCounts, NearHead};
 pub use topk::{Ask, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy};
 pub use weight::{HostMatrix, WeightType};
 
@@ -103,6 +105,23 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), DeviceError>;
     /// Copies whole pages inside a tier and between tiers, in order, all layers and heads.
     fn copy_pages(&self, kv: &mut Self::Kv, copies: &[PageCopy]) -> Result<(), DeviceError>;
+    /// How a page's bytes lie when they leave the device; `None` where they cannot.
+    fn page_image(&self, kv: &Self::Kv) -> Option<PageImage> {
+        let _ = kv;
+        None
+    }
+    /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,
+    /// and waits. `target` has the length of [`Backend::page_image`].
+    fn read_page(&self, kv: &Self::Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let _ = (kv, slot, target);
+        Err(DeviceError::Fault(format!("pages do not leave {}", self.name())))
+    }
+    /// Writes one page from bytes that [`Backend::read_page`] gave, of a device and an arena with the
+    /// same layout.
+    fn write_page(&self, kv: &mut Self::Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let _ = (kv, slot, source);
+        Err(DeviceError::Fault(format!("pages do not leave {}", self.name())))
+    }
     /// Writes whole pages from others inside the arena, in order, all layers and heads: values as
     /// they are, keys turned by `by` more positions of the plan's rotation. The plan need not be
     /// prepared.
@@ -296,6 +315,42 @@ pub trait Backend: Send + Sync + 'static {
     fn keep_digests(&self, kv: &mut Self::Kv, digests: &[Digest]) -> Result<(), DeviceError> {
         let _ = (kv, digests);
         Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
+    /// Keeps rows of running sequences near from now on, see [`Near`]; nothing was written to `kv` yet.
+    fn keep_near(&self, kv: &mut Self::Kv, near: &Near) -> Result<(), DeviceError> {
+        let _ = (kv, near);
+        Err(DeviceError::Fault(format!("{} keeps all KV in one memory", self.name())))
+    }
+    /// The table now belongs to another sequence, or its entries are others: nothing that was near
+    /// for it is worth anything.
+    fn forget_near(&self, kv: &mut Self::Kv, table_row: u32) {
+        let _ = (kv, table_row);
+    }
+    /// Brings rows near, for [`Pick::rows`].
+    fn bring(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        kv: &Self::Kv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        let _ = (plan, layer, kv, brings);
+        Err(DeviceError::Fault(format!("{} keeps all KV in one memory", self.name())))
+    }
+    /// The same, while other layers compute: only [`Backend::attend_picks`] of this layer waits.
+    fn bring_ahead(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        kv: &Self::Kv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        self.bring(plan, layer, kv, brings)
+    }
+    /// Rows that came from far so far.
+    fn near_counts(&self, kv: &Self::Kv) -> NearCounts {
+        let _ = kv;
+        NearCounts::default()
     }
     /// Copies the keys of one head at places `0..n` of a sequence of the batch, `[n][D]`, to the
     /// host, and waits: for calibration, not for steps.

@@ -10,12 +10,14 @@
 //! What to ask and what to do with the answers is decided elsewhere. The functions of this module
 //! are the reference that judges devices; [`select`] is also what a device gets by default.
 
+use half::f16;
+
 /// What is kept of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DigestKind {
     /// One bit for each row of the frame: whether the centred key lies on its positive side (HATA).
     Signs,
-    /// The key's products with the rows of the frame (Loki, Double Sparsity).
+    /// The key's products with the rows of the frame, see [`channels`] (Loki, Double Sparsity).
     Channels,
     /// The least and the largest of each element over the keys of a page (Quest); has no frame.
     Bounds,
@@ -40,7 +42,7 @@ impl Digest {
     pub fn page_bytes(&self, page_len: usize, d: usize) -> usize {
         match self.kind {
             DigestKind::Signs => page_len * self.width / 8,
-            DigestKind::Channels => page_len * self.width * 2,
+            DigestKind::Channels => page_len * (self.width + 2),
             DigestKind::Bounds => 2 * d * 2,
         }
     }
@@ -110,6 +112,9 @@ pub struct Pick<'a> {
     pub places: &'a [u32],
     /// Places from here on are seen.
     pub tail: u32,
+    /// Where `places` are near, as [`Bring::rows`](crate::Bring::rows) put them; empty where they
+    /// were not brought.
+    pub rows: &'a [u32],
 }
 
 /// How the similarities of a group's query heads become one.
@@ -276,6 +281,15 @@ pub fn signs(frame: &[f32], mean: Option<&[f32]>, x: &[f32]) -> Vec<u64> {
         words[bit / 64] |= u64::from(sum > 0.0) << (bit % 64);
     }
     words
+}
+
+/// A key's products with the rows of a frame in eight bits, and what each of them stands for: the
+/// largest is 127.
+pub fn channels(products: &[f32]) -> (Vec<i8>, f16) {
+    let most = products.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let unit = f16::from_f32(most / 127.0);
+    let scale = if unit > f16::ZERO { 1.0 / unit.to_f32() } else { 0.0 };
+    (products.iter().map(|x| (x * scale).round() as i8).collect(), unit)
 }
 
 /// Bits that agree.

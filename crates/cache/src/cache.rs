@@ -48,7 +48,7 @@ pub struct Cache {
     pub(crate) n_savings: u64,
     /// Counts changes, so that a decision made before another change is not carried out after it.
     pub(crate) version: u64,
-    chain: Chain,
+    pub(crate) chain: Chain,
 }
 
 /// A decision to give places to more tokens of a sequence; valid until the cache changes.

@@ -8,11 +8,10 @@
 //! Applied in order to an empty table, the events give what [`Cache::cached_pages`] lists. Nothing is
 //! kept unless somebody watches.
 
-use nuthatch_types::{PageId, TokenId};
+use nuthatch_types::{PageId, PageKey, TokenId};
 
 use crate::Salt;
 use crate::cache::Cache;
-use crate::hash::PageHash;
 use crate::pages::{Pages, Tier};
 use crate::prefix::{Parent, Prefix, Tree};
 
@@ -84,7 +83,7 @@ impl Prefix {
     }
 
     /// Tells that a page has left a tier.
-    pub(crate) fn tell_removed(&mut self, hash: PageHash, tier: Tier) {
+    pub(crate) fn tell_removed(&mut self, hash: PageKey, tier: Tier) {
         if let Some(events) = &mut self.events {
             events.push(Event::Removed { id: content_id(hash), tier });
         }
@@ -115,9 +114,9 @@ fn cached_page(tree: &Tree, pages: &Pages, page: PageId) -> CachedPage {
         Parent::Page(before) => (Some(content_id(tree.node(before).hash)), None),
     };
     let (id, tier) = (content_id(node.hash), pages.tier(page));
-    CachedPage { id, parent, tokens: node.tokens.clone(), tier, salt }
+    CachedPage { id, parent, tokens: tree.tokens(page).into(), tier, salt }
 }
 
-fn content_id(hash: PageHash) -> ContentId {
+fn content_id(hash: PageKey) -> ContentId {
     ContentId(hash.low())
 }

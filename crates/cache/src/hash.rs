@@ -6,26 +6,8 @@
 
 use std::hash::{Hash, Hasher};
 
-use nuthatch_types::TokenId;
+use nuthatch_types::{PageKey, TokenId};
 use siphasher::sip128::{Hasher128, SipHasher24};
-
-/// The name of a page's content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct PageHash(u128);
-
-impl PageHash {
-    /// Half of it, for those who keep it as one number.
-    pub(crate) fn low(self) -> u64 {
-        self.0 as u64
-    }
-}
-
-impl Hash for PageHash {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        // Its bits are already scattered.
-        state.write_u64(self.0 as u64);
-    }
-}
 
 /// What separates requests that must not share pages: another salt, another adapter.
 ///
@@ -59,6 +41,7 @@ enum Domain {
     Salt = 1,
     Root = 2,
     Page = 3,
+    Key = 4,
 }
 
 impl Chain {
@@ -75,15 +58,25 @@ impl Chain {
         Salt(hasher.finish128().as_u128())
     }
 
+    /// The same with `secret` mixed into the key.
+    pub(crate) fn mix(&self, secret: u128) -> Self {
+        Chain::new(u128::from_le_bytes(self.key) ^ secret)
+    }
+
+    /// A name of the key that does not give it away.
+    pub(crate) fn key_mark(&self) -> u128 {
+        self.hasher(Domain::Key).finish128().as_u128()
+    }
+
     /// The hash before the first page.
-    pub(crate) fn root(&self, salt: Salt) -> PageHash {
+    pub(crate) fn root(&self, salt: Salt) -> PageKey {
         let mut hasher = self.hasher(Domain::Root);
         hasher.write(&salt.0.to_le_bytes());
-        PageHash(hasher.finish128().as_u128())
+        PageKey(hasher.finish128().as_u128())
     }
 
     /// The hash of a page with these tokens after `parent`.
-    pub(crate) fn page(&self, parent: PageHash, tokens: &[TokenId]) -> PageHash {
+    pub(crate) fn page(&self, parent: PageKey, tokens: &[TokenId]) -> PageKey {
         let mut hasher = self.hasher(Domain::Page);
         hasher.write(&parent.0.to_le_bytes());
         // Many tokens at once: a call for each would take longer than the hash.
@@ -94,7 +87,7 @@ impl Chain {
             }
             hasher.write(&bytes[..4 * tokens.len()]);
         }
-        PageHash(hasher.finish128().as_u128())
+        PageKey(hasher.finish128().as_u128())
     }
 
     fn hasher(&self, domain: Domain) -> SipHasher24 {

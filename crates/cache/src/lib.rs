@@ -22,7 +22,7 @@
 //! pages in order, `admit` how a sequence gets its first pages, `window` and `stream` how it gives
 //! some back while it runs, `hash` the names of contents, `prefix` the tree in which pages are found
 //! by their tokens, `evict` the orders in which they go, `tier` and `swap` the moves between the
-//! tiers, `spill` who runs on the host, `load` what something slower brings, `pin` what may not go,
+//! tiers, `spill` who runs on the host, `load` what something slower brings, `save` what it is told, `pin` what may not go,
 //! `event` who is told of it, `verify` every invariant.
 //!
 //! The crate holds no bytes and knows no device, no clock, no thread and no file.
@@ -64,6 +64,7 @@ mod pages;
 mod pin;
 mod pool;
 mod prefix;
+mod save;
 mod snapshot;
 mod spill;
 mod stats;
@@ -84,6 +85,7 @@ pub use load::{Load, LoadId, Outcome};
 pub use pages::Tier;
 pub use pin::PinId;
 pub use prefix::{Miss, MissReason};
+pub use save::Findable;
 pub use snapshot::{Branch, SlotUse};
 pub use stats::{Counters, Stats};
 pub use swap::{SwapIn, SwapOut};

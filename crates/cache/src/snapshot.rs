@@ -91,12 +91,12 @@ fn branch(tree: &Tree, pages: &Pages, last: PageId, n_tokens_max: usize) -> Bran
             }
         }
     };
-    let tokens = path.iter().rev().flat_map(|&page| tree.node(page).tokens.iter().copied());
+    let tokens = path.iter().rev().flat_map(|&page| tree.tokens(page).iter().copied());
     let tokens = if salt == Salt::default() { tokens.take(n_tokens_max).collect() } else { vec![] };
     let node = tree.node(last);
     Branch {
         tokens,
-        n_tokens: depth(tree, last) * node.tokens.len() as u32,
+        n_tokens: depth(tree, last) * tree.tokens(last).len() as u32,
         n_hits: node.facts.n_hits,
         n_holders: pages.n_refs(last),
         is_on_host: pages.tier(last) == Tier::Host,

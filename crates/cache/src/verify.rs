@@ -261,11 +261,10 @@ fn counters_are_true(cache: &Cache) -> Result<(), Fault> {
 fn node_is_linked(cache: &Cache, prefix: &Prefix, page: PageId) -> Result<(), Fault> {
     let tree = &prefix.tree;
     let node = tree.node(page);
-    let hash = tree.hash(node.parent, &node.tokens);
-    let is_findable = tree.find(hash, node.parent, &node.tokens) == Some(page);
+    let hash = tree.hash(node.parent, tree.tokens(page));
+    let is_findable = tree.find(hash, node.parent, tree.tokens(page)) == Some(page);
     let is_listed = tree.children(node.parent).iter().filter(|&&child| child == page).count();
-    let tokens = |child: &PageId| &tree.node(*child).tokens;
-    let is_sorted = node.children.is_sorted_by(|a, b| tokens(a) < tokens(b));
+    let is_sorted = node.children.is_sorted_by(|&a, &b| tree.tokens(a) < tree.tokens(b));
     let knows_children =
         node.children.iter().all(|&child| tree.node(child).parent == Parent::Page(page));
     if hash != node.hash || !is_findable || is_listed != 1 || !is_sorted || !knows_children {

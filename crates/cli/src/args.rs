@@ -7,6 +7,7 @@ mod file;
 mod profile;
 mod scheduling;
 mod serve;
+mod sessions;
 mod simulate;
 mod sparse;
 
@@ -15,9 +16,10 @@ use std::str::FromStr;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
+use nuthatch_engine::DiskOptions;
 use nuthatch_model::{ConfigError, RopeKind};
 
-use crate::size::{parse_bytes, parse_swap, parse_tokens};
+use crate::size::{parse_bytes, parse_disk, parse_swap, parse_tokens};
 
 pub(crate) use batch::BatchArgs;
 pub(crate) use bench_serve::{BenchServeArgs, DatasetArg, Figure};
@@ -26,8 +28,9 @@ pub(crate) use file::{FileError, with_config_file};
 pub(crate) use profile::ProfileArgs;
 pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
 pub(crate) use serve::{PoolingArg, ServeArgs, ToolParserArg};
+pub(crate) use sessions::{SessionsArgs, SessionsCommand};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
-pub(crate) use sparse::SparseArgs;
+pub(crate) use sparse::{SparseArgs, Switch};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -72,6 +75,8 @@ pub(crate) enum Command {
     Profile(Box<ProfileArgs>),
     /// Answer a file of OpenAI batch requests, many at a time
     Batch(Box<BatchArgs>),
+    /// Conversations that `run --session` keeps
+    Sessions(SessionsArgs),
     /// Compare scheduling policies on one workload, in virtual time and without a model
     Simulate(Box<SimulateArgs>),
 }
@@ -89,7 +94,8 @@ Examples:
   nuthatch run --beam-width 4 --length-penalty 1.2 \"Translate to French: good morning\"
   git diff | nuthatch run --system \"Write a commit message\"
   nuthatch run --rope-scaling yarn --rope-scale 4 --ctx-size 32K
-  nuthatch run --streaming-window 1K            a chat without end in a fixed memory";
+  nuthatch run --streaming-window 1K            a chat without end in a fixed memory
+  nuthatch run --session birds                  a chat that goes on another day";
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = RUN_EXAMPLES)]
@@ -109,6 +115,10 @@ pub(crate) struct RunArgs {
     /// System message of the conversation
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
+    /// Go on with the conversation of this name, or begin it; it is kept, and so is what the model
+    /// made of it (see --kv-disk), so that it goes on quickly another day
+    #[arg(long, value_name = "NAME", conflicts_with = "raw")]
+    pub(crate) session: Option<String>,
     /// Continue the prompt as it is, without the model's chat template
     #[arg(long)]
     pub(crate) raw: bool,
@@ -288,6 +298,10 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_swap, default_value = "0")]
     #[arg(alias = "kv-offloading-size", alias = "hicache-size")]
     pub(crate) swap_space: u64,
+    /// Keep KV pages in a directory, up to this size, so that they outlive the process:
+    /// ./kv-cache:20GiB. Only one engine at a time may use it
+    #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
+    pub(crate) kv_disk: Option<DiskOptions>,
     /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
     /// llama3, or an object as config.json has it under rope_scaling
     #[arg(long, value_name = "KIND|JSON", value_parser = parse_rope_scaling)]

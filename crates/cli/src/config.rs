@@ -2,15 +2,15 @@
 //!
 //! `Args` -> [`RunConfig`], [`BenchConfig`] -> the engine's `Sizes`; nothing is written back.
 
-use nuthatch_engine::{EngineOptions, Policy};
+use nuthatch_engine::{DiskOptions, EngineOptions, Policy};
 use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeOverride};
-use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError, Streaming};
+use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError};
 
 use crate::args::{
     BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
-    RopeScalingArg, RunArgs, SamplingArgs, SchedulingArgs, SparseArgs,
+    RopeScalingArg, SamplingArgs, SchedulingArgs, SparseArgs,
 };
-use crate::resolve::{ModelSpec, ResolveError, looks_like_model};
+use crate::resolve::{ModelSpec, ResolveError};
 
 /// Something typed that makes no sense. The program ends with the exit code of a wrong usage.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -28,6 +28,9 @@ pub(crate) enum ConfigError {
     /// A chat, where only one answer makes sense.
     #[error("{0} needs a prompt")]
     NeedsPrompt(&'static str),
+    /// A conversation goes on in one way.
+    #[error("--session takes one answer, not -n several")]
+    SessionOfMany,
     /// Nothing to answer.
     #[error("the prompt is empty")]
     EmptyPrompt,
@@ -84,32 +87,6 @@ pub(crate) enum ConfigError {
     NoTests,
 }
 
-/// Where the prompt comes from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Prompt {
-    /// The command line.
-    Text(String),
-    /// Everything on stdin.
-    Stdin,
-    /// A person at a terminal.
-    Chat,
-}
-
-/// `nuthatch run`, checked.
-#[derive(Clone, Debug)]
-pub(crate) struct RunConfig {
-    pub(crate) model: ModelSpec,
-    pub(crate) prompt: Prompt,
-    pub(crate) system: Option<String>,
-    pub(crate) is_raw: bool,
-    pub(crate) with_stats: bool,
-    pub(crate) as_json: bool,
-    /// What stays in the cache, if not everything does.
-    pub(crate) streaming: Option<Streaming>,
-    pub(crate) sampling: SamplingConfig,
-    pub(crate) engine: EngineConfig,
-}
-
 /// How answers are sampled, before the model's own defaults are known.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SamplingConfig {
@@ -122,9 +99,8 @@ pub(crate) struct SamplingConfig {
 #[derive(Clone, Debug)]
 pub(crate) struct EngineConfig {
     pub(crate) device: DeviceArg,
-    /// Whether a GPU takes all bits of the activations.
+    /// Whether a GPU takes all bits of the activations; 0 threads are all cores.
     pub(crate) is_exact: bool,
-    /// 0 means all cores.
     pub(crate) threads: u32,
     /// Asked context; the model's if not given.
     pub(crate) max_context: Option<u32>,
@@ -133,8 +109,9 @@ pub(crate) struct EngineConfig {
     pub(crate) kv_bytes: Option<u64>,
     /// Share of the available memory that may be used for everything.
     pub(crate) memory_share: Option<f64>,
-    /// Memory of the host tier.
+    /// Memory of the host tier, and the disk tier.
     pub(crate) host_bytes: u64,
+    pub(crate) disk: Option<DiskOptions>,
     /// Tokens of one step.
     pub(crate) max_rows: u32,
     /// Sequences that the engine knows at one time.
@@ -165,72 +142,8 @@ pub(crate) struct BenchConfig {
     pub(crate) engine: EngineConfig,
 }
 
-impl RunConfig {
-    /// Checks the arguments; `stdin_is_terminal` decides between a chat and a piped prompt.
-    pub(crate) fn new(args: &RunArgs, stdin_is_terminal: bool) -> anyhow::Result<Self> {
-        let (model, prompt) = split_positionals(args)?;
-        let prompt = match prompt.as_deref() {
-            Some("-") => Prompt::Stdin,
-            Some(text) if text.trim().is_empty() => return Err(ConfigError::EmptyPrompt.into()),
-            Some(text) => Prompt::Text(text.to_owned()),
-            None if stdin_is_terminal => Prompt::Chat,
-            None => Prompt::Stdin,
-        };
-        let is_many = args.sampling.n > 1;
-        for (flag, is_set) in [("--json", args.json), ("--raw", args.raw), ("-n", is_many)] {
-            if is_set && prompt == Prompt::Chat {
-                return Err(ConfigError::NeedsPrompt(flag).into());
-            }
-        }
-        let sampling = SamplingConfig::new(&args.sampling)?;
-        let engine = EngineConfig::new(&args.engine, sampling.n_seats())?;
-        Ok(RunConfig {
-            model: model_or_default(model.as_deref())?,
-            prompt,
-            system: args.system.clone(),
-            is_raw: args.raw,
-            with_stats: args.stats,
-            as_json: args.json,
-            streaming: streaming(args)?,
-            sampling,
-            engine,
-        })
-    }
-}
-
-fn streaming(args: &RunArgs) -> Result<Option<Streaming>, ConfigError> {
-    match args.streaming_window {
-        Some(0) => Err(ConfigError::Zero("--streaming-window")),
-        Some(window) => Ok(Some(Streaming { n_sinks: args.streaming_sinks, window })),
-        None => Ok(None),
-    }
-}
-
 fn model_or_default(model: Option<&str>) -> Result<ModelSpec, ResolveError> {
     model.map_or_else(|| Ok(ModelSpec::default_model()), ModelSpec::parse)
-}
-
-/// Which positional argument is the model and which the prompt.
-fn split_positionals(args: &RunArgs) -> Result<(Option<String>, Option<String>), ConfigError> {
-    let (mut model, mut prompt) = (args.model.clone(), args.prompt.clone());
-    let put = |place: &mut Option<String>, what, value: &String| match place.replace(value.clone())
-    {
-        None => Ok(()),
-        Some(first) => Err(ConfigError::Twice { what, first, second: value.clone() }),
-    };
-    match (&args.first, &args.second) {
-        (None, _) => {}
-        (Some(first), Some(second)) => {
-            put(&mut model, "the model", first)?;
-            put(&mut prompt, "the prompt", second)?;
-        }
-        (Some(only), None) => match (&model, &prompt) {
-            (None, Some(_)) => put(&mut model, "the model", only)?,
-            (None, None) if looks_like_model(only) => put(&mut model, "the model", only)?,
-            (None, None) | (Some(_), _) => put(&mut prompt, "the prompt", only)?,
-        },
-    }
-    Ok((model, prompt))
 }
 
 impl SamplingConfig {
@@ -322,10 +235,10 @@ impl SamplingConfig {
     }
 }
 
-/// A seed that nobody chose. Thirty-two bits are enough to differ, and short enough to type again.
+/// A seed that nobody chose: enough bits to differ, few enough to type again.
 fn random_seed() -> u64 {
     use std::hash::{BuildHasher as _, Hasher as _};
-    // The standard library seeds its hash maps from the system's randomness.
+    // The standard library seeds its maps from the system's randomness.
     std::hash::RandomState::new().build_hasher().finish() >> 32
 }
 
@@ -358,6 +271,7 @@ impl EngineConfig {
             kv_bytes: args.kv_cache_memory_bytes,
             memory_share: memory_share(args)?,
             host_bytes: args.swap_space,
+            disk: args.kv_disk.clone(),
             max_rows: batch.max_rows,
             max_seqs,
             sparse: args.sparse.clone(),
@@ -490,9 +404,11 @@ impl BenchConfig {
 }
 
 mod batch;
+mod run;
 mod serve;
 
 pub(crate) use batch::{BATCH_SEQS, BatchConfig};
+pub(crate) use run::{Prompt, RunConfig};
 pub(crate) use serve::ServeConfig;
 
 #[cfg(test)]

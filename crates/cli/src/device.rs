@@ -4,16 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError};
+use nuthatch_backend::{Backend as _, DeviceError, NearCounts};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
-use nuthatch_engine::topk::Stats;
+use nuthatch_engine::topk::{NearPlan, Stats};
 use nuthatch_engine::{
     Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
     TopKOptions,
 };
-use nuthatch_model::{LoadError, ModelFiles};
-use nuthatch_types::{HostReads, SeqId, StepPlan, StepResult};
+use nuthatch_model::{LoadError, ModelError, ModelFiles};
+use nuthatch_types::{HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -39,6 +39,8 @@ pub(crate) struct DeviceConfig {
     pub(crate) is_exact: bool,
     /// Where compiled kernels are kept.
     pub(crate) kernel_dir: Option<PathBuf>,
+    /// Where KV pages lie, if not in memory.
+    pub(crate) kv_file: Option<PathBuf>,
 }
 
 impl Device {
@@ -71,7 +73,11 @@ impl Device {
 
     fn cpu(config: &DeviceConfig) -> anyhow::Result<Self> {
         let threads = config.threads as usize;
-        Ok(Device::Cpu(Arc::new(Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?)))
+        let cpu = Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?;
+        Ok(Device::Cpu(Arc::new(match &config.kv_file {
+            Some(path) => cpu.with_kv_file(path.clone()),
+            None => cpu,
+        })))
     }
 
     /// The device, for people.
@@ -103,6 +109,14 @@ impl Device {
         match self {
             Device::Cpu(_) => Ok(host::available_memory()),
             Device::Cuda(cuda) => Ok(Some(cuda.memory()?.0 as u64)),
+        }
+    }
+
+    /// Bytes that the weights take once they are loaded.
+    pub(crate) fn weight_bytes(&self, files: &ModelFiles) -> Result<u64, ModelError> {
+        match self {
+            Device::Cpu(_) => Ok(files.weight_bytes()),
+            Device::Cuda(_) => files.weight_bytes_as(nuthatch_backend_cuda::weight_bytes),
         }
     }
 
@@ -153,6 +167,14 @@ impl AnyExecutor {
             AnyExecutor::Cuda(executor) => executor.forward().topk_stats(),
         }
     }
+
+    /// What is kept near and what came there, if pages are far.
+    pub(crate) fn near(&self) -> Option<(&NearPlan, NearCounts)> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.forward().near_with_counts(),
+            AnyExecutor::Cuda(executor) => executor.forward().near_with_counts(),
+        }
+    }
 }
 
 impl Execute for AnyExecutor {
@@ -181,6 +203,27 @@ impl Execute for AnyExecutor {
         match self {
             AnyExecutor::Cpu(executor) => executor.detach(seq),
             AnyExecutor::Cuda(executor) => executor.detach(seq),
+        }
+    }
+
+    fn page_image(&self) -> Option<PageImage> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.page_image(),
+            AnyExecutor::Cuda(executor) => executor.page_image(),
+        }
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.read_page(slot, target),
+            AnyExecutor::Cuda(executor) => executor.read_page(slot, target),
+        }
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.write_page(slot, source),
+            AnyExecutor::Cuda(executor) => executor.write_page(slot, source),
         }
     }
 }

@@ -53,6 +53,7 @@ pub(crate) enum EnvError {
 pub(crate) struct Env {
     cache: Option<PathBuf>,
     kernels: Option<PathBuf>,
+    pages: Option<PathBuf>,
     data: Option<PathBuf>,
     hub_cache: Option<PathBuf>,
     hub_token_path: Option<PathBuf>,
@@ -84,6 +85,7 @@ impl Env {
             cache: path(NUTHATCH_CACHE)
                 .or_else(|| caches.as_ref().map(|c| c.join("nuthatch").join("models"))),
             kernels: caches.as_ref().map(|c| c.join("nuthatch").join("kernels")),
+            pages: caches.as_ref().map(|c| c.join("nuthatch").join("pages")),
             data: data.map(|data| data.join("nuthatch")),
             hub_cache: path(HF_HUB_CACHE).or_else(|| hub_home.as_ref().map(|h| h.join("hub"))),
             hub_token_path: path(HF_TOKEN_PATH)
@@ -110,6 +112,17 @@ impl Env {
     /// Directory of the head profiles that were made here, if there is a place for them.
     pub(crate) fn profile_dir(&self) -> Option<PathBuf> {
         self.data.as_ref().map(|data| data.join("profiles"))
+    }
+
+    /// Directory of the conversations that are kept.
+    pub(crate) fn session_dir(&self) -> Result<PathBuf, EnvError> {
+        let data = self.data.as_ref().ok_or(EnvError::NoHome(XDG_DATA_HOME))?;
+        Ok(data.join("sessions"))
+    }
+
+    /// Directory of KV pages that are kept, if there is a place for them.
+    pub(crate) fn page_dir(&self) -> Option<PathBuf> {
+        self.pages.clone()
     }
 
     /// File of the chat's input history, if there is a place for it.

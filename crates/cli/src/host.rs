@@ -22,6 +22,12 @@ pub(crate) fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
 }
 
+/// Lets this process have `n` connections and files open, as far as the system allows. Says how many it
+/// may have now, if the system tells.
+pub(crate) fn allow_files(n: u64) -> Option<u64> {
+    rlimit::increase_nofile_limit(n).ok()
+}
+
 /// Memory that a process has now, in bytes, if there is such a process.
 pub(crate) fn resident_memory(pid: u32) -> Option<u64> {
     parse_meminfo(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?, "VmRSS:")

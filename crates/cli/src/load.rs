@@ -5,8 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_engine::topk::digest_page_bytes;
-use nuthatch_engine::{Budget, EngineOptions, SharedClock, SizeRequest, Sizes, TopKOptions};
+use nuthatch_engine::topk::{NearPlan, digest_page_bytes};
+use nuthatch_engine::{
+    Budget, DiskOptions, EngineOptions, SharedClock, SizeRequest, Sizes, TopKOptions,
+};
 use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
 
@@ -26,6 +28,9 @@ pub(crate) struct Prepared {
     pub(crate) sizes: Sizes,
     options: EngineOptions,
     topk: Option<TopKOptions>,
+    disk: Option<DiskOptions>,
+    /// Whether the engine does without a disk tier that another one uses.
+    is_disk_optional: bool,
     device: Device,
 }
 
@@ -73,6 +78,7 @@ impl Prepared {
             threads: config.threads,
             is_exact: config.is_exact,
             kernel_dir: env.kernel_dir(),
+            kv_file: config.sparse.kv_file(),
         })?;
         // Where the system does not tell, allocation itself has to fail.
         let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
@@ -80,6 +86,7 @@ impl Prepared {
         let kv = kv_shape(files.config(), config.kv_dtype);
         let policies = topk.as_ref().map_or(&[][..], |topk| &topk.policies);
         let request = SizeRequest {
+            weights: device.weight_bytes(&files)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
             max_seqs: config.max_seqs,
@@ -87,6 +94,10 @@ impl Prepared {
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
             budget: match (config.kv_bytes, config.memory_share) {
+                // A file has room for as many pages as sequences can use, if the disk has.
+                (bytes, _) if config.sparse.kv_file().is_some() => {
+                    Budget::OutsideBytes(bytes.unwrap_or(u64::MAX / 2))
+                }
                 (Some(bytes), _) => Budget::KvBytes(bytes),
                 (None, share) => Budget::Share(share.unwrap_or(MEMORY_SHARE)),
             },
@@ -94,7 +105,16 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
-        Ok(Prepared { files, sizes, options: config.options, topk, device })
+        let disk = config.disk.clone();
+        let (options, is_disk_optional) = (config.options, false);
+        Ok(Prepared { files, sizes, options, topk, disk, is_disk_optional, device })
+    }
+
+    /// Keeps pages in this directory, unless the user named another one, or another engine uses it.
+    pub(crate) fn keep_if_free(&mut self, disk: DiskOptions) {
+        if self.disk.is_none() {
+            (self.disk, self.is_disk_optional) = (Some(disk), true);
+        }
     }
 
     /// Loads the weights and says so, one line for the model and one for the memory.
@@ -109,11 +129,41 @@ impl Prepared {
             let _ = writeln!(std::io::stderr(), "{model}\n{memory}; {device}");
         }
         let clock: SharedClock = Arc::new(SystemClock::start());
-        let engine = self
+        let mut engine = self
             .device
             .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock), self.topk.as_ref())
             .with_context(|| format!("cannot load {}", self.files.path().display()))?;
+        if let Some((near, _)) = engine.executor().near() {
+            tracing::info!("near: {}", describe_near(near));
+        }
+        self.open_disk(&mut engine)?;
         Ok(Loaded { engine, clock, device, threads })
+    }
+}
+
+impl Prepared {
+    fn open_disk(&self, engine: &mut AnyEngine) -> anyhow::Result<()> {
+        let Some(disk) = &self.disk else { return Ok(()) };
+        if self.topk.as_ref().is_some_and(|topk| topk.offload.is_some()) {
+            let why = "--kv-disk does not go with --kv-offload, which has pages elsewhere already";
+            anyhow::ensure!(self.is_disk_optional, why);
+            return Ok(());
+        }
+        match engine.keep_on_disk(disk) {
+            Err(error) if self.is_disk_optional => {
+                tracing::warn!("pages are not kept: {error}");
+                return Ok(());
+            }
+            result => result?,
+        }
+        let held = engine.stats().tier.unwrap_or_default().disk;
+        let (bytes, bytes_max) = (Bytes(held.bytes), Bytes(held.bytes_max));
+        tracing::info!(
+            "disk: {} pages, {bytes} of {bytes_max} in {}",
+            held.pages,
+            disk.dir.display()
+        );
+        Ok(())
     }
 }
 
@@ -148,6 +198,16 @@ fn describe_model(path: &Path, config: &ModelConfig) -> String {
         config.n_heads,
         config.n_kv_heads,
         Tokens(config.max_context),
+    )
+}
+
+fn describe_near(near: &NearPlan) -> String {
+    format!(
+        "rows {}, digests {}; {} of {} heads stay whole",
+        Bytes(near.row_bytes),
+        Bytes(near.digest_bytes),
+        near.n_resident(),
+        near.is_resident.len(),
     )
 }
 

@@ -3,8 +3,8 @@
 //!
 //! Code map: `args` is what was typed, `env` the only reader of the environment, `config` makes
 //! sense of both; `resolve` says what a MODEL means and `fetch` brings it here; `load` puts it on a
-//! `device`; `run`, `serve`, `batch`, `plan`, `bench`, `eval`, `profile`, `simulate` and `pull` are the
-//! commands.
+//! `device`; `run`, `serve`, `batch`, `plan`, `bench`, `eval`, `profile`, `simulate`, `sessions` and
+//! `pull` are the commands; `session` is a conversation that is kept.
 //!
 //! What is not here: anything about tokens' contents, pages or devices. This crate chooses the
 //! device once and prints.
@@ -29,6 +29,8 @@ mod random;
 mod resolve;
 mod run;
 mod serve;
+mod session;
+mod sessions;
 mod simulate;
 mod size;
 mod sparse;
@@ -82,6 +84,7 @@ fn dispatch(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Serve(args) => return serve::run(&ServeConfig::new(args)?, &fetch),
         Command::Batch(args) => return batch::run(&BatchConfig::new(args)?, &fetch),
         Command::Simulate(args) => simulate::run(args)?,
+        Command::Sessions(args) => sessions::run(&args.what, &env)?,
         Command::Pull(args) => pull::run(args, &fetch)?,
         Command::Plan(args) => plan::run(args, &fetch)?,
         Command::Eval(args) => eval::run(args, &EngineConfig::alone(&args.engine)?, &fetch)?,

@@ -18,6 +18,7 @@ use crate::text;
 pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitCode> {
     // A port that cannot be had is known before anything is fetched or loaded.
     let listener = listen(&config.host, config.port)?;
+    allow_connections(config.limits.n_connections as u64);
     let path = fetch::fetch(&config.model, fetch)?;
     let prepared = Prepared::open(&path, &config.engine, fetch.env)?;
     let text = text::load(&prepared.files, false)?;
@@ -72,6 +73,18 @@ pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
             ExitCode::from(EXIT_INTERRUPTED)
         }
     })
+}
+
+/// Files that are open besides connections: the model's, and what the runtime needs.
+const N_OTHER_FILES: u64 = 256;
+
+/// Shells often allow a thousand open files, and a connection is one.
+fn allow_connections(n: u64) {
+    let n_allowed = host::allow_files(n + N_OTHER_FILES);
+    if let Some(n_allowed) = n_allowed.filter(|&n_allowed| n_allowed < n + N_OTHER_FILES) {
+        let n_fit = n_allowed.saturating_sub(N_OTHER_FILES);
+        tracing::warn!("the system allows {n_allowed} open files: {n_fit} connections of {n}");
+    }
 }
 
 /// Says where changes of the cache are published.

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use nuthatch_engine::DiskOptions;
+
 /// A size that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SizeError {
@@ -20,6 +22,9 @@ pub(crate) enum SizeError {
         /// The units that are known.
         allowed: &'static str,
     },
+    /// There is no directory before the size, or no size after it.
+    #[error("`{0}` is not PATH:SIZE, such as ./kv-cache:20GiB")]
+    NoPath(String),
     /// The value is zero, or too large to count.
     #[error("`{0}` is out of range")]
     Range(String),
@@ -73,6 +78,16 @@ pub(crate) fn parse_swap(text: &str) -> Result<u64, SizeError> {
         (0.0, _) => Ok(0),
         (_, "") => parse_bytes(&format!("{}GiB", text.trim())),
         _ => parse_bytes(text),
+    }
+}
+
+/// Reads where pages are kept and how many bytes of them: `./kv-cache:20GiB`.
+pub(crate) fn parse_disk(text: &str) -> Result<DiskOptions, SizeError> {
+    match text.rsplit_once(':') {
+        Some((dir, size)) if !dir.is_empty() => {
+            Ok(DiskOptions { dir: dir.into(), bytes_max: parse_bytes(size)? })
+        }
+        Some(_) | None => Err(SizeError::NoPath(text.to_owned())),
     }
 }
 
@@ -166,6 +181,18 @@ mod tests {
         for text in ["", "GiB", "0", "-5G", "5 PiB", "1e400", "nan", "inf", "99999999TiB"] {
             assert!(parse_bytes(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_disk_tier_is_a_path_and_a_size() {
+        let disk = |dir: &str, bytes_max| Ok(DiskOptions { dir: dir.into(), bytes_max });
+        assert_eq!(parse_disk("./a:b/kv:20GiB"), disk("./a:b/kv", 20 << 30));
+        assert_eq!(parse_disk("kv:5M"), disk("kv", 5 << 20));
+        for text in ["kv", ":5M", ""] {
+            assert_eq!(parse_disk(text), Err(SizeError::NoPath(text.to_owned())));
+        }
+        assert!(parse_disk("kv:").is_err() && parse_disk("kv:0").is_err());
+        assert!(parse_disk("kv:5 apples").is_err());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 mod batch;
 mod hub;
 mod serve;
+mod sessions;
 mod simulate;
 mod sparse;
 mod tiny;

@@ -1,11 +1,14 @@
 //! The loop: plan, run, commit; and the way of the scheduler's news to the requests.
 
+mod disk;
+mod stats;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::{Branch, CachedPage, Event, Salt, SlotUse};
+use nuthatch_cache::{CachedPage, Event, Salt};
 use nuthatch_scheduler::{Output as News, Scheduler};
 use nuthatch_types::{
     BeamParams, Clock, FinishReason, Limits, Sampled, Sampling, SeqId, StepPlan, StepResult,
@@ -15,9 +18,13 @@ use nuthatch_types::{
 use crate::beam::{BeamSearch, Move};
 use crate::executor::Execute;
 use crate::requests::{Gone, Member, Request, Requests};
+use crate::tier::Tier;
 use crate::{
     Attachment, EngineError, Form, Hints, Pooling, PromptReader, Sink, Submission, SubmitError,
 };
+
+pub use self::disk::DiskOptions;
+pub use self::stats::{CachePicture, EngineStats};
 
 /// A clock that the engine and its callers read.
 pub type SharedClock = Arc<dyn Clock + Send + Sync>;
@@ -41,31 +48,9 @@ pub struct Engine<E> {
     /// Sampled checks made so far.
     n_checks: u64,
     listener: Option<CacheListener>,
+    /// Pages on a disk, if there is one.
+    tier: Option<Tier>,
     error: Option<EngineError>,
-}
-
-/// What the engine holds and what it did, as plain numbers.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct EngineStats {
-    /// The scheduler's and the cache's own numbers.
-    pub scheduler: nuthatch_scheduler::Stats,
-    /// Time spent in steps.
-    pub step_time: Duration,
-    /// The executor's part of `step_time`; the rest is planning, bookkeeping and streaming.
-    pub execute_time: Duration,
-    /// Why the engine does no more work, if it does not.
-    pub error: Option<String>,
-}
-
-/// A picture of the cache at one moment, for people who watch it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CachePicture {
-    /// What each slot of the device holds.
-    pub device: Vec<SlotUse>,
-    /// What each slot of the host holds.
-    pub host: Vec<SlotUse>,
-    /// The beginnings that saved most tokens, best first.
-    pub branches: Vec<Branch>,
 }
 
 impl<E> Engine<E> {
@@ -80,6 +65,7 @@ impl<E> Engine<E> {
             next_seq: self.next_seq,
             n_checks: self.n_checks,
             listener: self.listener,
+            tier: self.tier,
             step_time: self.step_time,
             execute_time: self.execute_time,
             error: self.error,
@@ -101,6 +87,7 @@ impl<E: Execute> Engine<E> {
             execute_time: Duration::ZERO,
             n_checks: 0,
             listener: None,
+            tier: None,
             error: None,
         }
     }
@@ -157,7 +144,11 @@ impl<E: Execute> Engine<E> {
         let mut reader = reads_prompt.then(|| PromptReader::new(prompt.clone(), scores, mean));
         let submission = nuthatch_scheduler::Submission { seq, prompt, sampling, limits };
         let hints = self.scheduler_hints(&hints);
-        let hints = nuthatch_scheduler::Hints { streaming, computes_all: reads_prompt, ..hints };
+        // Only plain samples begin with what is stored.
+        let is_plain = beam.is_none() && streaming.is_none() && !reads_prompt;
+        let n_stored = if is_plain { self.n_stored(hints.salt, &submission.prompt) } else { 0 };
+        let computes_all = reads_prompt;
+        let hints = nuthatch_scheduler::Hints { streaming, computes_all, n_stored, ..hints };
         let search = match beam {
             Some(params) => Some(self.submit_beams(submission, hints, params, n)?),
             None => {
@@ -177,18 +168,22 @@ impl<E: Execute> Engine<E> {
         Ok(seq)
     }
 
-    /// Computes one step; false when there is nothing to compute.
+    /// Computes one step, or waits a moment for what is needed to compute one; false when there is
+    /// nothing to compute.
     ///
     /// After an error, [`Engine::fail`] must follow.
     pub fn step(&mut self) -> Result<bool, DeviceError> {
         let begin = self.clock.now();
         self.scheduler.set_now(begin);
-        let Some(plan) = self.scheduler.plan() else { return Ok(false) };
+        self.take_loaded()?;
+        let Some(plan) = self.scheduler.plan() else { return self.await_loads() };
         let result = self.execute(&plan)?;
         let news = self.scheduler.commit(result);
         self.route(news);
         self.tell_listener();
-        self.step_time += self.clock.now().saturating_sub(begin);
+        let took = self.clock.now().saturating_sub(begin);
+        self.step_time += took;
+        self.tend_tier(took)?;
         Ok(true)
     }
 
@@ -228,6 +223,9 @@ impl<E: Execute> Engine<E> {
         tracing::error!(%error, requests = self.requests.len(), "the engine has failed");
         let news = self.scheduler.fail_all();
         self.route(news);
+        if let Some(tier) = &mut self.tier {
+            tier.abandon(&mut self.scheduler);
+        }
         assert!(self.requests.is_empty(), "every request was told");
         self.error.get_or_insert(error);
         self.tell_listener();
@@ -256,6 +254,7 @@ impl<E: Execute> Engine<E> {
             scheduler: self.scheduler.stats(),
             step_time: self.step_time,
             execute_time: self.execute_time,
+            tier: self.tier.as_ref().map(Tier::stats),
             error: self.error.as_ref().map(ToString::to_string),
         }
     }
@@ -354,7 +353,8 @@ impl<E: Execute> Engine<E> {
             let fork_of = (index > 0).then_some(first.seq);
             // The others share what the first computes.
             let computes_all = hints.computes_all && index == 0;
-            let hints = nuthatch_scheduler::Hints { fork_of, computes_all, ..hints };
+            let n_stored = if index == 0 { hints.n_stored } else { 0 };
+            let hints = nuthatch_scheduler::Hints { fork_of, computes_all, n_stored, ..hints };
             let taken = self.scheduler.submit_with(submission, hints);
             assert!(taken.is_ok() || index == 0, "what is taken once is taken again");
             taken?;

@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use nuthatch_backend::{BatchLayout, DeviceError, Draw};
 use nuthatch_types::{
-    FastMap, PageCopy, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan, StepResult,
-    TokenId,
+    FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan,
+    StepResult, TokenId,
 };
 
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
-use crate::{Attachment, SharedClock};
+use crate::{Attachment, Capacity, SharedClock};
 
 pub use prompt::{PromptReader, PromptScores, ScoredToken};
 
@@ -37,6 +37,23 @@ pub trait Execute {
 
     /// The opposite of [`Execute::attach`]. Nothing happens if the sequence has nothing of its own.
     fn detach(&mut self, seq: SeqId);
+
+    /// How a page's bytes lie when they leave the device; `None` where they cannot.
+    fn page_image(&self) -> Option<PageImage> {
+        None
+    }
+
+    /// Copies a page's bytes from a slot, between two plans.
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let _ = (slot, target);
+        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
+    }
+
+    /// Copies a page's bytes to a slot, between two plans.
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let _ = (slot, source);
+        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
+    }
 }
 
 /// A model with its KV arena and tables: what a forward pass needs of a device.
@@ -53,6 +70,20 @@ pub trait Forward {
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
     /// Writes whole pages from others inside the arena with their keys at other positions, in order.
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError>;
+    /// How a page's bytes lie when they leave the device; `None` where they cannot.
+    fn page_image(&self) -> Option<PageImage> {
+        None
+    }
+    /// Copies a page's bytes from a slot, and waits for the end.
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let _ = (slot, target);
+        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
+    }
+    /// Copies a page's bytes to a slot.
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let _ = (slot, source);
+        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
+    }
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
@@ -79,28 +110,6 @@ pub trait Forward {
     ) -> Result<(), DeviceError> {
         let _ = (layout, draws, tokens);
         Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
-    }
-}
-
-/// The largest plans that an executor carries out. A larger one is a programmer error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Capacity {
-    /// Tokens of one step.
-    pub max_rows: u32,
-    /// Sequences that it knows at one time; each has a table.
-    pub max_seqs: u32,
-    /// Tokens of one sequence's table.
-    pub max_context: u32,
-    /// Tokens of one page.
-    pub page_len: u32,
-    /// Slots of both tiers.
-    pub n_slots: u32,
-}
-
-impl Capacity {
-    /// Entries of one table.
-    pub fn table_len(&self) -> u32 {
-        self.max_context.div_ceil(self.page_len)
     }
 }
 
@@ -454,5 +463,19 @@ impl<F: Forward> Execute for Executor<F> {
     fn detach(&mut self, seq: SeqId) {
         self.readers.remove(&seq);
         self.attachments.remove(&seq);
+    }
+
+    fn page_image(&self) -> Option<PageImage> {
+        self.forward.page_image()
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        assert!(slot.0 < self.capacity.n_slots, "slot outside the arena");
+        self.forward.read_page(slot, target)
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        assert!(slot.0 < self.capacity.n_slots, "slot outside the arena");
+        self.forward.write_page(slot, source)
     }
 }

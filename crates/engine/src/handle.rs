@@ -337,13 +337,26 @@ fn run<E: Execute>(
         }
     };
     engine.cancel_all();
+    if let Err(error) = engine.flush() {
+        engine.fail(error.into());
+    }
     (asker, engine.into_error())
 }
 
 /// Does what was asked since the last step; waits for something to do when there is nothing.
 fn take_commands<E: Execute>(engine: &mut Engine<E>, commands: &Receiver<Command>) -> Flow {
     while engine.is_idle() {
-        let Ok(command) = commands.recv() else { return Flow::End(None) };
+        // While there is something to save, commands are looked at in between.
+        let is_saving = engine.rest().unwrap_or_else(|error| {
+            engine.fail(error.into());
+            false
+        });
+        let command = if is_saving { commands.try_recv() } else { wait_for(commands) };
+        let command = match command {
+            Ok(command) => command,
+            Err(TryRecvError::Empty) => continue,
+            Err(TryRecvError::Disconnected) => return Flow::End(None),
+        };
         if let end @ Flow::End(_) = obey(engine, command) {
             return end;
         }
@@ -361,6 +374,10 @@ fn take_commands<E: Execute>(engine: &mut Engine<E>, commands: &Receiver<Command
         }
     }
     Flow::Continue
+}
+
+fn wait_for(commands: &Receiver<Command>) -> Result<Command, TryRecvError> {
+    commands.recv().map_err(|_| TryRecvError::Disconnected)
 }
 
 /// Carries out one command.

@@ -30,14 +30,15 @@ mod options;
 mod output;
 mod requests;
 pub mod sample;
+mod tier;
 
 pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink, Pooling};
-pub use engine::{CacheListener, CachePicture, Engine, EngineStats, SharedClock};
+pub use engine::{CacheListener, CachePicture, DiskOptions, Engine, EngineStats, SharedClock};
 pub use error::{EngineError, SubmitError};
-pub use executor::{Capacity, Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
+pub use executor::{Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
-pub use loaded::{LoadedModel, TopKOptions};
-pub use memory::{Budget, MemoryError, SizeRequest, Sizes};
+pub use loaded::{LoadedModel, Offload, TopKOptions};
+pub use memory::{Budget, Capacity, MemoryError, SizeRequest, Sizes};
 pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{
     Branch, CachedPage, ContentId, Event as CacheEvent, Eviction, Retention, SlotUse,
@@ -46,5 +47,7 @@ pub use nuthatch_cache::{
 pub use nuthatch_scheduler::{
     Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,
 };
+pub use nuthatch_store::disk::{DiskCounters, DiskError, DiskStats};
 pub use options::EngineOptions;
 pub use output::{Hints, Output, Sink, Submission, Timings, best_of};
+pub use tier::{TierCounters, TierStats};

@@ -2,16 +2,20 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
-use nuthatch_attention::topk::{Calibration, Policy, Profile, Stats, TopK};
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw};
+use nuthatch_attention::topk::{
+    Calibration, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
+    digest_page_bytes, prefetchable_heads,
+};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{HostReads, PageCopy, PageShift, Slot, TokenId};
+use nuthatch_types::{HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
 use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
 
@@ -25,6 +29,8 @@ pub struct TopKOptions {
     /// A text of the kind that the model reads, to measure what the profile lacks; its beginning is
     /// used.
     pub text: Vec<TokenId>,
+    /// What is kept near, if pages are far.
+    pub offload: Option<Offload>,
 }
 
 impl TopKOptions {
@@ -41,6 +47,15 @@ impl TopKOptions {
         }
         hash
     }
+}
+
+/// Pages are far, and of running sequences only what they attend to is near.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offload {
+    /// Bytes of rows and digests near, never exceeded; without it, as many as are needed.
+    pub budget: Option<u64>,
+    /// Whether heads stay near whole as far as the budget allows.
+    pub keeps_heads: bool,
 }
 
 /// A model on a device with its KV arena and its tables.
@@ -81,7 +96,11 @@ impl<B: Backend> LoadedModel<B> {
 
     /// Attends to what queries need from now on; the arena is empty. An error if the profile is of
     /// another shape, or if the device cannot.
-    pub fn set_topk(&mut self, options: &TopKOptions) -> Result<(), DeviceError> {
+    pub fn set_topk(
+        &mut self,
+        options: &TopKOptions,
+        clock: &SharedClock,
+    ) -> Result<(), DeviceError> {
         let shape = topk_shape(self.model.config());
         let mut profile = match &options.profile {
             Some(profile) => Profile::clone(profile),
@@ -96,8 +115,74 @@ impl<B: Backend> LoadedModel<B> {
             self.calibrate(&options.text)?.finish(&mut profile);
             profile.importance = importance;
         }
-        let topk = TopK::new(shape, &options.policies, &profile, self.max_seqs as usize);
+        let mut topk = TopK::new(shape, &options.policies, &profile, self.max_seqs as usize);
+        if let Some(offload) = &options.offload {
+            self.keep_near(&mut topk, offload, clock)?;
+        }
+        topk.set_clock(SharedClock::clone(clock));
         self.model.set_topk(topk, &mut self.store)
+    }
+
+    /// Shares near memory, and has the device keep it.
+    fn keep_near(
+        &mut self,
+        topk: &mut TopK,
+        offload: &Offload,
+        clock: &SharedClock,
+    ) -> Result<(), DeviceError> {
+        let shape = self.store.shape();
+        let policies: Vec<Policy> = topk.policies().copied().collect();
+        let digest_bytes = digest_page_bytes(&policies, &shape) as u64;
+        let needs = NearNeeds {
+            n_tables: self.max_seqs,
+            max_context: self.max_context,
+            row_bytes: shape.row_bytes(),
+            digest_bytes: digest_bytes * u64::from(self.store.slots().total()),
+        };
+        let Offload { budget, keeps_heads } = *offload;
+        let fault = |error: NearError| DeviceError::Fault(error.to_string());
+        let mut n_prefetchable = 0;
+        if topk.speculates() && keeps_heads {
+            let request = NearRequest { budget, keeps_heads: false, n_prefetchable };
+            let near = topk.keep_near(&needs, &request).map_err(fault)?;
+            self.backend.keep_near(self.store.device_mut(), near)?;
+            if near.heads.first().is_some_and(|head| head.n_chosen > 0) {
+                n_prefetchable = self.prefetchable(topk, clock)?;
+            }
+        }
+        let request = NearRequest { budget, keeps_heads, n_prefetchable };
+        let near = topk.keep_near(&needs, &request).map_err(fault)?;
+        self.backend.keep_near(self.store.device_mut(), near)
+    }
+
+    /// Heads of a layer whose selections come near while another layer computes, as measured.
+    fn prefetchable(&mut self, topk: &TopK, clock: &SharedClock) -> Result<u32, DeviceError> {
+        /// Rows of one try.
+        const N_ROWS: usize = 64;
+        self.write_table(0, 0, &[Slot(0)])?;
+        let layout = BatchLayout {
+            tokens: vec![0],
+            positions: vec![0],
+            query_start: vec![0, 1],
+            kv_len: vec![1],
+            table_row: vec![0],
+            output_rows: Vec::new(),
+        };
+        let seconds = |begin: Duration| clock.now().saturating_sub(begin).as_secs_f64();
+        let (mut pass, mut rows) = (f64::INFINITY, f64::INFINITY);
+        for _ in 0..4 {
+            let begin = clock.now();
+            self.forward(&layout, &mut [])?;
+            pass = pass.min(seconds(begin));
+            let begin = clock.now();
+            self.model.try_bring(&self.store, N_ROWS)?;
+            rows = rows.min(seconds(begin));
+        }
+        let row_bytes = self.store.shape().row_bytes();
+        let link = (N_ROWS * row_bytes) as f64 / rows.max(f64::MIN_POSITIVE);
+        let layer = pass / f64::from(self.model.config().n_layers.max(1));
+        let selection = topk.selection_bytes(self.max_context, row_bytes);
+        Ok(prefetchable_heads(layer, link, selection as f64))
     }
 
     /// Sums over the queries and keys of a text's beginning. Without a text, tokens from all over the
@@ -150,7 +235,14 @@ impl<B: Backend> LoadedModel<B> {
     pub fn begin_with(&mut self, row: u32, n_prompt: u32, policy: usize) {
         if let Some(topk) = self.model.topk_mut() {
             topk.begin(row, n_prompt, policy);
+            self.backend.forget_near(self.store.device_mut(), row);
         }
+    }
+
+    /// What is kept near, if pages are far, and the rows that came there so far.
+    pub fn near_with_counts(&self) -> Option<(&NearPlan, NearCounts)> {
+        let near = self.model.topk()?.near()?;
+        Some((near, self.backend.near_counts(self.store.device())))
     }
 
     /// Top-k attention, if there is such, to measure it.
@@ -179,8 +271,9 @@ impl<B: Backend> Forward for LoadedModel<B> {
     }
 
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError> {
-        if let Some(topk) = self.model.topk_mut() {
-            topk.table_written(row, start, slots.len() as u32);
+        let topk = self.model.topk_mut();
+        if topk.is_some_and(|topk| topk.table_written(row, start, slots.len() as u32)) {
+            self.backend.forget_near(self.store.device_mut(), row);
         }
         self.backend.write_table(&mut self.tables, row, start, slots)
     }
@@ -189,6 +282,18 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.store.copy(&self.backend, copies)?;
         // Whoever measures what copies take must not measure how fast they are queued.
         self.backend.wait()
+    }
+
+    fn page_image(&self) -> Option<PageImage> {
+        self.store.page_image(&self.backend)
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        self.store.read_page(&self.backend, slot, target)
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        self.store.write_page(&self.backend, slot, source)
     }
 
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
@@ -289,10 +394,7 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         };
         let mut loaded = LoadedModel::load(backend, files, sizes)?;
         if let Some(topk) = topk {
-            loaded.set_topk(topk)?;
-        }
-        if let Some(topk) = loaded.topk_mut() {
-            topk.set_clock(SharedClock::clone(&clock));
+            loaded.set_topk(topk, &clock)?;
         }
         let cache =
             Cache::with_options(sizes.cache(), cache_options).expect("the sizes were checked");

@@ -13,7 +13,27 @@ use std::fmt;
 use nuthatch_model::{ModelFiles, kv_shape};
 use nuthatch_types::{HostReads, KvDtype, KvShape, Window};
 
-use crate::Capacity;
+/// The largest plans that an executor carries out. A larger one is a programmer error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Tokens of one step.
+    pub max_rows: u32,
+    /// Sequences that it knows at one time; each has a table.
+    pub max_seqs: u32,
+    /// Tokens of one sequence's table.
+    pub max_context: u32,
+    /// Tokens of one page.
+    pub page_len: u32,
+    /// Slots of both tiers.
+    pub n_slots: u32,
+}
+
+impl Capacity {
+    /// Entries of one table.
+    pub fn table_len(&self) -> u32 {
+        self.max_context.div_ceil(self.page_len)
+    }
+}
 
 /// How much memory may be used.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,6 +42,8 @@ pub enum Budget {
     KvBytes(u64),
     /// This share of what is available, from 0 to 1, for everything together.
     Share(f64),
+    /// This many bytes for KV pages, which are not in memory.
+    OutsideBytes(u64),
 }
 
 /// What the sizes are computed from.
@@ -326,6 +348,10 @@ fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
             }
             Ok(usable - taken)
         }
+        Budget::OutsideBytes(_) if taken > available => {
+            Err(MemoryError::Weights { weights, working, host_bytes, usable: available })
+        }
+        Budget::OutsideBytes(kv_asked) => Ok(kv_asked),
     }
 }
 

@@ -158,6 +158,22 @@ impl ModelFiles {
         self.source.data_bytes()
     }
 
+    /// Bytes of the weights where a matrix takes `bytes_of` its type, rows and columns, and where vectors
+    /// are floats.
+    pub fn weight_bytes_as(
+        &self,
+        bytes_of: impl Fn(WeightType, usize, usize) -> usize,
+    ) -> Result<u64, ModelError> {
+        let bytes = |name| {
+            let TensorView { dtype, shape, .. } = self.tensor(name)?;
+            Ok(match shape[..] {
+                [rows, cols] => bytes_of(dtype, rows, cols) as u64,
+                _ => 4 * shape.iter().product::<usize>() as u64,
+            })
+        };
+        TensorName::all(&self.config).into_iter().map(bytes).sum()
+    }
+
     /// Where the tokenizer is.
     pub fn tokenizer(&self) -> TokenizerFiles<'_> {
         match &self.source {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use nuthatch_attention::topk::{TopK, TopKLayer, TopKShape};
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Norm, Pass, PlanShape};
+use nuthatch_backend::{Backend, BatchLayout, Bring, DeviceError, Norm, Pass, PlanShape};
 use nuthatch_store::KvStore;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx, PageShift};
 
@@ -59,9 +59,9 @@ pub(crate) struct Activations<B: Backend> {
     last_h: B::Buf,
     /// `[outputs, V]`.
     pub(crate) logits: B::Buf,
-    /// Shaped as `qkv`: queries that decide for this layer, and for the next, made from the residual
-    /// stream one layer earlier; there if a policy wants them.
-    deciding: Option<[B::Buf; 2]>,
+    /// Shaped as `qkv`: queries that decide for the next layer, made from the residual stream that
+    /// this one begins with; there if a policy wants them.
+    deciding: Option<B::Buf>,
 }
 
 impl<B: Backend> Model<B> {
@@ -92,7 +92,7 @@ impl<B: Backend> Model<B> {
         self.backend.keep_digests(store.device_mut(), topk.digests())?;
         if topk.speculates() {
             let len = self.max_rows * (self.config.q_width() + 2 * self.config.kv_width());
-            self.acts.deciding = Some([self.backend.alloc(len)?, self.backend.alloc(len)?]);
+            self.acts.deciding = Some(self.backend.alloc(len)?);
         }
         let mut topk = topk;
         topk.decide_on_device(&*self.backend, &self.plan, store)?;
@@ -117,6 +117,13 @@ impl<B: Backend> Model<B> {
         shifts: &[PageShift],
     ) -> Result<(), DeviceError> {
         store.shift(&self.backend, &self.plan, shifts)
+    }
+
+    /// Brings the first row of the last batch near, `n` times, as a trial of how long that takes.
+    pub fn try_bring(&self, store: &KvStore<B>, n: usize) -> Result<(), DeviceError> {
+        let (places, rows) = (vec![0; n], vec![0; n]);
+        let brings = [Bring { seq: 0, head: 0, places: &places, rows: &rows }];
+        self.backend.bring(&self.plan, LayerIdx(0), store.device(), &brings)
     }
 
     /// What the model's files say about it.
@@ -213,7 +220,7 @@ impl<B: Backend> Model<B> {
         self.backend.embed(&self.weights.embedding, &self.plan, &mut self.acts.x)
     }
 
-    /// Makes the queries that decide for the next layer from what this one begins with.
+    /// Decides about the next layer by queries that are made from what this one begins with.
     fn speculate(
         &mut self,
         idx: usize,
@@ -221,9 +228,9 @@ impl<B: Backend> Model<B> {
         layout: &BatchLayout,
     ) -> Result<(), DeviceError> {
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
-        let is_wanted = self.topk.as_ref().is_some_and(TopK::is_speculating);
-        let (Some([_, next]), Some(layer), true) =
-            (&mut acts.deciding, self.weights.layers.get(idx + 1), is_wanted)
+        let topk = self.topk.as_mut().filter(|topk| topk.is_speculating());
+        let (Some(next), Some(layer), Some(topk)) =
+            (&mut acts.deciding, self.weights.layers.get(idx + 1), topk)
         else {
             return Ok(());
         };
@@ -231,7 +238,9 @@ impl<B: Backend> Model<B> {
         let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
         b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, next)?;
         // This also writes keys and values, which the layer itself writes again before it reads.
-        layer.attention.append(b, plan, store, next)
+        layer.attention.append(b, plan, store, next)?;
+        let layer = TopKLayer { idx: idx + 1, dense: &layer.attention };
+        topk.decide_ahead(b, plan, &layer, store, next)
     }
 
     /// A layer's queries, keys and values; the latter go to the store.
@@ -259,14 +268,8 @@ impl<B: Backend> Model<B> {
             let (spec, kv) = (dense.spec(), store.device());
             return b.attend(plan, dense.layer, &spec, &acts.qkv, kv, &mut acts.attended);
         };
-        let ahead = acts.deciding.as_ref().map(|[this, _]| this);
-        let ahead = ahead.filter(|_| idx > 0 && topk.is_speculating());
-        let layer = TopKLayer { idx, dense, ahead };
-        topk.attend(b, plan, &layer, store, (&acts.qkv, &mut acts.attended))?;
-        if let Some(pair) = &mut acts.deciding {
-            pair.swap(0, 1);
-        }
-        Ok(())
+        let layer = TopKLayer { idx, dense };
+        topk.attend(b, plan, &layer, store, (&acts.qkv, &mut acts.attended))
     }
 
     /// The rest of a layer, after attention.

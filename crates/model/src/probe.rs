@@ -159,7 +159,8 @@ impl<B: Backend> Model<B> {
         backend.read(&acts.attended, &mut exact)?;
         let kv_len = layout.kv_len[0];
         let tail = kv_len.saturating_sub(recent);
-        let pick = |head| Pick { seq: 0, head, n_first: sinks.min(tail), places: &[], tail };
+        let pick =
+            |head| Pick { seq: 0, head, n_first: sinks.min(tail), places: &[], tail, rows: &[] };
         let picks: Vec<Pick<'_>> = (0..n_kv_heads).map(pick).collect();
         let (spec, kv) = (dense.spec(), store.device());
         let (plan, layer) = (&self.plan, dense.layer);

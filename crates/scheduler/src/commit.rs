@@ -42,7 +42,7 @@ impl Scheduler {
     /// Learns from what the step took, and tells the cache which pages are worth a place on the
     /// host.
     fn measure(&mut self, in_flight: &InFlight, result: &StepResult) {
-        if self.cache.config().n_host_pages == 0 {
+        if self.cache.config().n_host_pages == 0 && !self.has_slow_tier {
             return;
         }
         if in_flight.n_copies > 0 && result.copy_nanos > 0 {

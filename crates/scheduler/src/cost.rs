@@ -13,6 +13,8 @@ use std::ops::Range;
 pub struct Rates {
     /// One page copied between the tiers.
     pub page_nanos: f64,
+    /// One page brought by something slower than the host.
+    pub load_nanos: f64,
     /// One token of a prompt computed, without attention.
     pub token_nanos: f64,
     /// What each token computed adds for itself and for each token before it.
@@ -23,7 +25,8 @@ impl Default for Rates {
     /// A guess for the time before anything was measured: a prompt at 10,000 tokens a second, and
     /// pages that cost next to nothing, because only who copies one learns what it costs.
     fn default() -> Self {
-        Rates { page_nanos: 1_000.0, token_nanos: 100_000.0, pair_nanos: 10.0 }
+        let (page_nanos, load_nanos) = (1_000.0, 2_000.0);
+        Rates { page_nanos, load_nanos, token_nanos: 100_000.0, pair_nanos: 10.0 }
     }
 }
 
@@ -31,6 +34,11 @@ impl Rates {
     /// Taking pages to the host and bringing them back.
     pub fn swap(&self, n_pages: u32) -> f64 {
         2.0 * self.page_nanos * f64::from(n_pages)
+    }
+
+    /// Bringing pages from something slower than the host.
+    pub fn load(&self, n_pages: u32) -> f64 {
+        self.load_nanos * f64::from(n_pages)
     }
 
     /// Computing the tokens at these positions.
@@ -88,6 +96,8 @@ pub(crate) struct Meter {
     rates: Rates,
     pages: f64,
     page_nanos: f64,
+    loads: f64,
+    load_nanos: f64,
     /// Sums over steps of the products of tokens, pairs and nanoseconds.
     tokens_tokens: f64,
     tokens_pairs: f64,
@@ -98,8 +108,8 @@ pub(crate) struct Meter {
 
 /// What remains of a measurement's weight after each later one; about the last ten count. Guessed.
 const DECAY: f64 = 0.9;
-/// What remains of the believed cost of a page after each pass over prompts without a copy. If
-/// copies seemed too dear once, for whatever cause, they are tried again some hundred passes later.
+/// What remains of the believed cost of a page after each pass over prompts without a copy or a load.
+/// If these seemed too dear once, for whatever cause, they are tried again some hundred passes later.
 /// Guessed.
 const DOUBT: f64 = 0.995;
 
@@ -115,9 +125,17 @@ impl Meter {
         self.rates.page_nanos = self.page_nanos / self.pages;
     }
 
+    /// Takes in that something slower than the host brought `n_pages`.
+    pub(crate) fn loaded(&mut self, n_pages: u32, nanos: u64) {
+        self.loads = DECAY * self.loads + f64::from(n_pages);
+        self.load_nanos = DECAY * self.load_nanos + nanos as f64;
+        self.rates.load_nanos = self.load_nanos / self.loads;
+    }
+
     /// Takes in what a pass over prompts took.
     pub(crate) fn computed(&mut self, work: Work, nanos: u64) {
         self.rates.page_nanos *= DOUBT;
+        self.rates.load_nanos *= DOUBT;
         // Thousands keep the squares of long prompts well inside a float's precision.
         let (tokens, pairs) = (work.n_tokens / 1e3, work.n_pairs / 1e3);
         let nanos = nanos as f64;
@@ -166,14 +184,17 @@ mod tests {
         let mut meter = Meter::default();
         assert_eq!(meter.rates(), Rates::default());
         for rates in [(50_000.0, 20.0), (400.0, 3.0)] {
-            let truth = Rates { page_nanos: 7e4, token_nanos: rates.0, pair_nanos: rates.1 };
+            let (token_nanos, pair_nanos) = rates;
+            let truth = Rates { page_nanos: 7e4, load_nanos: 3e5, token_nanos, pair_nanos };
             for i in 0..200 {
                 let start = (i % 7) * 512;
                 let nanos = truth.compute(start..start + 512);
                 meter.computed(Work::of(start..start + 512), nanos as u64);
             }
             meter.copied(3, 210_000);
+            meter.loaded(2, 600_000);
             let found = meter.rates();
+            assert!((found.load_nanos / truth.load_nanos - 1.0).abs() < 1e-9, "{found:?}");
             assert!((found.token_nanos / truth.token_nanos - 1.0).abs() < 0.01, "{found:?}");
             assert!((found.pair_nanos / truth.pair_nanos - 1.0).abs() < 0.01, "{found:?}");
             assert!((found.page_nanos / truth.page_nanos - 1.0).abs() < 1e-9, "{found:?}");
@@ -197,13 +218,14 @@ mod tests {
         for (page_nanos, token_nanos, pair_nanos) in
             [(1e5, 1e3, 10.0), (1e5, 1e5, 0.0), (1e5, 0.0, 1.0), (5e3, 300.0, 0.7)]
         {
-            let rates = Rates { page_nanos, token_nanos, pair_nanos };
+            let rates = Rates { page_nanos, token_nanos, pair_nanos, ..Rates::default() };
             let cost = |depth: u32| rates.compute(depth * 16..(depth + 1) * 16);
             let depth = rates.demotion_depth(16);
             assert!(cost(depth) > page_nanos);
             assert!(depth == 0 || cost(depth - 1) <= page_nanos);
         }
-        let never = Rates { page_nanos: 1e9, token_nanos: 1.0, pair_nanos: 0.0 };
+        let never =
+            Rates { page_nanos: 1e9, token_nanos: 1.0, pair_nanos: 0.0, ..Rates::default() };
         assert_eq!(never.demotion_depth(16), u32::MAX);
     }
 }

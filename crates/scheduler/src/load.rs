@@ -3,8 +3,8 @@
 //! A sequence whose beginning is loading has its place among the running ones and is left out of
 //! the steps. When the load has ended, or is too late, the steps compute what did not come.
 
-use nuthatch_cache::{Load, LoadId, Outcome};
-use nuthatch_types::SeqId;
+use nuthatch_cache::{Load, LoadId, Outcome, Salt};
+use nuthatch_types::{PageId, SeqId, TokenId};
 
 use crate::Scheduler;
 use crate::sequence::Sequence;
@@ -35,13 +35,59 @@ impl Scheduler {
         sequence.n_loading = 0;
     }
 
+    /// Takes in that something slower than the host brought `n_pages` in this time.
+    pub fn loaded(&mut self, n_pages: u32, nanos: u64) {
+        if n_pages > 0 {
+            self.meter.loaded(n_pages, nanos);
+        }
+    }
+
+    /// Whether it takes less time to bring `n_pages` pages after the first `n_before` than to compute
+    /// their tokens, as far as it was measured.
+    pub fn is_worth_loading(&self, n_before: u32, n_pages: u32) -> bool {
+        let page_len = self.cache.config().page_len;
+        let (start, end) = (n_before * page_len, (n_before + n_pages) * page_len);
+        let rates = self.meter.rates();
+        rates.load(n_pages) < rates.compute(start..end)
+    }
+
+    /// The tokens of the sequence that waits for a load, and whose pages it may share; `None` when
+    /// nobody waits for it.
+    pub fn load_tokens(&self, id: LoadId) -> Option<(Salt, &[TokenId])> {
+        let sequence = self.seq(self.cache.waits_for(id)?);
+        Some((sequence.hints.salt, sequence.tokens.settled()))
+    }
+
+    /// There is something slower than the host: from now on what it could save is remembered
+    /// ([`Scheduler::take_published`]), and what it costs to compute tokens is measured.
+    pub fn expect_loads(&mut self) {
+        self.has_slow_tier = true;
+        self.cache.note_published();
+    }
+
+    /// The pages that became findable since this was called last. See [`nuthatch_cache::Cache::take_published`].
+    pub fn take_published(&mut self) -> Vec<PageId> {
+        self.cache.take_published()
+    }
+
+    /// Mixes a secret into the names of contents. See [`nuthatch_cache::Cache::mix_key`].
+    pub fn mix_key(&mut self, secret: u128) {
+        self.cache.mix_key(secret);
+    }
+
     /// Asks for the pages of a sequence, which was just admitted, that a slower tier holds and the
-    /// cache did not find. False when there are none, or when it is spilled: what is loaded comes to
-    /// the device, where it has no room. The pages of all its tokens are available.
+    /// cache did not find. False when there are none, when computing them takes less time, or when it
+    /// is spilled: what is loaded comes to the device, where it has no room. The pages of all its
+    /// tokens are available.
     pub(crate) fn load_stored(&mut self, seq: SeqId) -> bool {
-        let n_stored = self.n_stored(self.seq(seq));
-        let n_pages = n_stored.saturating_sub(self.cache.n_pages(seq));
+        let (n_stored, n_before) = (self.n_stored(self.seq(seq)), self.cache.n_pages(seq));
+        let n_pages = n_stored.saturating_sub(n_before);
         if n_pages == 0 || self.seq(seq).is_spilled {
+            return false;
+        }
+        if !self.is_worth_loading(n_before, n_pages) {
+            self.counters.loads_declined += 1;
+            self.seq_mut(seq).hints.n_stored = 0;
             return false;
         }
         let load = self.cache.prepare_load(seq, n_pages).expect("the pages were counted");

@@ -55,6 +55,8 @@ pub struct Scheduler {
     pub(crate) unspill_nanos: f64,
     /// Loads that were decided and not yet handed out.
     pub(crate) loads: Vec<Load>,
+    /// Whether something slower than the host may hold pages.
+    pub(crate) has_slow_tier: bool,
     /// The request that did not fit when it was its turn.
     pub(crate) blocked: Option<Blocked>,
     pub(crate) n_arrivals: u64,
@@ -227,6 +229,7 @@ impl Scheduler {
             meter: Meter::default(),
             unspill_nanos: 0.0,
             loads: Vec::new(),
+            has_slow_tier: false,
             blocked: None,
             n_arrivals: 0,
         })

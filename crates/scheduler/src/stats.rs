@@ -70,6 +70,8 @@ pub struct Counters {
     /// Spilled sequences that were swapped out after their first token, because pages would have had
     /// to be read over a link for each further one.
     pub rests: u64,
+    /// Admissions that computed what something slower holds, because that takes less time.
+    pub loads_declined: u64,
     /// Turns in which a running sequence found no pages and nobody to preempt.
     pub stalls: u64,
 }

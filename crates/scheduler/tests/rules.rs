@@ -457,6 +457,22 @@ fn nobody_gets_the_slots_of_a_load_before_it_has_ended() {
 }
 
 #[test]
+fn what_takes_longer_to_load_than_to_compute_is_computed() {
+    let mut scheduler = scheduler(4, 8, Config::default());
+    scheduler.expect_loads();
+    let hints = Hints { n_stored: 8, ..Hints::default() };
+    // Two pages take longer than eight tokens at the rate that is guessed.
+    scheduler.loaded(1, 1_000_000);
+    assert!(!scheduler.is_worth_loading(0, 2) && scheduler.is_worth_loading(5_000, 2));
+    scheduler.submit_with(request(1, 12, 5), hints).expect("fits");
+    let (plan, _) = step(&mut scheduler, TokenId(5));
+    assert_eq!(shape(&plan), [(1, 0, 12, true)]);
+    assert!(scheduler.take_loads().is_empty());
+    assert_eq!(scheduler.stats().counters.loads_declined, 1);
+    assert_eq!(scheduler.take_published().len(), 3, "what was computed can be saved");
+}
+
+#[test]
 fn a_late_load_is_not_waited_for() {
     let mut scheduler = scheduler(4, 8, Config::default());
     let hints = Hints { n_stored: 8, ..Hints::default() };

@@ -97,7 +97,8 @@ impl World {
             prefix: !rng.one_in(4),
             eviction: [Lru, Lfu, Priority, Lineage][rng.range(0..4) as usize],
             max_pinned: rng.range(0..n_pages / 4 + 1),
-            host_reads: [Never, Near, Far][rng.range(0..3) as usize],
+            // Over a link more happens than beside it: pages come back, and sequences rest.
+            host_reads: [Never, Near, Far, Far][rng.range(0..4) as usize],
             ..Options::default()
         };
         let n_host_pages = if rng.one_in(3) { 0 } else { rng.range(0..2 * n_pages) };
@@ -121,12 +122,15 @@ impl World {
             let n_tokens = rng.range(0..max_prompt);
             (0..n_tokens).map(|_| TokenId(rng.range(0..N_VOCAB))).collect()
         };
+        let mut scheduler = Scheduler::with_policy(config, cache, policy).expect("valid limits");
+        // Loads are cheap, so that all are tried.
+        scheduler.loaded(1, 1);
         World {
             loads: Vec::new(),
             log: None,
             config,
             policy,
-            scheduler: Scheduler::with_policy(config, cache, policy).expect("valid limits"),
+            scheduler,
             executor: FakeExecutor::new(page_len, n_pages, N_VOCAB)
                 .with_host(n_host_pages)
                 .with_spill(options.host_reads != Never)

@@ -1,7 +1,7 @@
 //! Where the bytes of pages are: on the device while a step reads them, on the host meanwhile.
 
 use nuthatch_backend::{Backend, DeviceError};
-use nuthatch_types::{KvShape, KvSlots, PageCopy, PageShift};
+use nuthatch_types::{KvShape, KvSlots, PageCopy, PageImage, PageShift, Slot};
 
 /// The keys and values of all pages of both tiers.
 ///
@@ -36,6 +36,26 @@ impl<B: Backend> KvStore<B> {
     /// Moves pages' bytes inside a tier or between tiers, in order.
     pub fn copy(&mut self, backend: &B, copies: &[PageCopy]) -> Result<(), DeviceError> {
         if copies.is_empty() { Ok(()) } else { backend.copy_pages(&mut self.kv, copies) }
+    }
+
+    /// How a page's bytes lie when they leave the device; `None` where they cannot.
+    pub fn page_image(&self, backend: &B) -> Option<PageImage> {
+        backend.page_image(&self.kv)
+    }
+
+    /// Copies a page's bytes from a slot, and waits.
+    pub fn read_page(&self, backend: &B, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        backend.read_page(&self.kv, slot, target)
+    }
+
+    /// Copies a page's bytes to a slot.
+    pub fn write_page(
+        &mut self,
+        backend: &B,
+        slot: Slot,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
+        backend.write_page(&mut self.kv, slot, source)
     }
 
     /// Writes pages anew with their keys at other positions, in order.

@@ -61,8 +61,8 @@ pub struct PageShift {
 /// What the executor gives back.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepResult {
-    /// One entry for each [`SeqStep`] that asked for a sample and is not in `failed`, in the order
-    /// of the plan.
+    /// One entry for each [`SeqStep`](crate::SeqStep) that asked for a sample and is not in `failed`,
+    /// in the order of the plan.
     pub sampled: Vec<Sampled>,
     /// Sequences whose logits were no numbers to choose by, in the order of the plan. They end; the
     /// others are as if these were not there.

@@ -89,12 +89,14 @@ pub struct KvShape {
 }
 
 impl KvShape {
+    /// Bytes of one token's key and value of one head.
+    pub fn row_bytes(&self) -> usize {
+        2 * self.head_dim as usize * self.dtype.bytes()
+    }
+
     /// Bytes of keys and values that one token needs over all layers.
     pub fn token_bytes(&self) -> usize {
-        2 * self.n_layers as usize
-            * self.n_kv_heads as usize
-            * self.head_dim as usize
-            * self.dtype.bytes()
+        self.n_layers as usize * self.n_kv_heads as usize * self.row_bytes()
     }
 
     /// Bytes of one page over all layers.
@@ -106,6 +108,15 @@ impl KvShape {
     pub fn pages_for(&self, n_tokens: usize) -> usize {
         n_tokens.div_ceil(self.page_len as usize)
     }
+}
+
+/// How a page's bytes lie when they leave the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageImage {
+    /// Bytes of one page over all layers.
+    pub bytes: usize,
+    /// Names everything beside the model and the tokens that decides what the bytes are.
+    pub layout: String,
 }
 
 #[cfg(test)]

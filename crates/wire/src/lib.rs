@@ -55,7 +55,5 @@ pub use responses::ResponsesRequest;
 pub use service::{
     DetokenizeRequest, Detokenized, ModelCard, ModelList, TokenizeInput, TokenizeRequest, Tokenized,
 };
-pub use stream::{
-    ChatChunk, ChatChunkChoice, ChatDelta, TextChunk, TextChunkChoice, ToolCallDelta,
-};
+pub use stream::{ChatChunkChoice, ChatDelta, Chunk, TextChunkChoice, ToolCallDelta};
 pub use tools::{Tool, ToolCall, ToolChoice};

@@ -69,6 +69,9 @@ pub struct RetentionFields {
     pub seconds: Option<f64>,
 }
 
+/// How long the pages of a session should stay, if the client does not say it.
+const SESSION_SECONDS: f64 = 3600.0;
+
 /// How tokens are chosen, as far as the client says; what it leaves open is the model's or ours.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingFields {
@@ -179,6 +182,8 @@ pub(crate) struct RawOptions<'a> {
     prompt_logprobs: Raw<'a>,
     #[serde(borrow)]
     retention: Raw<'a>,
+    #[serde(borrow)]
+    session_id: Raw<'a>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -289,7 +294,12 @@ impl RawOptions<'_> {
     fn retention(&self) -> Result<Option<RetentionFields>, RequestError> {
         const PARAM: &str = "retention";
         let raw: Option<RawRetention> = field(self.retention, PARAM)?;
-        let Some(RawRetention { priority, ttl }) = raw else { return Ok(None) };
+        // Somebody who names a session will come back to it.
+        let in_session = name(self.session_id, "session_id")?.is_some();
+        let session = RetentionFields { priority: 1, seconds: Some(SESSION_SECONDS) };
+        let Some(RawRetention { priority, ttl }) = raw else {
+            return Ok(in_session.then_some(session));
+        };
         if ttl.is_some_and(|ttl| !(0.0..=caps::RETENTION_SECONDS).contains(&ttl)) {
             let detail = format!("ttl must be 0 to {} seconds", caps::RETENTION_SECONDS);
             return Err(RequestError::invalid(PARAM, detail));

@@ -4,27 +4,22 @@ use serde::Serialize;
 
 use crate::{ChatLogprobs, Finish, TextLogprobs, ToolCall, Usage};
 
-/// A piece of a chat's answer.
+/// What is new in an answer; `C` is a piece of it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct ChatChunk<'a> {
+pub struct Chunk<'a, C> {
     /// The same in all chunks of a request.
     pub id: &'a str,
-    /// `chat.completion.chunk`.
+    /// What kind of chunk it is.
     pub object: &'static str,
     /// Seconds since 1970.
     pub created: u64,
     /// The model that answers.
     pub model: &'a str,
     /// The piece; none in the chunk that only tells the usage.
-    pub choices: Vec<ChatChunkChoice>,
+    pub choices: Vec<C>,
     /// What was used, where it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
-}
-
-impl ChatChunk<'_> {
-    /// The value of `object`.
-    pub const OBJECT: &'static str = "chat.completion.chunk";
 }
 
 /// A piece of one answer.
@@ -38,6 +33,11 @@ pub struct ChatChunkChoice {
     pub logprobs: Option<ChatLogprobs>,
     /// Why it ended, in its last piece.
     pub finish_reason: Option<Finish>,
+}
+
+impl ChatChunkChoice {
+    /// The value of a chunk's `object`.
+    pub const OBJECT: &'static str = "chat.completion.chunk";
 }
 
 /// What is new in an answer.
@@ -64,24 +64,6 @@ pub struct ToolCallDelta {
     pub call: ToolCall,
 }
 
-/// A piece of a continuation.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct TextChunk<'a> {
-    /// The same in all chunks of a request.
-    pub id: &'a str,
-    /// `text_completion`.
-    pub object: &'static str,
-    /// Seconds since 1970.
-    pub created: u64,
-    /// The model that answers.
-    pub model: &'a str,
-    /// The piece; none in the chunk that only tells the usage.
-    pub choices: Vec<TextChunkChoice>,
-    /// What was used, where it was asked for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Usage>,
-}
-
 /// A piece of one continuation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TextChunkChoice {
@@ -93,4 +75,9 @@ pub struct TextChunkChoice {
     pub logprobs: Option<TextLogprobs>,
     /// Why it ended, in its last piece.
     pub finish_reason: Option<Finish>,
+}
+
+impl TextChunkChoice {
+    /// The value of a chunk's `object`.
+    pub const OBJECT: &'static str = "text_completion";
 }

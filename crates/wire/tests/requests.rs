@@ -488,7 +488,7 @@ proptest! {
             "stop_token_ids", "stream_options", "response_format", "min_tokens", "user", "body",
             "tools", "tool_choice", "structured_outputs", "guided_json", "guided_choice", "input",
             "retention", "best_of", "use_beam_search", "early_stopping", "echo", "text", "tokens",
-            "chat_template_kwargs", "instructions", "add_special_tokens", "max_output_tokens",
+            "session_id", "chat_template_kwargs", "instructions", "add_special_tokens", "max_output_tokens",
         ]),
         value in value(),
     ) {

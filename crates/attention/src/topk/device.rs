@@ -9,7 +9,8 @@ use nuthatch_store::KvStore;
 
 use super::head::{HeadRule, Lookup};
 use super::policy::{Aggregate, Refresh, Retriever, Reuse};
-use super::run::{Scratch, TopK, TopKLayer, Work, pick};
+use super::run::{self, TopK, TopKLayer};
+use super::work::{Work, pick};
 
 impl TopK {
     /// Lets the device decide if it can: by one policy, whose rows it keeps by itself.
@@ -42,7 +43,7 @@ impl TopK {
             Reuse::PageLru { .. } => return None,
         };
         let has_choice = !matches!(policy.retriever, Retriever::Full | Retriever::Streaming);
-        if !has_choice || policy.speculates || self.measures_mass {
+        if !has_choice || policy.speculates || self.measures_mass || self.near.is_some() {
             return None;
         }
         let numbers = |rule: &HeadRule| HeadNumbers {
@@ -106,15 +107,10 @@ impl TopK {
             return Ok(());
         }
         // What the host decides from the same queries and scores says what the device had to.
-        self.take_heads(layer);
-        self.look_up(b, [qkv, qkv], layer)?;
-        let Scratch { asks: [asks, _], scores, .. } = &mut self.scratch;
-        if !asks.is_empty() {
-            b.score(plan, dense.layer, &dense.spec(), qkv, kv, asks, scores)?;
-        }
-        self.select(b, layer);
-        self.check_device(b, layer, store)?;
-        self.put_back(layer.idx);
+        let mut works = self.take_heads(layer, run::Deciding::Now);
+        self.decide(b, plan, layer, (kv, qkv), &mut works)?;
+        self.check_device(b, layer, store, &works)?;
+        self.put_back(layer.idx, works);
         Ok(())
     }
 
@@ -167,15 +163,16 @@ impl TopK {
         b: &B,
         layer: &TopKLayer<'_, B>,
         store: &KvStore<B>,
+        works: &[Work],
     ) -> Result<(), DeviceError> {
         let n_heads = self.shape.n_kv_heads;
-        for works in self.scratch.works.chunks(n_heads) {
+        for works in works.chunks(n_heads) {
             let row = works[0].at.row;
             let decided = b.decided(store.device(), row)?;
             for work in works {
                 let number = layer.idx * n_heads + work.head_idx;
                 let places = b.decided_places(store.device(), (row, number))?;
-                let pick = pick(&self.policies[0].policy, work);
+                let pick = pick(self, layer.idx, work);
                 let expected = expected(work, &pick);
                 let has_places = work.lookup.is_hit() || places.chosen == work.head.chosen();
                 if expected != decided[number] || !has_places || places.members != pick.places {

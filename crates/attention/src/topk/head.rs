@@ -1,5 +1,6 @@
 //! What is remembered of one key/value head of one sequence.
 
+use super::near_rows::NearRows;
 use super::policy::{Policy, Refresh, Reuse};
 use super::reuse::{aggregate, cosine, threshold};
 use super::working_set::WorkingSet;
@@ -87,6 +88,8 @@ pub struct Head {
     /// The last selection, ascending.
     pub(super) chosen: Vec<u32>,
     set: WorkingSet,
+    /// Where the rows that stay are near, if they are brought there.
+    pub(super) near: NearRows,
     /// Pages of the selection, where rows are cached by the page.
     pages: Vec<u32>,
     cut: u32,
@@ -99,6 +102,7 @@ impl Head {
         self.label.clear();
         self.chosen.clear();
         self.set.clear();
+        self.near.clear();
         self.age = 0;
     }
 
@@ -151,12 +155,16 @@ impl Head {
         if policy.refresh == Refresh::Whole && policy.working_set == 1.0 {
             self.set.clear();
         }
-        let capacity = (k as f32 * policy.working_set).ceil() as usize;
-        let n_missing = self.set.admit(&self.chosen, capacity);
+        let n_missing = self.set.admit(&self.chosen, policy.set_size(k));
         match policy.refresh {
             Refresh::Delta => n_missing,
             Refresh::Whole => k,
         }
+    }
+
+    /// Gives the rows that stay their places near, and the whole selection again if `is_whole`.
+    pub(super) fn place_near(&mut self, is_whole: bool) {
+        self.near.change(self.set.members(), if is_whole { &self.chosen } else { &[] });
     }
 
     /// Places between sinks and tail that are attended, ascending.

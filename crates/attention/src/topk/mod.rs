@@ -9,15 +9,19 @@
 //!
 //! Code map: [`Policy`] says how all of this is done, and `spec` reads it from text; `reuse` decides
 //! whether a selection still serves; `working_set` which rows stay; `head` is what is remembered of
-//! one head of one sequence; `frames` makes what digests project on; [`Profile`] is what was
-//! measured of a model's heads; [`TopK`] runs a layer, and `device` lets a device decide.
+//! one head of one sequence; `near` and `residency` share near memory, `near_rows` is where rows are
+//! in it; `frames` makes what digests project on; [`Profile`] is what was measured of a model's
+//! heads; [`TopK`] runs a layer, and `device` lets a device decide.
 //!
 //! Every decision is taken from plain values by plain functions, so that a device that decides by
 //! itself can be compared step by step.
 
+mod compact;
 mod device;
 mod frames;
 mod head;
+mod near;
+mod near_rows;
 mod policy;
 mod profile;
 mod residency;
@@ -26,13 +30,15 @@ mod run;
 mod spec;
 mod stats;
 mod trace;
+mod work;
 mod working_set;
 
 pub use frames::{orthonormal_frame, principal_frame};
 pub use head::{Head, HeadRule, Lookup};
+pub use near::{NearError, NearNeeds, NearPlan, NearRequest};
 pub use policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, digest_page_bytes};
 pub use profile::{Calibration, Profile, ProfileError};
-pub use residency::{Residency, prefetchable_heads, residency};
+pub use residency::prefetchable_heads;
 pub use reuse::{aggregate, cosine, threshold};
 pub use run::{TopK, TopKLayer, TopKShape};
 pub use spec::{AUTO, GRAMMAR, SpecError};

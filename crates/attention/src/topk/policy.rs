@@ -203,9 +203,17 @@ impl Policy {
         kv_len.saturating_sub(self.recent).max(self.sinks.min(kv_len))
     }
 
-    /// The most rows of one head's working set, of a context of `n` tokens.
-    pub fn rows_max(&self, n: u32) -> u32 {
-        let rows = f64::from(self.budget.rows(n)) * f64::from(self.working_set);
-        (rows.ceil() as u32).min(n)
+    /// The most rows of the working set of a head whose share is `weight` times the usual one, of a
+    /// context of `n` tokens.
+    pub fn rows_max(&self, n: u32, weight: f32) -> u32 {
+        if matches!(self.retriever, Retriever::Full | Retriever::Streaming) {
+            return 0;
+        }
+        self.set_size(self.budget.weighted_rows(n, weight) as usize).min(n as usize) as u32
+    }
+
+    /// Rows of a working set whose last selection has `k`.
+    pub fn set_size(&self, k: usize) -> usize {
+        (k as f32 * self.working_set).ceil() as usize
     }
 }

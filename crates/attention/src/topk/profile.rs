@@ -3,6 +3,7 @@
 use nuthatch_backend::{Digest, DigestKind};
 use serde::{Deserialize, Serialize};
 
+use super::compact;
 use super::frames::{orthonormal_frame, principal_frame};
 use super::policy::{Policy, Retriever};
 use super::run::TopKShape;
@@ -46,9 +47,9 @@ pub struct Profile {
     /// `[kv layer][G][D]` channels, those that matter most to products first.
     #[serde(default)]
     pub channels: Vec<u16>,
-    /// `[kv layer][G][D][D]` directions in which keys are longest, longest first.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub principal: Vec<f32>,
+    /// `[kv layer][G][n]` directions of width `D` in which keys are longest, longest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "compact")]
+    pub principal: Vec<Vec<f32>>,
 }
 
 /// A profile that cannot be used.
@@ -136,7 +137,14 @@ impl Profile {
         floats("importance", &self.importance, layers * heads)?;
         floats("similarity", &self.similarity, layers * heads)?;
         floats("mean", &self.mean, kv_layers * kv_heads * d)?;
-        floats("principal", &self.principal, kv_layers * kv_heads * d * d)?;
+        let n_principal = self.n_principal();
+        for row in &self.principal {
+            floats("a principal direction", row, d)?;
+        }
+        let (found, expected) = (self.principal.len(), kv_layers * kv_heads * n_principal);
+        if found != expected || n_principal > d {
+            return Err(ProfileError::List { list: "principal", found, expected });
+        }
         let expected = kv_layers * kv_heads * d;
         let found = self.channels.iter().filter(|&&c| usize::from(c) < d).count();
         if !self.channels.is_empty() && (found != expected || self.channels.len() != expected) {
@@ -194,12 +202,28 @@ impl Profile {
         }
     }
 
+    /// Principal directions of each head.
+    fn n_principal(&self) -> usize {
+        let heads = self.n_kv_layers as usize * self.n_kv_heads as usize;
+        self.principal.len() / heads.max(1)
+    }
+
+    /// `[layer][G]` the average similarity of adjacent queries, over the query heads of each
+    /// key/value head; nothing where nothing was measured.
+    pub fn similarities(&self) -> Vec<f32> {
+        let group = (self.n_heads / self.n_kv_heads.max(1)).max(1) as usize;
+        let groups = self.similarity.chunks_exact(group);
+        groups.map(|heads| heads.iter().sum::<f32>() / group as f32).collect()
+    }
+
     /// Whether it has what the policy's digest needs.
     pub fn serves(&self, policy: &Policy) -> bool {
         match policy.retriever {
             Retriever::Full | Retriever::Streaming | Retriever::Exact | Retriever::Quest => true,
             Retriever::Hata { .. } => !self.mean.is_empty(),
-            Retriever::Loki { .. } => !self.principal.is_empty(),
+            Retriever::Loki { channels } => {
+                self.n_principal() >= channels.min(self.head_dim).max(1) as usize
+            }
             Retriever::DoubleSparsity { .. } => !self.channels.is_empty(),
         }
     }
@@ -215,10 +239,11 @@ impl Profile {
             DigestKind::Channels => (width as usize).min(d),
             DigestKind::Bounds => 0,
         };
+        let n_principal = self.n_principal();
         let frame = match retriever {
             Retriever::Hata { .. } => orthonormal_frame(width, d, FRAME_SEED),
             Retriever::Loki { .. } => self.first_rows(heads, width, |head, row, e| {
-                self.principal.get((head * d + row) * d + e).copied()
+                self.principal.get(head * n_principal + row)?.get(e).copied()
             }),
             Retriever::DoubleSparsity { .. } => self.first_rows(heads, width, |head, row, e| {
                 let channel = self.channels.get(head * d + row)?;
@@ -345,7 +370,9 @@ impl Calibration {
             let weight = |c: u16| sums.queries[usize::from(c)] * sums.keys[usize::from(c)];
             channels.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
             profile.channels.extend(channels);
-            profile.principal.extend(principal_frame(&sums.moments, d, d));
+            // As they would be read again, so that a stored profile finds the same.
+            let rows = principal_frame(&sums.moments, d, d);
+            profile.principal.extend(rows.chunks_exact(d).map(compact::rounded));
         }
     }
 }
@@ -362,6 +389,7 @@ mod tests {
         let mut profile = Profile::empty(&SHAPE);
         profile.importance = vec![0.25; 8];
         profile.mean = vec![1.5; 8];
+        profile.principal = vec![vec![0.0, 1.0, 0.0, 0.0]; 4];
         let text = serde_json::to_string(&profile).unwrap();
         assert_eq!(Profile::from_json(&text).unwrap(), profile);
         assert!(profile.check_shape(&SHAPE).is_ok());
@@ -372,6 +400,9 @@ mod tests {
             ("0.25,", "1e300,"),
             ("\"n_heads\":4", "\"n_heads\":5"),
             ("\"command\"", "\"comand\""),
+            ("007f0000", "007f00"),
+            ("007f0000", "007fxx00"),
+            ("\"007f0000\",", ""),
             ("{", "["),
         ] {
             let bad = text.replacen(from, to, 1);
@@ -408,7 +439,7 @@ mod tests {
         assert_eq!(profile.mean[4..], [2.0, 0.0, -4.0, 0.25]);
         assert_eq!(profile.channels[4..], [2, 0, 3, 1]);
         assert_eq!(profile.similarity[4..], [0.0; 4]);
-        let first = &profile.principal[16..20];
+        let first = &profile.principal[4];
         assert!(first[2].abs() > 0.8 && first[0] * first[2] < 0.0, "{first:?}");
         assert!(profile.check().is_ok());
         let digest = profile.digest(Retriever::DoubleSparsity { channels: 2 }).unwrap();

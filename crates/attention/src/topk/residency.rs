@@ -1,13 +1,7 @@
-//! Which heads keep all their KV on the device.
+//! Which heads had better keep all their KV on the device.
 
-/// What stays on the device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Residency {
-    /// `[layer][G]` whether the head's whole KV stays.
-    pub is_resident: Vec<bool>,
-    /// How many do.
-    pub n_resident: usize,
-}
+/// What adjacent queries of a head may be less similar than on the average.
+const MARGIN: f32 = 0.05;
 
 /// Heads of one layer whose selections can be fetched while another layer computes: the time that a
 /// layer takes, by what the link carries, over the bytes of one head's selection.
@@ -20,34 +14,36 @@ pub fn prefetchable_heads(layer_seconds: f64, link_bytes_per_s: f64, head_bytes:
     (layer_seconds * link_bytes_per_s / head_bytes) as u32
 }
 
-/// Picks the heads that stay, at most `budget` of them beside those of the first layer, which always
-/// stay: nothing can be fetched ahead for it.
+/// The heads in the order in which they should stay: those of the first layer, for which nothing can
+/// be fetched ahead, then the others, the most difficult first.
 ///
 /// A head is the more difficult, the higher its threshold is above its average similarity less a
-/// margin. In each layer the `n_prefetchable` least difficult ones are left to prefetching; of the
-/// others the most difficult stay. `thresholds` and `similarities` are `[layer][G]`.
-pub fn residency(
+/// margin. In each layer the `n_prefetchable` least difficult ones are left to prefetching, and come
+/// last. `thresholds` and `similarities` are `[layer][G]`; similarities that are missing are 0.
+pub(super) fn residency(
     n_kv_heads: usize,
     thresholds: &[f32],
     similarities: &[f32],
-    margin: f32,
-    (n_prefetchable, budget): (usize, usize),
-) -> Residency {
-    let difficulty = |i: usize| thresholds[i] - (similarities[i] - margin);
-    let mut is_resident = vec![false; thresholds.len()];
-    is_resident[..n_kv_heads.min(thresholds.len())].fill(true);
-    let mut candidates = Vec::new();
-    for layer in 1..thresholds.len() / n_kv_heads {
-        let mut heads: Vec<usize> = (layer * n_kv_heads..(layer + 1) * n_kv_heads).collect();
-        heads.sort_by(|&a, &b| difficulty(a).total_cmp(&difficulty(b)).then(a.cmp(&b)));
-        candidates.extend(heads.into_iter().skip(n_prefetchable));
+    n_prefetchable: usize,
+) -> Vec<usize> {
+    let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
+    let difficulty = |i: usize| thresholds[i] - (similarity(i) - MARGIN);
+    let most_difficult = |heads: &mut [usize]| {
+        heads.sort_by(|&a, &b| difficulty(b).total_cmp(&difficulty(a)).then(a.cmp(&b)));
+    };
+    let heads: Vec<usize> = (0..thresholds.len()).collect();
+    let (mut order, mut left) = (Vec::new(), Vec::new());
+    for heads in heads.chunks(n_kv_heads.max(1)).skip(1) {
+        let mut heads = heads.to_vec();
+        most_difficult(&mut heads);
+        let (stay, prefetched) = heads.split_at(heads.len().saturating_sub(n_prefetchable));
+        order.extend_from_slice(stay);
+        left.extend_from_slice(prefetched);
     }
-    candidates.sort_by(|&a, &b| difficulty(b).total_cmp(&difficulty(a)).then(a.cmp(&b)));
-    for &head in candidates.iter().take(budget) {
-        is_resident[head] = true;
-    }
-    let n_resident = is_resident.iter().filter(|&&is| is).count();
-    Residency { is_resident, n_resident }
+    most_difficult(&mut order);
+    most_difficult(&mut left);
+    let first = heads.into_iter().take(n_kv_heads);
+    first.chain(order).chain(left).collect()
 }
 
 #[cfg(test)]
@@ -67,14 +63,13 @@ mod tests {
     fn the_first_layer_and_the_hardest_heads_stay() {
         let thresholds = [0.0, 0.0, 0.8, 0.7, 0.8, -0.9];
         let similarities = [0.9, 0.9, 0.9, 0.5, 0.6, 0.9];
-        let resident = |n_prefetchable, budget| {
-            residency(2, &thresholds, &similarities, 0.05, (n_prefetchable, budget)).is_resident
-        };
-        assert_eq!(resident(0, 0), [true, true, false, false, false, false]);
-        assert_eq!(resident(0, 1), [true, true, false, true, false, false]);
-        assert_eq!(resident(0, 2), [true, true, false, true, true, false]);
+        let order = |n_prefetchable| residency(2, &thresholds, &similarities, n_prefetchable);
+        assert_eq!(order(0), [0, 1, 3, 4, 2, 5]);
         // The easier head of each layer is left to prefetching.
-        assert_eq!(resident(1, 9), [true, true, false, true, true, false]);
-        assert_eq!(resident(2, 9), [true, true, false, false, false, false]);
+        assert_eq!(order(1), [0, 1, 3, 4, 2, 5]);
+        assert_eq!(residency(3, &thresholds, &similarities, 2), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(residency(2, &[0.0, 0.0, 0.9, 0.8, 0.1, 0.0], &[], 1), [0, 1, 2, 4, 3, 5]);
+        assert_eq!(order(9), [0, 1, 3, 4, 2, 5]);
+        assert_eq!(residency(2, &[], &[], 0), [] as [usize; 0]);
     }
 }

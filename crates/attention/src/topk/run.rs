@@ -1,16 +1,19 @@
-//! One layer's top-k attention over a batch: what each head remembers, and the device's part.
+//! Top-k attention over a batch: what is remembered of each sequence, and the order of a layer's
+//! work.
 
 use std::sync::Arc;
 
-use nuthatch_backend::{Ask, Backend, BatchLayout, DeviceError, Digest, Pick, ScoreBy};
+use nuthatch_backend::{Ask, Backend, BatchLayout, Bring, DeviceError, Digest, Near, ScoreBy};
 use nuthatch_store::KvStore;
 use nuthatch_types::Clock;
 
-use super::head::{Head, HeadRule, Lookup};
-use super::policy::{Policy, Retriever, Reuse};
+use super::head::{Head, HeadRule};
+use super::near::{NearError, NearNeeds, NearPlan, NearRequest};
+use super::policy::{Policy, Retriever};
 use super::profile::Profile;
 use super::stats::{Counts, Stats};
 use super::trace::Decision;
+use super::work::{Work, pick};
 use crate::Dense;
 
 /// Layers and heads of a model.
@@ -36,9 +39,16 @@ pub struct TopK {
     pub(super) shape: TopKShape,
     pub(super) policies: Vec<PolicyRules>,
     digests: Vec<Digest>,
+    /// `[layer][G]` what adjacent queries have on the average; empty if it was not measured.
+    similarities: Vec<f32>,
+    /// What is kept near, if pages are far.
+    pub(super) near: Option<NearPlan>,
     pub(super) rows: Vec<Row>,
     /// Sequences of the running step that may attend by picks, and their tables.
     pub(super) active: Vec<Active>,
+    /// What was decided by the queries of the layer before, of layers with even numbers and of those
+    /// with odd ones: a layer is decided about before the one before it attends.
+    ahead: [Vec<Work>; 2],
     pub(super) stats: Stats,
     pub(super) measures_mass: bool,
     /// Decisions since they were last taken, if they are recorded.
@@ -71,6 +81,7 @@ pub(super) struct Row {
     heads: Vec<Vec<Head>>,
 }
 
+/// A sequence of the running step.
 #[derive(Clone, Copy)]
 pub(super) struct Active {
     pub(super) seq: u32,
@@ -78,29 +89,15 @@ pub(super) struct Active {
     pub(super) policy: usize,
     pub(super) kv_len: u32,
     /// Its only row of the batch.
-    query_row: usize,
+    pub(super) query_row: usize,
 }
 
+/// Memory that layers reuse.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// Of the layer itself, and of the layer before.
-    queries: [Vec<f32>; 2],
-    pub(super) asks: [Vec<Ask>; 2],
+    pub(super) queries: Vec<f32>,
+    pub(super) asks: Vec<Ask>,
     pub(super) scores: Vec<u32>,
-    pub(super) works: Vec<Work>,
-}
-
-/// What one head of one sequence does in one layer.
-pub(super) struct Work {
-    pub(super) at: Active,
-    pub(super) head_idx: usize,
-    /// Which queries decide: 0 for those of the layer itself, 1 for those of the layer before.
-    source: usize,
-    pub(super) head: Head,
-    pub(super) lookup: Lookup,
-    /// Places of the scores, if a selection is made.
-    pub(super) scores: Option<(usize, usize)>,
-    pub(super) n_moved: usize,
 }
 
 /// One layer, as [`TopK::attend`] needs it.
@@ -109,9 +106,15 @@ pub struct TopKLayer<'a, B: Backend> {
     pub idx: usize,
     /// Its exact attention.
     pub dense: &'a Dense<B>,
-    /// Queries from the layer before, if some policy wants them and there is one; laid out as the
-    /// layer's own.
-    pub ahead: Option<&'a B::Buf>,
+}
+
+/// Whose queries decide about a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Deciding {
+    /// Those that the layer before made for it.
+    Ahead,
+    /// Its own.
+    Now,
 }
 
 impl TopK {
@@ -146,6 +149,9 @@ impl TopK {
             shape,
             policies,
             digests,
+            similarities: profile.similarities(),
+            near: None,
+            ahead: Default::default(),
             rows: (0..n_rows).map(|_| Row::default()).collect(),
             active: Vec::new(),
             stats,
@@ -160,6 +166,32 @@ impl TopK {
     /// What must be kept beside pages.
     pub fn digests(&self) -> &[Digest] {
         &self.digests
+    }
+
+    /// Pages are far from now on; shares near memory, and says what the device has to keep there.
+    pub fn keep_near(
+        &mut self,
+        needs: &NearNeeds,
+        request: &NearRequest,
+    ) -> Result<&Near, NearError> {
+        if self.shape.n_layers != self.shape.n_kv_layers {
+            return Err(NearError::SharedLayers);
+        }
+        let policies: Vec<(Policy, &[HeadRule])> =
+            self.policies.iter().map(|rules| (rules.policy, &rules.rules[..])).collect();
+        let heads = (self.shape.n_kv_heads, &self.similarities[..]);
+        Ok(&self.near.insert(NearPlan::new(&policies, heads, needs, request)?).near)
+    }
+
+    /// What is kept near, if pages are far.
+    pub fn near(&self) -> Option<&NearPlan> {
+        self.near.as_ref()
+    }
+
+    /// Bytes of the largest selection of an average head, in a context of `n` tokens.
+    pub fn selection_bytes(&self, n: u32, row_bytes: usize) -> u64 {
+        let rows = self.policies.iter().map(|rules| rules.policy.budget.rows(n)).max();
+        u64::from(rows.unwrap_or(0)) * row_bytes as u64
     }
 
     /// Measures, from now on, which share of attention falls on attended rows. This costs more than
@@ -213,13 +245,15 @@ impl TopK {
     }
 
     /// Entries of a row's table were written. Where they replace others, what was remembered by
-    /// place is no longer true.
-    pub fn table_written(&mut self, row: u32, start: u32, n_entries: u32) {
+    /// place is no longer true; says whether this is so.
+    pub fn table_written(&mut self, row: u32, start: u32, n_entries: u32) -> bool {
         let row = &mut self.rows[row as usize];
-        if start < row.n_pages {
+        let replaces = start < row.n_pages;
+        if replaces {
             row.forget();
         }
         row.n_pages = start + n_entries;
+        replaces
     }
 
     /// Looks at a step's batch. The rows of prompts are computed exactly, and so are those of
@@ -250,6 +284,27 @@ impl TopK {
         self.active.iter().any(|at| self.policies[at.policy].policy.speculates)
     }
 
+    /// Decides about a layer by the queries that the layer before made for it, laid out as its own,
+    /// for sequences whose policy wants that; rows come near while other layers compute.
+    pub fn decide_ahead<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &B::Plan,
+        layer: &TopKLayer<'_, B>,
+        store: &KvStore<B>,
+        queries: &B::Buf,
+    ) -> Result<(), DeviceError> {
+        let mut works = self.take_heads(layer, Deciding::Ahead);
+        self.decide(b, plan, layer, (store.device(), queries), &mut works)?;
+        if self.near.is_some() {
+            let brings: Vec<Bring<'_>> = works.iter().filter_map(Work::bring).collect();
+            b.bring_ahead(plan, layer.dense.layer, store.device(), &brings)?;
+            works.iter_mut().for_each(|work| work.head.near.settle());
+        }
+        self.ahead[layer.idx % 2] = works;
+        Ok(())
+    }
+
     /// Attends in one layer: sequences that may, by picks, and the others to everything. Keys and
     /// values were appended; `qkv` and `out` are those of [`Dense::run`].
     pub fn attend<B: Backend>(
@@ -264,211 +319,89 @@ impl TopK {
             return self.attend_on_device(b, plan, layer, store, (qkv, out));
         }
         let (kv, dense) = (store.device(), layer.dense);
-        let begin = self.now();
-        self.take_heads(layer);
-        if self.scratch.works.is_empty() {
+        let mut works = self.take_heads(layer, Deciding::Now);
+        self.decide(b, plan, layer, (kv, qkv), &mut works)?;
+        works.append(&mut self.ahead[layer.idx % 2]);
+        if works.is_empty() {
             return b.attend(plan, dense.layer, &dense.spec(), qkv, kv, out);
         }
-        let sources = [qkv, layer.ahead.unwrap_or(qkv)];
-        self.look_up(b, sources, layer)?;
-        let Scratch { asks, scores, .. } = &mut self.scratch;
-        for (queries, asks) in sources.into_iter().zip(asks).filter(|(_, asks)| !asks.is_empty()) {
-            b.score(plan, dense.layer, &dense.spec(), queries, kv, asks, scores)?;
-        }
-        self.select(b, layer);
-        if let Some(begin) = begin {
-            let nanos = self.now().unwrap_or(begin).saturating_sub(begin).as_nanos();
-            self.stats.select_nanos += u64::try_from(nanos).unwrap_or(u64::MAX);
+        if self.near.is_some() {
+            let begin = self.now();
+            let brings: Vec<Bring<'_>> = works.iter().filter_map(Work::bring).collect();
+            b.bring(plan, dense.layer, kv, &brings)?;
+            works.iter_mut().for_each(|work| work.head.near.settle());
+            self.stats.bring_nanos += self.nanos_since(begin);
         }
         if self.measures_mass {
-            self.measure(b, plan, dense, (qkv, kv))?;
+            self.measure(b, plan, dense, (qkv, kv), &works)?;
         }
-        let picks = picks(&self.policies, &self.scratch.works);
+        let picks: Vec<_> = works.iter().map(|work| pick(self, layer.idx, work)).collect();
         b.attend_picks(plan, dense.layer, &dense.spec(), qkv, kv, &picks, out)?;
-        self.put_back(layer.idx);
+        self.put_back(layer.idx, works);
         Ok(())
     }
 
-    /// Floats of a row of queries, keys and values.
-    fn query_stride(&self, owns_kv: bool) -> usize {
-        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
-        let n_kv = if owns_kv { n_kv_heads } else { 0 };
-        (n_kv_heads * group + 2 * n_kv) * head_dim
+    /// Looks up, scores and selects.
+    pub(super) fn decide<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &B::Plan,
+        layer: &TopKLayer<'_, B>,
+        (kv, queries): (&B::Kv, &B::Buf),
+        works: &mut [Work],
+    ) -> Result<(), DeviceError> {
+        if works.is_empty() {
+            return Ok(());
+        }
+        let (begin, dense) = (self.now(), layer.dense);
+        self.look_up(b, queries, layer, works)?;
+        let Scratch { asks, scores, .. } = &mut self.scratch;
+        if !asks.is_empty() {
+            b.score(plan, dense.layer, &dense.spec(), queries, kv, asks, scores)?;
+        }
+        self.select(b, layer, works);
+        self.stats.select_nanos += self.nanos_since(begin);
+        Ok(())
     }
 
     fn now(&self) -> Option<std::time::Duration> {
         self.clock.as_ref().map(|clock| clock.now())
     }
 
-    /// Takes what is remembered of the layer's heads into the list of works.
-    pub(super) fn take_heads<B: Backend>(&mut self, layer: &TopKLayer<'_, B>) {
-        self.scratch.works.clear();
+    fn nanos_since(&self, begin: Option<std::time::Duration>) -> u64 {
+        let passed = begin.and_then(|begin| Some(self.now()?.saturating_sub(begin)));
+        passed.map_or(0, |passed| u64::try_from(passed.as_nanos()).unwrap_or(u64::MAX))
+    }
+
+    /// Takes what is remembered of the layer's heads, of sequences that are decided about now.
+    pub(super) fn take_heads<B: Backend>(
+        &mut self,
+        layer: &TopKLayer<'_, B>,
+        deciding: Deciding,
+    ) -> Vec<Work> {
+        let mut works = Vec::new();
         for &at in &self.active {
             let policy = &self.policies[at.policy].policy;
+            // Nothing comes before the first layer.
+            let is_ahead = policy.speculates && layer.idx > 0;
             // A window is short already.
-            if layer.dense.window.is_some() || layer.idx < policy.dense_layers as usize {
+            if layer.dense.window.is_some()
+                || layer.idx < policy.dense_layers as usize
+                || is_ahead != (deciding == Deciding::Ahead)
+            {
                 continue;
             }
             let heads = std::mem::take(&mut self.rows[at.row as usize].heads[layer.idx]);
-            self.scratch.works.extend(heads.into_iter().enumerate().map(|(head_idx, head)| {
-                let source = usize::from(policy.speculates && layer.ahead.is_some());
-                let (lookup, scores, n_moved) = (Lookup::Always, None, 0);
-                Work { at, head_idx, source, head, lookup, scores, n_moved }
-            }));
+            works.extend(heads.into_iter().enumerate().map(|(i, head)| Work::new(at, i, head)));
         }
+        works
     }
 
-    pub(super) fn put_back(&mut self, layer_idx: usize) {
-        for work in self.scratch.works.drain(..) {
+    /// Gives back what [`TopK::take_heads`] took.
+    pub(super) fn put_back(&mut self, layer_idx: usize, works: Vec<Work>) {
+        for work in works {
             self.rows[work.at.row as usize].heads[layer_idx].push(work.head);
         }
-    }
-
-    /// Decides for each head whether its selection serves, and asks for scores where it does not.
-    pub(super) fn look_up<B: Backend>(
-        &mut self,
-        b: &B,
-        sources: [&B::Buf; 2],
-        layer: &TopKLayer<'_, B>,
-    ) -> Result<(), DeviceError> {
-        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
-        let width = self.query_stride(layer.dense.owns_kv);
-        let Scratch { queries, scores, asks, works } = &mut self.scratch;
-        for (source, (queries, buf)) in queries.iter_mut().zip(sources).enumerate() {
-            let has_label = |work: &&Work| {
-                let reuse = self.policies[work.at.policy].policy.reuse;
-                work.source == source && matches!(reuse, Reuse::Qsac(_))
-            };
-            let n_rows = works.iter().filter(has_label).map(|work| work.at.query_row + 1).max();
-            queries.resize(n_rows.unwrap_or(0) * width, 0.0);
-            if !queries.is_empty() {
-                b.read(buf, queries)?;
-            }
-        }
-        asks.iter_mut().for_each(Vec::clear);
-        let mut n_scores = 0;
-        for work in works.iter_mut() {
-            let rules = &self.policies[work.at.policy];
-            let (policy, kv_len) = (&rules.policy, work.at.kv_len);
-            let cut = policy.cut(kv_len);
-            if policy.retriever == Retriever::Streaming || cut <= policy.sinks {
-                work.head.refresh(policy, &[], &[], cut);
-                continue;
-            }
-            if matches!(policy.reuse, Reuse::Qsac(_)) {
-                let rule = &rules.rules[layer.idx * n_kv_heads + work.head_idx];
-                let start = work.at.query_row * width + work.head_idx * group * head_dim;
-                let queries = &queries[work.source][start..start + group * head_dim];
-                work.lookup = work.head.look_up(policy, rule, queries);
-                let counts = &mut self.stats.policies[work.at.policy];
-                counts.count_lookup(rule.is_frozen(), work.lookup);
-                if work.lookup.is_hit() {
-                    work.head.reuse();
-                    continue;
-                }
-            }
-            let (seq, head) = (work.at.seq, work.head_idx as u32);
-            asks[work.source].push(Ask { seq, head, by: rules.by, n: cut, at: n_scores });
-            work.scores = Some((n_scores, n_scores + cut as usize));
-            n_scores += cut as usize;
-        }
-        if scores.len() < n_scores {
-            scores.resize(n_scores, 0);
-        }
-        Ok(())
-    }
-
-    /// Makes the selections that were asked for.
-    pub(super) fn select<B: Backend>(&mut self, b: &B, layer: &TopKLayer<'_, B>) {
-        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
-        let width = self.query_stride(layer.dense.owns_kv);
-        let (policies, Scratch { queries, scores, works, .. }) =
-            (&self.policies, &mut self.scratch);
-        let first_head = layer.idx * n_kv_heads;
-        let make = |work: &mut Work| {
-            let Some((start, end)) = work.scores else { return };
-            let PolicyRules { policy, rules, .. } = &policies[work.at.policy];
-            let cut = policy.cut(work.at.kv_len);
-            let weight = rules[first_head + work.head_idx].weight;
-            let k = policy.budget.weighted_rows(cut - policy.sinks, weight);
-            b.select(&scores[start..end], policy.sinks, k as usize, &mut work.head.chosen);
-            let at = work.at.query_row * width + work.head_idx * group * head_dim;
-            let label = match policy.reuse {
-                Reuse::Qsac(_) => &queries[work.source][at..at + group * head_dim],
-                Reuse::Never | Reuse::PageLru { .. } => &[],
-            };
-            work.n_moved = work.head.take_over(policy, label, cut);
-        };
-        // Mostly there is one or none, which is not worth waking threads for.
-        match works.iter().filter(|work| work.scores.is_some()).count() {
-            0 | 1 => works.iter_mut().for_each(make),
-            _ => b.each(works, make),
-        }
-        for work in &self.scratch.works {
-            let counts = &mut self.stats.policies[work.at.policy];
-            let policy = &self.policies[work.at.policy].policy;
-            counts.heads += 1;
-            counts.rows_full += u64::from(work.at.kv_len);
-            let pick = pick(policy, work);
-            let n_attended = pick.n_first + pick.places.len() as u32 + work.at.kv_len - pick.tail;
-            counts.rows_attended += u64::from(n_attended);
-            if work.scores.is_some() {
-                counts.selections += 1;
-                counts.rows_selected += work.head.chosen.len() as u64;
-                counts.rows_moved += work.n_moved as u64;
-            }
-        }
-        if let Some(trace) = &mut self.trace {
-            let decision = |work: &Work| {
-                let pick = pick(&self.policies[work.at.policy].policy, work);
-                Decision {
-                    row: work.at.row,
-                    policy: work.at.policy,
-                    layer: layer.idx,
-                    head: work.head_idx,
-                    kv_len: work.at.kv_len,
-                    lookup: work.lookup,
-                    chosen: work.scores.map(|_| work.head.chosen.clone()),
-                    n_moved: work.n_moved,
-                    n_first: pick.n_first,
-                    places: pick.places.to_vec(),
-                    tail: pick.tail,
-                }
-            };
-            trace.extend(self.scratch.works.iter().map(decision));
-        }
-    }
-
-    /// Measures which share of attention falls on the picks.
-    fn measure<B: Backend>(
-        &mut self,
-        b: &B,
-        plan: &B::Plan,
-        dense: &Dense<B>,
-        (qkv, kv): (&B::Buf, &B::Kv),
-    ) -> Result<(), DeviceError> {
-        let group = self.shape.group as f64;
-        for work in &self.scratch.works {
-            let kv_len = work.at.kv_len as usize;
-            let ask = Ask {
-                seq: work.at.seq,
-                head: work.head_idx as u32,
-                by: ScoreBy::Keys,
-                n: work.at.kv_len,
-                at: 0,
-            };
-            let mut scores = vec![0; kv_len];
-            b.score(plan, dense.layer, &dense.spec(), qkv, kv, &[ask], &mut scores)?;
-            let pick = pick(&self.policies[work.at.policy].policy, work);
-            let share = |place: usize| f64::from(f32::from_bits(scores[place]));
-            let mut mass: f64 = (0..pick.n_first as usize).map(share).sum();
-            mass += pick.places.iter().map(|&place| share(place as usize)).sum::<f64>();
-            mass += (pick.tail as usize..kv_len).map(share).sum::<f64>();
-            let counts = &mut self.stats.policies[work.at.policy];
-            counts.mass += mass / group;
-            counts.mass_heads += 1;
-        }
-        Ok(())
     }
 }
 
@@ -476,21 +409,5 @@ impl Row {
     fn forget(&mut self) {
         self.is_new = true;
         self.heads.iter_mut().flatten().for_each(Head::clear);
-    }
-}
-
-fn picks<'a>(policies: &[PolicyRules], works: &'a [Work]) -> Vec<Pick<'a>> {
-    works.iter().map(|work| pick(&policies[work.at.policy].policy, work)).collect()
-}
-
-/// What a head sees.
-pub(super) fn pick<'a>(policy: &Policy, work: &'a Work) -> Pick<'a> {
-    let tail = work.head.cut();
-    Pick {
-        seq: work.at.seq,
-        head: work.head_idx as u32,
-        n_first: policy.sinks.min(tail),
-        places: work.head.places(policy),
-        tail,
     }
 }

@@ -98,4 +98,6 @@ pub struct Stats {
     pub policies: Vec<Counts>,
     /// Time of looking up, scoring and selecting, in nanoseconds; 0 when it was not measured.
     pub select_nanos: u64,
+    /// Time of bringing rows near that attention waited for.
+    pub bring_nanos: u64,
 }

@@ -27,6 +27,7 @@ use std::ops::Range;
 use nuthatch_backend::Pick;
 use nuthatch_types::KvDtype;
 
+use crate::far::PageFile;
 use crate::isa::Isa;
 use crate::kv::{CpuKv, PAGE};
 use crate::mem::SharedMut;
@@ -81,6 +82,8 @@ struct Scratch {
     /// `[CHUNK_PAGES][D][16]` and `[CHUNK][D]` converted keys and values.
     keys: Vec<f32>,
     values: Vec<f32>,
+    /// Pages or rows as they are stored, where they are in a file.
+    stored: Vec<u8>,
 }
 
 impl Attention<'_> {
@@ -168,6 +171,27 @@ impl Attention<'_> {
         (keys, values)
     }
 
+    /// Reads pages of one head, neighbours together.
+    pub(crate) fn read_pages(
+        &self,
+        file: &PageFile,
+        head: usize,
+        seq: &PlanSeq,
+        pages: Range<usize>,
+        out: &mut Vec<u8>,
+    ) {
+        let len = self.kv.head_page_bytes();
+        let slots = &self.plan.slots[seq.first_slot..][pages];
+        out.resize(slots.len() * len, 0);
+        let mut rest = &mut out[..];
+        let number = self.kv.head_number(self.layer, head);
+        for run in slots.chunk_by(|a, b| a + 1 == *b) {
+            let (target, after) = rest.split_at_mut(run.len() * len);
+            file.read(self.kv.page_start(number, run[0] as usize), target);
+            rest = after;
+        }
+    }
+
     /// One row's share of one chunk; `target` is `[group][D + 2]`: output, maximum, sum.
     fn split(
         &self,
@@ -191,8 +215,7 @@ impl Attention<'_> {
         let first_page = start / PAGE;
         let n_pages = end.div_ceil(PAGE) - first_page;
         let (dtype, (keys, values)) = if self.kv.by_rows {
-            let Scratch { keys, values, .. } = scratch;
-            (KvDtype::F32, self.convert(head, seq, (first_page, n_pages), keys, values))
+            (KvDtype::F32, self.convert(head, seq, (first_page, n_pages), scratch))
         } else {
             (self.kv.shape.dtype, self.addresses(head, seq, first_page, n_pages))
         };
@@ -302,8 +325,8 @@ impl Attention<'_> {
         let chunk_end = ((chunk + 1) * CHUNK).min(place + n);
         let n_pages = chunk_end.div_ceil(PAGE) - first_page;
         let first = first_page * PAGE;
-        let Scratch { q, scores, chunk_out, state, keys, values } = scratch;
-        let (key_at, value_at) = self.convert(head, seq, (first_page, n_pages), keys, values);
+        let (key_at, value_at) = self.convert(head, seq, (first_page, n_pages), scratch);
+        let Scratch { q, scores, chunk_out, state, .. } = scratch;
         // Blocks of tokens that share their visible pages, so that the triangle is not computed
         // as a square.
         let step = PAGE.min(n);
@@ -354,11 +377,19 @@ impl Attention<'_> {
         head: usize,
         seq: &PlanSeq,
         (first_page, n_pages): (usize, usize),
-        keys: &mut Vec<f32>,
-        values: &mut Vec<f32>,
+        Scratch { keys, values, stored, .. }: &mut Scratch,
     ) -> ([*const u8; CHUNK_PAGES], [*const u8; CHUNK_PAGES]) {
         let d = self.d();
-        let (mut key_at, mut value_at) = self.addresses(head, seq, first_page, n_pages);
+        let (mut key_at, mut value_at) = match &self.kv.file {
+            None => self.addresses(head, seq, first_page, n_pages),
+            Some(file) => {
+                self.read_pages(file, head, seq, first_page..first_page + n_pages, stored);
+                let mut key_at = [std::ptr::null(); CHUNK_PAGES];
+                let pages = stored.chunks_exact(self.kv.head_page_bytes());
+                key_at.iter_mut().zip(pages).for_each(|(at, page)| *at = page.as_ptr());
+                (key_at, [std::ptr::null(); CHUNK_PAGES])
+            }
+        };
         let dtype = self.kv.shape.dtype;
         if dtype == KvDtype::F32 && !self.kv.by_rows {
             return (key_at, value_at);

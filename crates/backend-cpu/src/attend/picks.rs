@@ -3,6 +3,8 @@
 //! The places that a head sees are one list, first places, picked ones, tail, and are taken in
 //! chunks of [`CHUNK`] of that list; chunks are merged from left to right, as everywhere.
 
+use std::ops::Range;
+
 use nuthatch_backend::Pick;
 
 use super::{Attention, Rows, Scratch, rows};
@@ -79,26 +81,61 @@ fn place(pick: &Pick<'_>, i: usize) -> usize {
 }
 
 impl Attention<'_> {
-    /// Where the rows of some places of one head are.
+    /// Where the rows of neighbouring places of one head are; in `stored`, if they are in a file.
     pub(crate) fn row_addresses<'b>(
         &self,
         head: usize,
         seq: &PlanSeq,
-        places: impl Iterator<Item = usize>,
-        at: &'b mut [*const u8; CHUNK],
+        places: Range<usize>,
+        (at, stored): (&'b mut [*const u8; CHUNK], &mut Vec<u8>),
     ) -> &'b [*const u8] {
         assert!(self.kv.by_rows, "an arena with digests");
-        let start = self.kv.head_start(self.layer, head);
-        let (page_bytes, row_bytes) = (self.kv.head_page_bytes(), self.kv.row_bytes());
-        let slots = &self.plan.slots[seq.first_slot..][..seq.kv_len().div_ceil(PAGE)];
-        let mut n = 0;
-        for place in places {
-            let slot = slots[place / PAGE] as usize;
-            let row = start + slot * page_bytes + place % PAGE * row_bytes;
-            at[n] = self.kv.bytes[row..row + row_bytes].as_ptr();
-            n += 1;
+        let (number, row_bytes) = (self.kv.head_number(self.layer, head), self.kv.row_bytes());
+        let first_page = places.start / PAGE;
+        if let Some(file) = &self.kv.file {
+            self.read_pages(file, head, seq, first_page..places.end.div_ceil(PAGE), stored);
+        }
+        let n = places.len();
+        for (at, place) in at.iter_mut().zip(places) {
+            *at = if self.kv.file.is_some() {
+                stored[(place - first_page * PAGE) * row_bytes..][..row_bytes].as_ptr()
+            } else {
+                self.row_address(number, seq, place)
+            };
         }
         &at[..n]
+    }
+
+    /// Where a row is in the arena.
+    fn row_address(&self, head: usize, seq: &PlanSeq, place: usize) -> *const u8 {
+        let row = self.kv.row_start(head, self.plan.slot(seq, place), place % PAGE);
+        self.kv.bytes[row..row + self.kv.row_bytes()].as_ptr()
+    }
+
+    /// Where the rows of a chunk are: near, if some are kept there, or in the arena, or in `stored`.
+    fn chunk_addresses<'b>(
+        &self,
+        &PickChunk { pick, start, end }: &PickChunk<'_>,
+        (at, stored): (&'b mut [*const u8; CHUNK], &mut Vec<u8>),
+    ) -> &'b [*const u8] {
+        assert!(self.kv.by_rows, "an arena with digests");
+        let seq = &self.plan.seqs[pick.seq as usize];
+        let head = self.kv.head_number(self.layer, pick.head as usize);
+        let row_bytes = self.kv.row_bytes();
+        stored.resize(CHUNK * row_bytes, 0);
+        let buffers = stored.chunks_exact_mut(row_bytes);
+        for ((at, i), buffer) in at.iter_mut().zip(start..end).zip(buffers) {
+            let brought = i.checked_sub(pick.n_first as usize).and_then(|i| pick.rows.get(i));
+            *at = match (&self.kv.near, brought) {
+                (Some(near), Some(&row)) => near.chosen(near.part(seq.table_row, head), row),
+                (Some(near), None) => {
+                    let of = (head, place(pick, i));
+                    self.kv.resolve(near, (self.plan, seq), of, buffer)
+                }
+                (None, _) => self.row_address(head, seq, place(pick, i)),
+            };
+        }
+        &at[..end - start]
     }
 
     /// One chunk of a pick; `target` is `[group][D + 2]`: output, maximum, sum.
@@ -109,13 +146,12 @@ impl Attention<'_> {
         target: &mut [f32],
     ) {
         let (d, group) = (self.d(), self.plan.group());
-        let PickChunk { pick, start, end } = *chunk;
+        let pick = chunk.pick;
         let (seq, head) = (&self.plan.seqs[pick.seq as usize], pick.head as usize);
         let mut at = [std::ptr::null(); CHUNK];
-        let places = (start..end).map(|i| place(pick, i));
-        let at = self.row_addresses(head, seq, places, &mut at);
+        let Scratch { q, scores, chunk_out, stored, .. } = scratch;
+        let at = self.chunk_addresses(chunk, (&mut at, stored));
         let rows = Rows { dtype: self.kv.shape.dtype, d, at };
-        let Scratch { q, scores, chunk_out, .. } = scratch;
         q.resize(group * d, 0.0);
         scores.resize(group * CHUNK, 0.0);
         chunk_out.resize(group * d, 0.0);

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   signs      [width / 64][16 tokens]   words of 64 bits
-//!   channels   [width][16 tokens]        f16
+//!   channels   [width][16 tokens]        eight bits, then what one of them stands for, [16] f16
 //!   bounds     [min|max][D]              f16
 //! ```
 //!
@@ -12,13 +12,14 @@
 //! that it does not matter when a page's digest is made.
 
 mod agree;
-mod channels;
+mod numbers;
 mod score;
 mod select;
 
 use std::ops::Range;
 
 use half::f16;
+use nuthatch_backend::topk::channels;
 use nuthatch_backend::{DeviceError, Digest, DigestKind};
 use nuthatch_types::{KvDtype, PageCopy};
 
@@ -97,6 +98,17 @@ impl Encoder {
         (head * self.n_slots + slot) * self.page_bytes
     }
 
+    /// Names what decides a digest's bytes.
+    pub(crate) fn mark(&self) -> String {
+        // FNV-1a over words, which is the same in every process.
+        const PRIME: u64 = 0x0000_0100_0000_01b3;
+        let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
+        for x in self.frame.iter().chain(&self.mean) {
+            hash = (hash ^ u64::from(x.to_bits())).wrapping_mul(PRIME);
+        }
+        format!("{:?} {} {hash:016x}", self.kind, self.width)
+    }
+
     /// The products of vectors, `[n][D]`, with the head's frame, `[n][width]`.
     pub(crate) fn project(&self, isa: Isa, head: usize, x: &[f32], out: &mut [f32]) {
         let size = self.d * self.width;
@@ -126,10 +138,12 @@ impl Encoder {
                 for token in tokens {
                     keys.read(isa, token, &mut key);
                     self.project(isa, head, &key, &mut products);
-                    for (channel, &x) in products.iter().enumerate() {
-                        let at = (channel * PAGE + token) * 2;
-                        out[at..at + 2].copy_from_slice(&f16::from_f32(x).to_le_bytes());
+                    let (channels, unit) = channels(&products);
+                    for (channel, x) in channels.into_iter().enumerate() {
+                        out[channel * PAGE + token] = x.cast_unsigned();
                     }
+                    let at = self.width * PAGE + token * 2;
+                    out[at..at + 2].copy_from_slice(&unit.to_le_bytes());
                 }
             }
             DigestKind::Bounds => {
@@ -294,15 +308,16 @@ pub(crate) fn encode_pages(isa: Isa, pool: &Pool, kv: &mut CpuKv, slots: &[usize
     if kv.digests.is_empty() {
         return;
     }
-    let heads = kv.shape.n_layers as usize * kv.shape.n_kv_heads as usize;
-    let (page_bytes, n_slots) = (kv.head_page_bytes(), kv.n_slots);
-    let (dtype, d) = (kv.shape.dtype, kv.shape.head_dim as usize);
-    let encoding = Encoding::new(isa, dtype, d, &mut kv.digests);
-    let bytes = &kv.bytes;
+    let (dtype, d, heads) = (kv.shape.dtype, kv.shape.head_dim as usize, kv.n_heads());
+    let mut digests = std::mem::take(&mut kv.digests);
+    let encoding = Encoding::new(isa, dtype, d, &mut digests);
+    let pages = &*kv;
     pool.run(heads, &|head| {
+        let mut buffer = Vec::new();
         for &slot in slots {
-            let page = &bytes[(head * n_slots + slot) * page_bytes..][..page_bytes];
+            let page = pages.page(head, slot, &mut buffer);
             encoding.run(PageTokens { head, slot, start: 0, end: PAGE }, page);
         }
     });
+    kv.digests = digests;
 }

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use nuthatch_backend::{Ask, DigestKind, ScoreBy};
 
 use super::agree::agreements;
-use super::channels::{bound, channel_scores, combine, exponentials};
+use super::numbers::{bound, channel_scores, combine, exponentials};
 use super::{DigestPages, signs};
 use crate::attend::{Attention, Rows, row_scores};
 use crate::kv::PAGE;
@@ -217,12 +217,13 @@ impl Scoring<'_> {
         let group = plan.group();
         let n = raw.len() / group;
         let mut chunk = vec![0.0; group * CHUNK];
-        let mut at = [std::ptr::null(); CHUNK];
+        let (mut at, mut stored) = ([std::ptr::null(); CHUNK], Vec::new());
         let seq = &plan.seqs[ask.seq as usize];
         for first in (0..n).step_by(CHUNK) {
             let places = first..n.min(first + CHUNK);
             let rows = start + places.start..start + places.end;
-            let at = self.attention.row_addresses(ask.head as usize, seq, rows, &mut at);
+            let head = ask.head as usize;
+            let at = self.attention.row_addresses(head, seq, rows, (&mut at, &mut stored));
             let rows = Rows { dtype: kv.shape.dtype, d: kv.shape.head_dim as usize, at };
             row_scores(isa, &rows, group, q, &mut chunk);
             for (row, chunk) in raw.chunks_exact_mut(n).zip(chunk.chunks_exact(CHUNK)) {

@@ -2,12 +2,13 @@
 //!
 //!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! The words say what: `start`, `matmul`, `decode` (with `short`, little of it), `prefill`, `draw`,
-//! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all), which take up to 120 GB of the
-//! device; `topk` for decode steps about which the device decides, at the depths that are named, and `bring`
-//! for bringing rows to working sets, both with pages on the device or, with `host`, on the host;
-//! `breakdown` also times steps without each of their stages. `eager` records nothing, `l2` brings
-//! pages to the second-level cache early.
+//! The words say what: `start`, `matmul` and `decode` (with `short`, little of them), `prefill`, `draw`,
+//! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
+//! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
+//! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
+//! with `host`, on the host; `breakdown` also times steps without each of their stages. `eager` records
+//! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
+//! `decode` with `ordered`, one after the other.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
 //! Operands are rotated, so that the second-level cache does not serve them.
@@ -73,10 +74,10 @@ fn main() -> Outcome {
         start::start(&config, &mut report)?;
     }
     if has("matmul") {
-        matmuls(&cuda, &mut report)?;
+        matmuls(&cuda, &mut report, has("short"))?;
     }
     if has("decode") {
-        decodes(&cuda, &mut report, has("short"))?;
+        decodes(&cuda, &mut report, (has("short"), has("ordered")))?;
     }
     if has("prefill") {
         for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
@@ -118,16 +119,20 @@ fn roof(cuda: &Cuda, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-fn matmuls(cuda: &Cuda, report: &mut Report) -> Outcome {
-    for (dtype, n, k) in [
+fn matmuls(cuda: &Cuda, report: &mut Report, is_short: bool) -> Outcome {
+    let all = [
         (WeightType::BF16, 6144, 4096),
         (WeightType::BF16, 4096, 4096),
         (WeightType::BF16, 28672, 4096),
         (WeightType::BF16, 4096, 14336),
         (WeightType::Q8_0, 28672, 4096),
         (WeightType::Q4_K, 28672, 4096),
-    ] {
-        matmul(cuda, report, dtype, (n, k))?;
+    ];
+    let all_rows = [1, 2, 8, 16, 32, 64, 128, 512, 2048, 8192];
+    let (shapes, rows) =
+        if is_short { (&all[..4], &all_rows[7..]) } else { (&all[..], &all_rows[..]) };
+    for &(dtype, n, k) in shapes {
+        matmul(cuda, report, dtype, (n, k), rows)?;
     }
     Ok(())
 }
@@ -164,19 +169,20 @@ fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
 }
 
 /// Attention of one row of each sequence.
-fn decodes(cuda: &Cuda, report: &mut Report, is_short: bool) -> Outcome {
+fn decodes(cuda: &Cuda, report: &mut Report, (is_short, is_ordered): (bool, bool)) -> Outcome {
     use KvDtype::{Bf16, F16};
+    let mut decode = |heads, batches: &[_]| decode(cuda, report, heads, (batches, is_ordered));
     if is_short {
-        return decode(cuda, report, (32, 8, 128, F16), &[(1, 32768), (1, 131_072), (32, 8192)]);
+        return decode((32, 8, 128, F16), &[(1, 32768), (1, 131_072), (32, 8192)]);
     }
     let all = [(1, 1024), (1, 8192), (1, 32768), (1, 131_072), (8, 8192), (32, 8192), (32, 32768)];
     let long = [(1, 8192), (1, 32768), (1, 131_072), (32, 8192)];
-    decode(cuda, report, (32, 8, 128, F16), &all)?;
-    decode(cuda, report, (32, 8, 128, Bf16), &long)?;
-    decode(cuda, report, (40, 8, 128, F16), &long)?;
-    decode(cuda, report, (28, 4, 128, F16), &long)?;
-    decode(cuda, report, (32, 32, 128, F16), &[(1, 8192), (1, 32768), (32, 8192)])?;
-    decode(cuda, report, (9, 3, 64, F16), &long)
+    decode((32, 8, 128, F16), &all)?;
+    decode((32, 8, 128, Bf16), &long)?;
+    decode((40, 8, 128, F16), &long)?;
+    decode((28, 4, 128, F16), &long)?;
+    decode((32, 32, 128, F16), &[(1, 8192), (1, 32768), (32, 8192)])?;
+    decode((9, 3, 64, F16), &long)
 }
 
 /// Mean time of one call, of the best of several rounds.
@@ -213,7 +219,13 @@ fn random(len: usize) -> Vec<f32> {
         .collect()
 }
 
-fn matmul(cuda: &Cuda, report: &mut Report, dtype: WeightType, (n, k): (usize, usize)) -> Outcome {
+fn matmul(
+    cuda: &Cuda,
+    report: &mut Report,
+    dtype: WeightType,
+    (n, k): (usize, usize),
+    all_rows: &[usize],
+) -> Outcome {
     let mut some = Vec::new();
     for row in random(64 * k).chunks_exact(k) {
         quant::quantize_row(dtype, row, &mut some);
@@ -222,7 +234,7 @@ fn matmul(cuda: &Cuda, report: &mut Report, dtype: WeightType, (n, k): (usize, u
     let copies = (300_000_000 / bytes.len()).clamp(1, 8);
     let matrix = HostMatrix { dtype, rows: n, cols: k, bytes: &bytes, bias: None };
     let weights = (0..copies).map(|_| cuda.load(&[matrix])).collect::<Result<Vec<_>, _>>()?;
-    for rows in [1, 2, 8, 16, 32, 64, 128, 512, 2048] {
+    for &rows in all_rows {
         let mut x = cuda.alloc(rows * k)?;
         cuda.write(&mut x, &random(rows * k))?;
         let mut out = cuda.alloc(rows * n)?;
@@ -237,17 +249,19 @@ fn decode(
     cuda: &Cuda,
     report: &mut Report,
     (n_heads, n_kv_heads, d, dtype): (u32, u32, u32, KvDtype),
-    batches: &[(usize, usize)],
+    (batches, is_ordered): (&[(usize, usize)], bool),
 ) -> Outcome {
     let kv = KvShape { n_layers: N_LAYERS, n_kv_heads, head_dim: d, page_len: 16, dtype };
     for &(n_seqs, depth) in batches {
-        let mut rig = Rig::new(cuda, (kv, n_heads), (n_seqs, depth, 1))?;
+        let mut rig = Rig::with(cuda, (kv, n_heads), (n_seqs, depth, 1), (is_ordered, None))?;
         let parts: Vec<_> = (0..rig.n_seqs).map(|seq| (seq, depth - 1, 1)).collect();
         rig.lay_out(&parts)?;
         let seconds = rig.time(n_seqs)?;
         let bytes = (n_seqs * depth * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
         let group = n_heads / n_kv_heads;
-        let name = format!("decode {dtype} d {d} {n_heads}:{n_kv_heads}, {n_seqs} x {depth}");
+        let order = if is_ordered { ", ordered" } else { "" };
+        let name =
+            format!("decode {dtype} d {d} {n_heads}:{n_kv_heads}, {n_seqs} x {depth}{order}");
         report.add(&name, seconds, bytes, 2.0 * f64::from(group) * bytes);
     }
     Ok(())

@@ -26,18 +26,19 @@ impl<'a> Rig<'a> {
     /// Sequences of `depth` random tokens, on pages in a scattered order.
     pub(crate) fn new(
         cuda: &'a Cuda,
-        (shape, n_heads): (KvShape, u32),
+        heads: (KvShape, u32),
         sizes: (usize, usize, usize),
     ) -> Result<Self, Box<dyn Error>> {
-        Self::with_digests(cuda, (shape, n_heads), sizes, None)
+        Self::with(cuda, heads, sizes, (false, None))
     }
 
-    /// The same with digests beside the pages.
-    pub(crate) fn with_digests(
+    /// The same, with the pages of a sequence one after the other if they are to be ordered, and with
+    /// digests beside them if there are any.
+    pub(crate) fn with(
         cuda: &'a Cuda,
         (shape, n_heads): (KvShape, u32),
         (n_seqs, depth, rows): (usize, usize, usize),
-        digests: Option<&[Digest]>,
+        (is_ordered, digests): (bool, Option<&[Digest]>),
     ) -> Result<Self, Box<dyn Error>> {
         const FILL: usize = 1024;
         let context = (depth + rows).next_multiple_of(PAGE_LEN);
@@ -58,8 +59,8 @@ impl<'a> Rig<'a> {
         };
         let mut tables = cuda.alloc_tables(n_seqs as u32, pages as u32)?;
         // A step that is prime to the number of slots visits each of them once.
-        let step =
-            [7919, 7907, 7901].into_iter().find(|p| !n_slots.is_multiple_of(*p)).unwrap_or(1);
+        let scattered = [7919, 7907, 7901].into_iter().find(|p| !n_slots.is_multiple_of(*p));
+        let step = scattered.filter(|_| !is_ordered).unwrap_or(1);
         for seq in 0..n_seqs {
             let slot = |page: usize| Slot(((seq * pages + page) * step % n_slots) as u32);
             let slots: Vec<Slot> = (0..pages).map(slot).collect();

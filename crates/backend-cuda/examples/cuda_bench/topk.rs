@@ -117,11 +117,11 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     for depth in depths {
         for (i, digest) in digests(shape).into_iter().enumerate() {
             let name = if i == 0 { "loki:32 3% x 3" } else { "hata:128 10%" };
-            let mut rig = Rig::with_digests(
+            let mut rig = Rig::with(
                 cuda,
                 (kv, shape.n_heads),
                 (1, depth, 4 * STEPS * 6),
-                Some(&[digest]),
+                (false, Some(&[digest])),
             )?;
             let rules = rules(shape, ScoreBy::Digest(0), i == 1);
             let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &rules)?;
@@ -252,7 +252,7 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report) -> Outcome {
     for head_dim in [64, 128, 256] {
         let kv =
             KvShape { n_layers: 4, n_kv_heads: 8, head_dim, page_len: 16, dtype: KvDtype::F16 };
-        let mut rig = Rig::with_digests(cuda, (kv, 32), (1, DEPTH, 1), Some(&[]))?;
+        let mut rig = Rig::with(cuda, (kv, 32), (1, DEPTH, 1), (false, Some(&[])))?;
         rig.lay_out(&[(0, DEPTH - 1, 1)])?;
         let row_bytes = 4 * head_dim as usize;
         for n in [64, 256, 1024, 4096, 16_384] {

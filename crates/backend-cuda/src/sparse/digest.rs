@@ -37,8 +37,9 @@ impl DigestArena {
         let is_signs = kind == DigestKind::Signs;
         assert!(!is_signs || width.is_multiple_of(64), "whole words");
         assert!(!is_signs || digest.mean.len() == heads * d, "a mean each");
-        if width > MAX_WIDTH {
-            let fault = format!("digests of width {width}; this device has up to {MAX_WIDTH}");
+        let most = if kind == DigestKind::Channels { d } else { MAX_WIDTH };
+        if width > most {
+            let fault = format!("digests of width {width}; this device has up to {most}");
             return Err(DeviceError::Fault(fault));
         }
         // One element of the key meets all rows of the frame.
@@ -51,7 +52,7 @@ impl DigestArena {
         let page_bytes = match kind {
             DigestKind::Signs => PAGE_LEN * width / 8,
             // The matrix instruction takes sixteen channels.
-            DigestKind::Channels => PAGE_LEN * width.next_multiple_of(16) * 2,
+            DigestKind::Channels => PAGE_LEN * (width.next_multiple_of(16) + 2),
             DigestKind::Bounds => 2 * d * 2,
         };
         let bytes = |n: u32| page_bytes.saturating_mul(n as usize).saturating_mul(heads);

@@ -128,6 +128,41 @@ pub fn copy_tiers_match<B: Backend>(b: &B) {
     }
 }
 
+/// Pages that left the device and come back to other slots, of both tiers and of another arena, keep
+/// their bits.
+pub fn page_images_match<B: Backend>(b: &B) {
+    let mut random = Random::new(26);
+    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+        let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
+        let slots = [Slot(4), Slot(9), Slot(0)];
+        let mut layers = Layers::new(b, &case, &mut random, &slots);
+        let Some(image) = b.page_image(&layers.rig.kv) else { return };
+        let expected = layers.last_rows(0);
+        let mut pages = vec![vec![0; image.bytes]; slots.len()];
+        for (page, &slot) in pages.iter_mut().zip(&slots) {
+            b.read_page(&layers.rig.kv, slot, page).expect("a page is read");
+        }
+        let mut other = Layers::new(b, &case, &mut random, &[Slot(1), Slot(2), Slot(3)]);
+        assert_eq!(b.page_image(&other.rig.kv), Some(image), "two arenas of one shape");
+        other.sequences = layers.sequences;
+        let host = Slot(Layers::<B>::N_SLOTS + 1);
+        for (page, slot) in pages.iter().zip([Slot(0), host, Slot(5)]) {
+            b.write_page(&mut other.rig.kv, slot, page).expect("a page is written");
+            let mut again = vec![0; page.len()];
+            b.read_page(&other.rig.kv, slot, &mut again).expect("a page is read");
+            assert!(again == *page, "a page is read as it was written, {dtype}");
+        }
+        let back = PageCopy { source: host, target: Slot(11) };
+        b.copy_pages(&mut other.rig.kv, &[back]).expect("copy_pages runs");
+        other.rig.write_table(1, 0, &[Slot(0), Slot(11), Slot(5)]);
+        for (layer, (got, expected)) in other.last_rows(1).iter().zip(&expected).enumerate() {
+            same_bits(got, expected, &|| {
+                format!("attention of layer {layer} after pages left the device, {dtype}")
+            });
+        }
+    }
+}
+
 /// On a device that reads them, slots of the host serve like those of the device, bit for bit.
 pub fn host_slots_agree<B: Backend>(b: &B) {
     if b.host_reads() == HostReads::Never {

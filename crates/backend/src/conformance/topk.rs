@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
 
-use crate::topk::{agreement, signs};
+use crate::topk::{agreement, channels, signs};
 use crate::{Ask, Backend, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
 
 use super::compare::same_bits;
@@ -190,7 +190,11 @@ fn raw_score(
     match digest.kind {
         DigestKind::Channels => {
             let rows = digest.frame_of(number, d).chunks_exact(d);
-            rows.map(|row| product(row, q) * product(row, key(case, seq, head, place))).sum()
+            let key = key(case, seq, head, place);
+            let products: Vec<f32> = rows.clone().map(|row| product(row, key) as f32).collect();
+            let (kept, unit) = channels(&products);
+            let kept = kept.into_iter().map(|x| f64::from(x) * unit.to_f64());
+            rows.zip(kept).map(|(row, kept)| product(row, q) * kept).sum()
         }
         DigestKind::Bounds => {
             let first = place / PAGE_LEN * PAGE_LEN;
@@ -238,7 +242,7 @@ pub fn picks_match<B: Backend>(b: &B) {
                 .collect();
             let picks: Vec<Pick<'_>> = (0u32..)
                 .zip(&places)
-                .map(|(head, places)| Pick { seq: 0, head, n_first, places, tail })
+                .map(|(head, places)| Pick { seq: 0, head, n_first, places, tail, rows: &[] })
                 .collect();
             if picks.iter().any(|pick| pick.places.is_empty() && n_first == 0 && tail == 700) {
                 continue;
@@ -310,8 +314,9 @@ pub fn picks_rows_agree<B: Backend>(b: &B) {
     let one = Part { seq: &seqs[0], table: 0, start: rows - 1, end: rows };
     let two = Part { seq: &seqs[1], table: 1, start: 0, end: others };
     let places: Vec<u32> = (10..250).filter(|_| random.below(3) == 0).collect();
-    let picks =
-        |seq: u32| [0, 1].map(|head| Pick { seq, head, n_first: 10, places: &places, tail: 280 });
+    let picks = |seq: u32| {
+        [0, 1].map(|head| Pick { seq, head, n_first: 10, places: &places, tail: 280, rows: &[] })
+    };
     let width = case.out_width();
     let qkv = rig.rotate(&[one], LAYER);
     let alone = rig.attend_picks(&qkv, &picks(0), 1);

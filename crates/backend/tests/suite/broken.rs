@@ -3,7 +3,7 @@
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 use crate::plain::{self, Kv, Plain, Plan};
 
@@ -62,6 +62,8 @@ pub(crate) enum Mistake {
     NoCopy,
     /// All pages on the host lie in one slot.
     OneHostSlot,
+    /// Half of a page's bytes come back.
+    HalfImage,
     /// Tables name one slot of the host for all.
     OneHostEntry,
     /// A batch of several sequences reads the first one's pages.
@@ -256,6 +258,22 @@ impl Backend for Broken {
             }
             _ => Plain.copy_pages(kv, copies),
         }
+    }
+
+    fn page_image(&self, kv: &Kv) -> Option<PageImage> {
+        Plain.page_image(kv)
+    }
+
+    fn read_page(&self, kv: &Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        Plain.read_page(kv, slot, target)
+    }
+
+    fn write_page(&self, kv: &mut Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let n = match self.0 {
+            Mistake::HalfImage => source.len() / 2,
+            _ => source.len(),
+        };
+        Plain.write_page(kv, slot, &source[..n])
     }
 
     fn shift_pages(

@@ -46,6 +46,7 @@ const CAUGHT_BY: &[(Mistake, &[&str])] = &[
     (Mistake::CopiesReversed, &["copy_pages_matches"]),
     (Mistake::NoCopy, &["copy_pages_matches", "copy_tiers_match"]),
     (Mistake::OneHostSlot, &["copy_tiers_match"]),
+    (Mistake::HalfImage, &["page_images_match"]),
     (Mistake::OneHostEntry, &["host_slots_agree"]),
     (Mistake::FirstTable, &["attend_neighbours_agree", "attend_decode_matches"]),
     (Mistake::DecodeKernel, &["attend_cuts_agree"]),

@@ -8,7 +8,9 @@ use nuthatch_backend::quant::dequantize_row;
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeSpec, RopeStyle,
 };
-use nuthatch_types::{HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{
+    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
 
 pub(crate) struct Plain;
 
@@ -35,6 +37,13 @@ impl Kv {
         let (heads, page_len) = (self.shape.n_kv_heads as usize, self.shape.page_len as usize);
         let page = (layer.0 as usize * heads + head) * self.n_slots + slot as usize;
         (page * page_len + offset) * 2 * self.shape.head_dim as usize
+    }
+
+    /// Where a page of each layer and head starts.
+    fn page_places(&self, slot: Slot) -> impl Iterator<Item = usize> {
+        let heads = self.shape.n_kv_heads as usize;
+        let all = (0..self.shape.n_layers).flat_map(move |l| (0..heads).map(move |h| (l, h)));
+        all.map(move |(layer, head)| self.at(LayerIdx(layer), head, slot.0, 0))
     }
 
     /// Floats of one token's keys and values.
@@ -216,6 +225,30 @@ impl Backend for Plain {
                     kv.data.copy_within(source..source + page, target);
                 }
             }
+        }
+        Ok(())
+    }
+
+    fn page_image(&self, kv: &Kv) -> Option<PageImage> {
+        let bytes = kv.shape.page_bytes() / kv.shape.dtype.bytes() * 4;
+        Some(PageImage { bytes, layout: format!("plain, {:?}", kv.shape) })
+    }
+
+    fn read_page(&self, kv: &Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let page = kv.shape.page_len as usize * 2 * kv.shape.head_dim as usize;
+        let places = kv.page_places(slot).flat_map(|start| start..start + page);
+        for (bytes, place) in target.as_chunks_mut().0.iter_mut().zip(places) {
+            *bytes = kv.data[place].to_le_bytes();
+        }
+        Ok(())
+    }
+
+    fn write_page(&self, kv: &mut Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let page = kv.shape.page_len as usize * 2 * kv.shape.head_dim as usize;
+        let places: Vec<usize> =
+            kv.page_places(slot).flat_map(|start| start..start + page).collect();
+        for (&bytes, place) in source.as_chunks().0.iter().zip(places) {
+            kv.data[place] = f32::from_le_bytes(bytes);
         }
         Ok(())
     }

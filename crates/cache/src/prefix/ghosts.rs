@@ -2,17 +2,15 @@
 
 use std::collections::VecDeque;
 
-use nuthatch_types::FastMap;
-
-use crate::hash::PageHash;
+use nuthatch_types::{FastMap, PageKey};
 
 /// The hashes of pages given up last; a fixed number of them.
 #[derive(Debug)]
 pub(crate) struct Ghosts {
     capacity: usize,
-    order: VecDeque<PageHash>,
+    order: VecDeque<PageKey>,
     /// How often each hash is in `order`.
-    counts: FastMap<PageHash, u32>,
+    counts: FastMap<PageKey, u32>,
 }
 
 impl Ghosts {
@@ -21,11 +19,11 @@ impl Ghosts {
         Ghosts { capacity, order: VecDeque::new(), counts: FastMap::default() }
     }
 
-    pub(crate) fn contains(&self, hash: PageHash) -> bool {
+    pub(crate) fn contains(&self, hash: PageKey) -> bool {
         self.counts.contains_key(&hash)
     }
 
-    pub(crate) fn push(&mut self, hash: PageHash) {
+    pub(crate) fn push(&mut self, hash: PageKey) {
         self.order.push_back(hash);
         *self.counts.entry(hash).or_default() += 1;
         while self.order.len() > self.capacity {

@@ -51,6 +51,8 @@ pub(crate) struct Prefix {
     ghosts: Ghosts,
     /// What nobody has been told yet; `None` when nobody wants to know.
     pub(crate) events: Option<Vec<Event>>,
+    /// Pages that came into the tree since somebody asked; `None` when nobody wants to know.
+    pub(crate) published: Option<Vec<PageId>>,
     /// Counts uses, so that no two are at the same time.
     n_uses: u64,
     now: Duration,
@@ -80,10 +82,11 @@ impl Prefix {
     pub(crate) fn new(chain: Chain, eviction: Eviction, n_pages: u32, page_len: u32) -> Self {
         Prefix {
             page_len,
-            tree: Tree::new(chain, n_pages),
+            tree: Tree::new(chain, n_pages, page_len),
             orders: [eviction.order(), eviction.order()],
             ghosts: Ghosts::new(n_pages),
             events: None,
+            published: None,
             n_uses: 0,
             now: Duration::ZERO,
         }
@@ -111,6 +114,9 @@ impl Prefix {
             return Published::Hidden;
         }
         self.tell_stored(page, pages);
+        if let Some(published) = &mut self.published {
+            published.push(page);
+        }
         Published::New
     }
 

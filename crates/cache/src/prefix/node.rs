@@ -1,10 +1,9 @@
 //! One page of the prefix tree.
 
-use nuthatch_types::{PageId, TokenId};
+use nuthatch_types::{PageId, PageKey};
 
 use crate::Salt;
 use crate::evict::Facts;
-use crate::hash::PageHash;
 
 /// What comes before a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,13 +14,11 @@ pub(crate) enum Parent {
     Page(PageId),
 }
 
-/// One page of the prefix tree. Its id is the page's.
+/// One page of the prefix tree. Its id is the page's; its tokens are kept by the tree.
 #[derive(Debug)]
 pub(crate) struct Node {
-    pub(crate) hash: PageHash,
+    pub(crate) hash: PageKey,
     pub(crate) parent: Parent,
-    /// `[page_len]`
-    pub(crate) tokens: Box<[TokenId]>,
     /// Pages that follow, sorted by their tokens.
     pub(crate) children: Vec<PageId>,
     /// `[tier]` how many of the children nobody holds.

@@ -4,38 +4,51 @@
 //! node are also sorted by their tokens, so that the one with the longest common beginning is next
 //! to where the wanted tokens would stand.
 
-use nuthatch_types::{FastMap, PageId, TokenId};
+use nuthatch_types::{FastMap, PageId, PageKey, TokenId};
 
 use super::node::{Node, Parent};
 use crate::Salt;
 use crate::evict::Facts;
-use crate::hash::{Chain, PageHash};
+use crate::hash::Chain;
 use crate::pages::Tier;
 
 /// The tree of full pages.
 #[derive(Debug)]
 pub(crate) struct Tree {
     chain: Chain,
+    page_len: usize,
     /// `[n_pages]` the node of each cached page.
     nodes: Vec<Option<Node>>,
+    /// `[n_pages][page_len]` the tokens of each cached page. All in one piece: thousands of pages may
+    /// be filled in one step, and memory of its own for each would take most of it.
+    tokens: Vec<TokenId>,
     /// The first pages under each salt, sorted by their tokens.
     roots: FastMap<Salt, Vec<PageId>>,
-    index: FastMap<PageHash, PageId>,
+    index: FastMap<PageKey, PageId>,
     /// How many first pages have the same tokens, under any salt; keyed by the hash without salt.
-    first_pages: FastMap<PageHash, u32>,
+    first_pages: FastMap<PageKey, u32>,
     n_nodes: u32,
 }
 
 impl Tree {
-    pub(crate) fn new(chain: Chain, n_pages: u32) -> Self {
+    pub(crate) fn new(chain: Chain, n_pages: u32, page_len: u32) -> Self {
+        let (n_pages, page_len) = (n_pages as usize, page_len as usize);
         Tree {
             chain,
+            page_len,
             nodes: (0..n_pages).map(|_| None).collect(),
+            tokens: vec![TokenId::default(); n_pages * page_len],
             roots: FastMap::default(),
-            index: FastMap::default(),
+            index: FastMap::with_capacity_and_hasher(n_pages, Default::default()),
             first_pages: FastMap::default(),
             n_nodes: 0,
         }
+    }
+
+    /// Hashes with another key; the tree is empty.
+    pub(crate) fn set_chain(&mut self, chain: Chain) {
+        assert_eq!(self.n_nodes, 0, "what is cached is named already");
+        self.chain = chain;
     }
 
     /// Pages of the tree.
@@ -51,6 +64,12 @@ impl Tree {
     /// The node of a cached page.
     pub(crate) fn node(&self, page: PageId) -> &Node {
         self.get(page).expect("the page is cached")
+    }
+
+    /// `[page_len]` the tokens of a cached page.
+    pub(crate) fn tokens(&self, page: PageId) -> &[TokenId] {
+        let start = page.0 as usize * self.page_len;
+        &self.tokens[start..start + self.page_len]
     }
 
     /// What eviction looks at, to change.
@@ -88,7 +107,7 @@ impl Tree {
     }
 
     /// The hash that a page with these tokens has after `parent`.
-    pub(crate) fn hash(&self, parent: Parent, tokens: &[TokenId]) -> PageHash {
+    pub(crate) fn hash(&self, parent: Parent, tokens: &[TokenId]) -> PageKey {
         let before = match parent {
             Parent::Root(salt) => self.chain.root(salt),
             Parent::Page(page) => self.node(page).hash,
@@ -97,24 +116,18 @@ impl Tree {
     }
 
     /// The page with exactly these tokens after `parent`, whose hash the caller has made.
-    pub(crate) fn find(
-        &self,
-        hash: PageHash,
-        parent: Parent,
-        tokens: &[TokenId],
-    ) -> Option<PageId> {
+    pub(crate) fn find(&self, hash: PageKey, parent: Parent, tokens: &[TokenId]) -> Option<PageId> {
         let page = *self.index.get(&hash)?;
-        let node = self.node(page);
-        (node.parent == parent && *node.tokens == *tokens).then_some(page)
+        (self.node(page).parent == parent && self.tokens(page) == tokens).then_some(page)
     }
 
     /// The child that begins with most of the wanted tokens, and how many.
     pub(crate) fn closest(&self, parent: Parent, wanted: &[TokenId]) -> Option<(PageId, u32)> {
         let children = self.children(parent);
-        let place = children.partition_point(|&child| *self.node(child).tokens < *wanted);
+        let place = children.partition_point(|&child| self.tokens(child) < wanted);
         let neighbours = &children[place.saturating_sub(1)..children.len().min(place + 1)];
         let common = |&child: &PageId| {
-            let pairs = self.node(child).tokens.iter().zip(wanted);
+            let pairs = self.tokens(child).iter().zip(wanted);
             (child, pairs.take_while(|(a, b)| a == b).count() as u32)
         };
         neighbours.iter().map(common).max_by_key(|&(_, n)| n).filter(|&(_, n)| n > 0)
@@ -129,7 +142,7 @@ impl Tree {
     /// has its hash: it then cannot be cached.
     pub(crate) fn insert(
         &mut self,
-        hash: PageHash,
+        hash: PageKey,
         parent: Parent,
         tokens: &[TokenId],
         page: PageId,
@@ -137,9 +150,8 @@ impl Tree {
         if self.index.contains_key(&hash) {
             return false;
         }
-        let place =
-            self.children(parent).partition_point(|&child| *self.node(child).tokens < *tokens);
-        self.children_mut(parent).insert(place, page);
+        let place = self.children(parent).partition_point(|&child| self.tokens(child) < tokens);
+        self.add_child(parent, place, page);
         let depth = match parent {
             Parent::Root(_) => {
                 *self.first_pages.entry(self.unsalted(tokens)).or_default() += 1;
@@ -148,8 +160,9 @@ impl Tree {
             Parent::Page(before) => self.node(before).facts.depth + 1,
         };
         let facts = Facts { depth, ..Facts::default() };
-        let (tokens, children) = (tokens.into(), Vec::new());
-        let node = Node { hash, parent, tokens, children, n_idle: [0; 2], facts };
+        let start = page.0 as usize * self.page_len;
+        self.tokens[start..start + self.page_len].copy_from_slice(tokens);
+        let node = Node { hash, parent, children: Vec::new(), n_idle: [0; 2], facts };
         let place = &mut self.nodes[page.0 as usize];
         assert!(place.is_none(), "{page:?} is cached once");
         *place = Some(node);
@@ -163,14 +176,16 @@ impl Tree {
         let node = self.nodes[page.0 as usize].take().expect("the page is cached");
         assert!(node.children.is_empty(), "{page:?} goes after the pages that follow it");
         let children = self.children(node.parent);
-        let place = children.partition_point(|&child| {
-            // The page itself is no longer there, and stands where its tokens do.
-            self.get(child).is_some_and(|child| child.tokens < node.tokens)
-        });
+        let place = children.partition_point(|&child| self.tokens(child) < self.tokens(page));
         assert_eq!(children.get(place), Some(&page), "{page:?} is among its parent's children");
-        self.children_mut(node.parent).remove(place);
-        if let Parent::Root(salt) = node.parent {
-            self.forget_first(salt, &node.tokens);
+        match node.parent {
+            Parent::Root(salt) => {
+                self.roots.get_mut(&salt).expect("it has children").remove(place);
+                self.forget_first(salt, page);
+            }
+            Parent::Page(before) => {
+                self.node_mut(before).children.remove(place);
+            }
         }
         self.index.remove(&node.hash);
         self.n_nodes -= 1;
@@ -188,8 +203,8 @@ impl Tree {
         self.roots.len()
     }
 
-    fn forget_first(&mut self, salt: Salt, tokens: &[TokenId]) {
-        let unsalted = self.unsalted(tokens);
+    fn forget_first(&mut self, salt: Salt, page: PageId) {
+        let unsalted = self.unsalted(self.tokens(page));
         let count = self.first_pages.get_mut(&unsalted).expect("counted when it was added");
         *count -= 1;
         if *count == 0 {
@@ -200,7 +215,7 @@ impl Tree {
         }
     }
 
-    fn unsalted(&self, tokens: &[TokenId]) -> PageHash {
+    fn unsalted(&self, tokens: &[TokenId]) -> PageKey {
         self.chain.page(self.chain.root(Salt::default()), tokens)
     }
 
@@ -208,10 +223,10 @@ impl Tree {
         self.nodes[page.0 as usize].as_mut().expect("the page is cached")
     }
 
-    fn children_mut(&mut self, parent: Parent) -> &mut Vec<PageId> {
+    fn add_child(&mut self, parent: Parent, place: usize, page: PageId) {
         match parent {
-            Parent::Root(salt) => self.roots.entry(salt).or_default(),
-            Parent::Page(page) => &mut self.node_mut(page).children,
+            Parent::Root(salt) => self.roots.entry(salt).or_default().insert(place, page),
+            Parent::Page(before) => self.node_mut(before).children.insert(place, page),
         }
     }
 }

@@ -10,8 +10,8 @@ mod ops;
 use std::collections::{BTreeMap, BTreeSet};
 
 use nuthatch_cache::{
-    Admission, Admitted, Cache, CachedPage, Config, ContentId, Event, MissReason, Options, PinId,
-    Prompt, Retention, Salt, Shortfall, Tier,
+    Admission, Admitted, Cache, CachedPage, Config, ContentId, MissReason, Options, PinId, Prompt,
+    Retention, Salt, Shortfall, Tier,
 };
 use nuthatch_types::{HostReads, KvSlots, SeqId, Slot, TokenId, Window};
 

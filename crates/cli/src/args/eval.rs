@@ -1,5 +1,6 @@
 //! Flags of `nuthatch eval`.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use clap::Args as ClapArgs;
@@ -35,9 +36,10 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2K")]
     #[arg(value_parser = parse_tokens)]
     pub(crate) length: Vec<u32>,
-    /// Prompts of each task; one number for all lengths, or one for each
+    /// Prompts of each task, or a range of them such as 8..24; one for all lengths, or one for each
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "8")]
-    pub(crate) samples: Vec<u32>,
+    #[arg(value_parser = parse_range)]
+    pub(crate) samples: Vec<Range<u32>>,
     /// How tokens are chosen, as --sparse has it; may be given more than once
     #[arg(long, value_name = "POLICY", default_values = ["full", "hata:256"])]
     pub(crate) policy: Vec<Policy>,
@@ -72,6 +74,14 @@ pub(crate) struct EvalArgs {
     pub(crate) engine: EngineArgs,
 }
 
+fn parse_range(text: &str) -> Result<Range<u32>, String> {
+    let (first, end) = text.split_once("..").unwrap_or(("0", text));
+    match (first.parse::<u32>(), end.parse::<u32>()) {
+        (Ok(first), Ok(end)) if first <= end => Ok(first..end),
+        _ => Err(format!("{text:?} is neither a number nor a range such as 8..24")),
+    }
+}
+
 fn parse_shard(text: &str) -> Result<(u32, u32), String> {
     let parts = text.split_once('/').map(|(i, n)| (i.parse::<u32>(), n.parse::<u32>()));
     match parts {
@@ -83,6 +93,14 @@ fn parse_shard(text: &str) -> Result<(u32, u32), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn samples_are_a_number_or_a_range() {
+        assert_eq!((parse_range("24"), parse_range("8..24")), (Ok(0..24), Ok(8..24)));
+        for bad in ["", "9..8", "..", "1..", "-1", "8-24"] {
+            assert!(parse_range(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn a_shard_is_one_of_many() {

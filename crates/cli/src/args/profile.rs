@@ -41,9 +41,6 @@ pub(crate) struct ProfileArgs {
     /// Where to write it [default: where --sparse finds it]
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
-    /// Also write the principal directions of keys, which loki needs; a larger file
-    #[arg(long)]
-    pub(crate) principal: bool,
     /// Draw importance and similarity of all heads
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,

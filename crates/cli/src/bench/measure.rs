@@ -7,14 +7,14 @@ use anyhow::{Context as _, ensure};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_engine::topk::Policy;
 use nuthatch_engine::{SharedClock, Submission};
-use nuthatch_types::{Limits, Sampling, TokenId};
+use nuthatch_types::{KvShape, Limits, Sampling, TokenId};
 
 use crate::config::WARM_UP_TOKENS;
 use crate::device::AnyEngine;
 use crate::random::Random;
 
 use super::breakdown::Breakdown;
-use super::result::TopKResult;
+use super::result::{NearResult, TopKResult};
 
 /// What a test measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -177,17 +177,34 @@ impl Bench {
 
     /// What top-k attention did in all steps, if there was such, and the share of the decode steps'
     /// time that choosing took.
-    pub(super) fn topk(&self, policy: Option<&Policy>) -> Option<TopKResult> {
+    pub(super) fn topk(
+        &self,
+        policy: Option<&Policy>,
+        (kv, far_bytes): (KvShape, u64),
+    ) -> Option<TopKResult> {
+        let row_bytes = kv.row_bytes() as u64;
         let stats = self.engine.executor().topk_stats()?;
         let counts = stats.policies.first()?;
-        let choosing = stats.select_nanos as f64 / 1e9;
+        let of_decode =
+            |nanos: u64| nanos as f64 / 1e9 / self.decode_seconds.max(f64::MIN_POSITIVE);
+        let near = self.engine.executor().near().map(|(near, came)| NearResult {
+            bytes: near.row_bytes + near.digest_bytes,
+            far_bytes,
+            resident_heads: near.n_resident(),
+            n_heads: near.is_resident.len(),
+            brought_bytes: came.n_brought * row_bytes,
+            moved_bytes: counts.rows_moved * row_bytes,
+            filled_rows: came.n_filled,
+            waiting: of_decode(stats.bring_nanos),
+        });
         Some(TopKResult {
             policy: policy?.to_string(),
             attended: counts.attended_share(),
             moved: counts.moved_share(),
             live_hits: counts.live_hit_ratio(),
             frozen_hits: counts.frozen_hit_ratio(),
-            choosing: choosing / self.decode_seconds.max(f64::MIN_POSITIVE),
+            choosing: of_decode(stats.select_nanos),
+            near,
         })
     }
 

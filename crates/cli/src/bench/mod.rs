@@ -16,7 +16,7 @@ use std::io::{self, IsTerminal as _, Write as _};
 use std::path::Path;
 
 use anyhow::Context as _;
-use nuthatch_model::ModelFiles;
+use nuthatch_model::{ModelFiles, kv_shape};
 
 use crate::config::BenchConfig;
 use crate::fetch::{self, Fetch};
@@ -54,6 +54,8 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
     for test in tests_of(config).into_iter().filter(|_| config.breakdown) {
         breakdowns.push(bench.break_down(test)?);
     }
+    let kv = kv_shape(model, prepared.sizes.kv_dtype);
+    let far_bytes = u64::from(prepared.sizes.cache().slots().total()) * kv.page_bytes() as u64;
     let result = BenchResult {
         version: env!("CARGO_PKG_VERSION"),
         commit: option_env!("NUTHATCH_COMMIT"),
@@ -66,7 +68,7 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
         kv_dtype: prepared.sizes.kv_dtype.to_string(),
         max_batched_tokens: prepared.sizes.max_rows,
         overhead: bench.overhead(),
-        topk: bench.topk(config.engine.sparse.sparse.as_ref()),
+        topk: bench.topk(config.engine.sparse.sparse.as_ref(), (kv, far_bytes)),
         tests,
         breakdowns,
     };

@@ -45,6 +45,45 @@ pub(super) struct TopKResult {
     pub(super) frozen_hits: Option<f64>,
     /// Time of looking up, scoring and selecting, of the decode steps'.
     pub(super) choosing: f64,
+    /// What was kept near, if pages were far.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) near: Option<NearResult>,
+}
+
+/// What was kept near.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct NearResult {
+    /// Bytes of rows and digests.
+    pub(super) bytes: u64,
+    /// Bytes of all pages.
+    pub(super) far_bytes: u64,
+    /// Heads that stayed whole.
+    pub(super) resident_heads: usize,
+    pub(super) n_heads: usize,
+    /// Bytes that were brought in all steps, and those that the policy says.
+    pub(super) brought_bytes: u64,
+    pub(super) moved_bytes: u64,
+    /// Rows that were found missing.
+    pub(super) filled_rows: u64,
+    /// Time that attention waited for rows, of the decode steps'.
+    pub(super) waiting: f64,
+}
+
+impl NearResult {
+    fn line(&self) -> String {
+        format!(
+            "near {} of {} far, {} of {} heads whole; brought {} (the policy moves {}), filled in {} \
+             rows, waiting took {:.1} % of decode\n",
+            Bytes(self.bytes),
+            Bytes(self.far_bytes),
+            self.resident_heads,
+            self.n_heads,
+            Bytes(self.brought_bytes),
+            Bytes(self.moved_bytes),
+            self.filled_rows,
+            100.0 * self.waiting,
+        )
+    }
 }
 
 impl TopKResult {
@@ -53,13 +92,14 @@ impl TopKResult {
             share.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", 100.0 * share))
         };
         format!(
-            "{}: attended {}, moved {}, hits {} (frozen heads {}), choosing took {:.1} % of decode\n",
+            "{}: attended {}, moved {}, hits {} (frozen heads {}), choosing took {:.1} % of decode\n{}",
             self.policy,
             share(self.attended),
             share(self.moved),
             share(self.live_hits),
             share(self.frozen_hits),
             100.0 * self.choosing,
+            self.near.as_ref().map(NearResult::line).unwrap_or_default(),
         )
     }
 }

@@ -4,8 +4,9 @@ use clap::Parser as _;
 use nuthatch_engine::Eviction;
 use nuthatch_model::RopeKind;
 
+use super::run::split_positionals;
 use super::*;
-use crate::args::{Args, Command};
+use crate::args::{Args, Command, RunArgs};
 
 fn parse(words: &str) -> Command {
     let words = ["nuthatch", "run"].into_iter().chain(words.split_whitespace());

@@ -11,6 +11,7 @@ mod words;
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write as _};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -90,6 +91,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         threads: config.threads,
         is_exact: config.is_exact,
         kernel_dir: fetch.env.kernel_dir(),
+        kv_file: config.sparse.kv_file(),
     })?;
     match device {
         Device::Cpu(cpu) => eval.all(cpu, &files, config, &mut results)?,
@@ -116,8 +118,7 @@ impl Eval<'_> {
         let longest = self.args.length.iter().copied().max().unwrap_or(0);
         let context = files.config().max_context;
         ensure!(longest <= context, "--length is {longest}, but the model's context {context}");
-        let profile = config.sparse.head_profile.as_deref();
-        let options = sparse::options_of(files, &self.args.policy, profile, self.fetch.env)?;
+        let options = sparse::options_of(files, &self.args.policy, &config.sparse, self.fetch.env)?;
         let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
         let mut runner = Runner::new(backend, files, &options, sizes, self.args.mass)?;
         let mut trace = Trace::open(self.args.record_trace.as_deref())?;
@@ -157,14 +158,15 @@ impl Eval<'_> {
     fn cells(&self) -> anyhow::Result<Vec<Cell>> {
         let lengths = &self.args.length;
         let samples = match self.args.samples.as_slice() {
-            [n] => vec![*n; lengths.len()],
+            [one] => vec![one.clone(); lengths.len()],
             list => list.to_vec(),
         };
         let (n_samples, n_lengths) = (samples.len(), lengths.len());
         ensure!(n_samples == n_lengths, "--samples has {n_samples} numbers, --length {n_lengths}");
         let mut cells = Vec::new();
-        for sample in 0..samples.iter().copied().max().unwrap_or(0) {
-            for (&length, _) in lengths.iter().zip(&samples).filter(|(_, n)| sample < **n) {
+        for sample in 0..samples.iter().map(|range| range.end).max().unwrap_or(0) {
+            let is_in = |(_, range): &(_, &Range<u32>)| range.contains(&sample);
+            for (&length, _) in lengths.iter().zip(&samples).filter(is_in) {
                 cells.extend(self.tasks.iter().map(|&task| Cell { sample, length, task }));
             }
         }

@@ -10,9 +10,11 @@ use std::sync::Arc;
 use anyhow::ensure;
 use nuthatch_backend::{Backend, BatchLayout};
 use nuthatch_engine::topk::{Counts, Decision, TopK};
-use nuthatch_engine::{Budget, Forward as _, LoadedModel, SizeRequest, Sizes, TopKOptions};
+use nuthatch_engine::{
+    Budget, Forward as _, LoadedModel, SharedClock, SizeRequest, Sizes, TopKOptions,
+};
 use nuthatch_model::ModelFiles;
-use nuthatch_types::{KvDtype, PageCopy, Slot, TokenId};
+use nuthatch_types::{KvDtype, PageCopy, Slot, SystemClock, TokenId};
 
 /// Tokens of a prompt that are computed at a time.
 const CHUNK: u32 = 512;
@@ -74,7 +76,8 @@ impl<B: Backend> Runner<B> {
         };
         let sizes = Sizes::compute(&request)?;
         let mut model = LoadedModel::load(backend, files, &sizes)?;
-        model.set_topk(options)?;
+        let clock: SharedClock = Arc::new(SystemClock::start());
+        model.set_topk(options, &clock)?;
         if let Some(topk) = model.topk_mut().filter(|_| measures_mass) {
             topk.measure_mass();
         }

@@ -26,6 +26,8 @@ use crate::sparse;
 const RESTRICTION: Restriction = Restriction { sinks: 16, recent: 64 };
 /// Tokens of a text that averages are made of, and of one step.
 const N_CALIBRATED: u32 = 1024;
+/// Principal directions of each head that are written.
+const N_PRINCIPAL: usize = 32;
 /// Questions that need something from afar, each of another kind.
 const TASKS: [TaskName; 4] =
     [TaskName::Single1, TaskName::Single2, TaskName::MultiKey1, TaskName::Variables];
@@ -53,6 +55,7 @@ pub(crate) fn run(
         threads: config.threads,
         is_exact: config.is_exact,
         kernel_dir: fetch.env.kernel_dir(),
+        kv_file: None,
     })?;
     let mut profile = match device {
         Device::Cpu(cpu) => measure(cpu, &files, args)?,
@@ -118,9 +121,7 @@ fn measure<B: Backend>(
     let text = prompts.prose_tokens()?;
     model.calibrate(&text)?.finish(&mut profile);
     round(&mut profile);
-    if !args.principal {
-        profile.principal.clear();
-    }
+    keep_principal(&mut profile);
     if let Some(path) = &args.import {
         let table = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read {}", path.display()))?;
@@ -136,9 +137,16 @@ fn measure<B: Backend>(
 
 /// Fewer digits: they say nothing, and make files large.
 fn round(profile: &mut Profile) {
-    for x in profile.mean.iter_mut().chain(&mut profile.similarity).chain(&mut profile.principal) {
+    for x in profile.mean.iter_mut().chain(&mut profile.similarity) {
         *x = (*x * 1e4).round() / 1e4;
     }
+}
+
+/// Leaves as many principal directions as policies use; all of them would make files large.
+fn keep_principal(profile: &mut Profile) {
+    let width = profile.head_dim as usize;
+    let heads = profile.principal.chunks(width.max(1));
+    profile.principal = heads.flat_map(|rows| rows.iter().take(N_PRINCIPAL)).cloned().collect();
 }
 
 /// How far the output moves, averaged over the questions, as a share of how far the most important

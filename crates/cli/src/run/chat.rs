@@ -7,10 +7,11 @@ use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use nuthatch_tokens::{Conversation, Message};
+use nuthatch_tokens::Conversation;
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
+use super::History;
 use super::answer::{Answer, Answerer, ContextFull, Ending};
 use super::input::{HELP, Input, Lines};
 use super::stats::Speeds;
@@ -23,24 +24,29 @@ const PROMPT_MORE: &str = "... ";
 pub(super) fn run(
     config: &RunConfig,
     answerer: &Answerer<'_>,
-    history: Option<PathBuf>,
+    lines: Option<PathBuf>,
+    history: History,
 ) -> anyhow::Result<ExitCode> {
-    let mut editor = Editor::new(history)?;
-    let mut chat =
-        Chat { config, answerer, system: config.system.clone(), messages: Vec::new(), last: None };
+    let mut editor = Editor::new(lines)?;
+    let mut chat = Chat { config, answerer, history, last: None };
     say("/help says what there is, Ctrl-D leaves")?;
+    if let Some((name, n)) = config.session.as_ref().zip(chat.n_said()) {
+        say(&format!("session {name}: {n} messages so far"))?;
+    }
     while let Some(input) = editor.read()? {
         match input {
             Input::Empty => {}
             Input::Message(text) => chat.answer(text)?,
             Input::Help => write!(io::stdout(), "{HELP}")?,
             Input::Reset => {
-                chat.messages.clear();
+                chat.history.clear()?;
                 say("a new conversation")?;
             }
             Input::Stats => chat.stats()?,
-            Input::System(None) => say(chat.system.as_deref().unwrap_or("no system message"))?,
-            Input::System(Some(text)) => chat.system = Some(text),
+            Input::System(None) => {
+                say(chat.history.system.as_deref().unwrap_or("no system message"))?;
+            }
+            Input::System(Some(text)) => chat.history.system = Some(text),
             Input::Unknown(command) => say(&format!("there is no {command}; see /help"))?,
             Input::Exit => break,
         }
@@ -56,21 +62,17 @@ fn say(text: &str) -> io::Result<()> {
 struct Chat<'a> {
     config: &'a RunConfig,
     answerer: &'a Answerer<'a>,
-    system: Option<String>,
-    /// Users' and assistant's messages in turn.
-    messages: Vec<Message>,
+    history: History,
     last: Option<Speeds>,
 }
 
 impl Chat<'_> {
     /// Answers a message. A message that cannot be answered is forgotten, the conversation stays.
     fn answer(&mut self, text: String) -> anyhow::Result<()> {
-        self.messages.push(Message::new("user", text));
-        let answer = match self.try_answer() {
+        let answer = match self.try_answer(&text) {
             Ok(answer) => answer,
             Err(error) if error.is::<io::Error>() => return Err(error),
             Err(error) => {
-                self.messages.pop();
                 say(&format!("error: {}", crate::chain(&error)))?;
                 if error.is::<ContextFull>() {
                     say(
@@ -92,13 +94,16 @@ impl Chat<'_> {
             say(&speeds.line(self.config.sampling.seed))?;
         }
         self.last = Some(speeds);
-        self.messages.push(Message::new("assistant", answer.text));
-        Ok(())
+        self.history.answered(&text, &answer.text)
     }
 
-    fn try_answer(&self) -> anyhow::Result<Answer> {
-        let system = self.system.iter().map(|system| Message::new("system", system));
-        let messages: Vec<Message> = system.chain(self.messages.iter().cloned()).collect();
+    /// Messages so far, if there are some.
+    fn n_said(&self) -> Option<usize> {
+        Some(self.history.messages.len()).filter(|&n| n > 0)
+    }
+
+    fn try_answer(&self, text: &str) -> anyhow::Result<Answer> {
+        let messages = self.history.asking(text);
         let tokens = self.answerer.text.conversation(&Conversation::Plain(messages))?;
         let mut answers = self.answerer.answers(tokens, |_, piece, _| {
             let mut out = io::stdout().lock();
@@ -119,7 +124,7 @@ impl Chat<'_> {
         }
         say(&format!(
             "{} messages, context {} tokens",
-            self.messages.len(),
+            self.history.messages.len(),
             self.answerer.max_context
         ))?;
         if let Some(stats) = self.answerer.engine.stats() {

@@ -10,10 +10,13 @@ use std::io::Read as _;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use nuthatch_engine::DiskOptions;
+use nuthatch_tokens::Message;
 
 use crate::config::{ConfigError, Prompt, RunConfig};
 use crate::fetch::{self, Fetch};
 use crate::load::Prepared;
+use crate::session::{Session, Sessions};
 use crate::text;
 use answer::Answerer;
 
@@ -28,8 +31,14 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         Prompt::Text(text) => Some(text.clone()),
         Prompt::Stdin => Some(read_stdin()?),
     };
+    let history = History::open(config, fetch)?;
     let path = fetch::fetch(&config.model, fetch)?;
-    let prepared = Prepared::open(&path, &config.engine, fetch.env)?;
+    let mut prepared = Prepared::open(&path, &config.engine, fetch.env)?;
+    if config.session.is_some()
+        && let Some(dir) = fetch.env.page_dir()
+    {
+        prepared.keep_if_free(DiskOptions { dir, bytes_max: SESSION_BYTES_MAX });
+    }
     let text = text::load(&prepared.files, config.is_raw)?.words;
     if prompt.is_none() && text.template.is_none() {
         anyhow::bail!(
@@ -52,11 +61,66 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
         is_raw: config.is_raw || text.template.is_none(),
     };
     let code = match prompt {
-        Some(prompt) => oneshot::run(config, &answerer, &prompt)?,
-        None => chat::run(config, &answerer, fetch.env.history_file())?,
+        Some(prompt) => oneshot::run(config, &answerer, &prompt, history)?,
+        None => chat::run(config, &answerer, fetch.env.history_file(), history)?,
     };
     engine.shutdown()?;
     Ok(code)
+}
+
+/// Bytes of pages that sessions keep, where nothing else was said.
+const SESSION_BYTES_MAX: u64 = 4 << 30;
+
+/// What was said so far, and where it is kept if it is.
+struct History {
+    system: Option<String>,
+    /// Users' and assistant's messages in turn.
+    messages: Vec<Message>,
+    kept: Option<(Sessions, String, Session)>,
+}
+
+impl History {
+    /// What was said in the session, or nothing.
+    fn open(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<Self> {
+        let Some(name) = &config.session else {
+            let (system, messages) = (config.system.clone(), Vec::new());
+            return Ok(History { system, messages, kept: None });
+        };
+        let sessions = Sessions::new(fetch.env.session_dir()?);
+        let model = config.model.to_string();
+        let mut session = sessions.load(name)?.unwrap_or_else(|| Session::new(&model));
+        let system = config.system.clone().or_else(|| session.system.clone());
+        let messages = session.messages();
+        session.model = model;
+        Ok(History { system, messages, kept: Some((sessions, name.clone(), session)) })
+    }
+
+    /// The conversation with one more message of the user.
+    fn asking(&self, text: &str) -> Vec<Message> {
+        let system = self.system.iter().map(|system| Message::new("system", system));
+        let said = self.messages.iter().cloned();
+        system.chain(said).chain([Message::new("user", text)]).collect()
+    }
+
+    /// Takes in a question and its answer, and keeps them.
+    fn answered(&mut self, question: &str, answer: &str) -> anyhow::Result<()> {
+        self.messages.push(Message::new("user", question));
+        self.messages.push(Message::new("assistant", answer));
+        self.keep()
+    }
+
+    /// Forgets what was said.
+    fn clear(&mut self) -> anyhow::Result<()> {
+        self.messages.clear();
+        self.keep()
+    }
+
+    fn keep(&mut self) -> anyhow::Result<()> {
+        let Some((sessions, name, session)) = &mut self.kept else { return Ok(()) };
+        session.system = self.system.clone();
+        session.set_messages(&self.messages);
+        sessions.save(name, session)
+    }
 }
 
 fn read_stdin() -> anyhow::Result<String> {

@@ -3,10 +3,11 @@
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
-use nuthatch_tokens::{Conversation, Message, Words};
+use nuthatch_tokens::{Conversation, Words};
 use nuthatch_types::TokenId;
 use serde_json::json;
 
+use super::History;
 use super::answer::{Answer, AnswerToken, Answerer, Ending};
 use super::stats::Speeds;
 use crate::config::RunConfig;
@@ -16,9 +17,10 @@ use crate::interrupt::EXIT_INTERRUPTED;
 pub(super) fn run(
     config: &RunConfig,
     answerer: &Answerer<'_>,
-    prompt: &str,
+    question: &str,
+    mut history: History,
 ) -> anyhow::Result<ExitCode> {
-    let prompt = encode(config, answerer.text, prompt)?;
+    let prompt = encode(answerer.text, question, &history)?;
     let (text, as_json, is_many) = (answerer.text, config.as_json, answerer.n > 1);
     let with_logprobs = config.sampling.wants_logprobs() && !as_json;
     let answers = answerer.answers(prompt.clone(), |index, piece, token| {
@@ -37,6 +39,11 @@ pub(super) fn run(
         out.write_all(piece.as_bytes())?;
         out.flush()
     })?;
+    if let [answer] = &answers[..]
+        && answer.ending != Ending::Interrupted
+    {
+        history.answered(question, &answer.text)?;
+    }
     if as_json {
         let whole = to_json(config, answerer, &prompt, &answers);
         writeln!(io::stdout(), "{whole}")?;
@@ -67,14 +74,14 @@ fn end_lines(answers: &[Answer]) -> io::Result<()> {
 }
 
 /// The prompt's tokens: a conversation if the model has a template, else the text itself.
-fn encode(config: &RunConfig, text: &Words, prompt: &str) -> anyhow::Result<Vec<TokenId>> {
-    let system = config.system.iter().map(|system| Message::new("system", system));
-    let messages: Vec<Message> = system.chain([Message::new("user", prompt)]).collect();
+fn encode(text: &Words, prompt: &str, history: &History) -> anyhow::Result<Vec<TokenId>> {
     if text.template.is_some() {
-        return Ok(text.conversation(&Conversation::Plain(messages))?);
+        return Ok(text.conversation(&Conversation::Plain(history.asking(prompt)))?);
     }
-    let system = config.system.as_ref().map(|system| format!("{system}\n\n"));
-    Ok(text.raw(&format!("{}{prompt}", system.unwrap_or_default()))?)
+    let said = history.messages.iter().map(|message| format!("{}\n\n", message.content));
+    let before: String =
+        history.system.iter().map(|system| format!("{system}\n\n")).chain(said).collect();
+    Ok(text.raw(&format!("{before}{prompt}"))?)
 }
 
 /// One line of `--logprobs`.

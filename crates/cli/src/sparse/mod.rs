@@ -8,13 +8,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Context as _;
-use nuthatch_engine::TopKOptions;
+use anyhow::{Context as _, ensure};
 use nuthatch_engine::topk::{Policy, Profile};
+use nuthatch_engine::{Offload, TopKOptions};
 use nuthatch_model::ModelFiles;
 use nuthatch_types::TokenId;
 
-use crate::args::SparseArgs;
+use crate::args::{SparseArgs, Switch};
 use crate::env::Env;
 use crate::text;
 
@@ -32,19 +32,27 @@ pub(crate) fn options(
     args: &SparseArgs,
     env: &Env,
 ) -> anyhow::Result<Option<TopKOptions>> {
-    let Some(policy) = args.sparse else { return Ok(None) };
-    options_of(files, &[policy], args.head_profile.as_deref(), env).map(Some)
+    let Some(policy) = args.sparse else {
+        ensure!(args.kv_offload.is_none(), "--kv-offload needs --sparse, such as --sparse auto");
+        return Ok(None);
+    };
+    options_of(files, &[policy], args, env).map(Some)
 }
 
 /// The same for any policies.
 pub(crate) fn options_of(
     files: &ModelFiles,
     policies: &[Policy],
-    path: Option<&Path>,
+    args: &SparseArgs,
     env: &Env,
 ) -> anyhow::Result<TopKOptions> {
-    let profile = find_profile(files, path, env)?.map(Arc::new);
-    Ok(TopKOptions { policies: policies.to_vec(), profile, text: calibration_text(files) })
+    let profile = find_profile(files, args.head_profile.as_deref(), env)?.map(Arc::new);
+    let offload = args.kv_offload.as_ref().map(|_| Offload {
+        budget: args.kv_device_budget,
+        keeps_heads: args.kv_resident == Switch::On,
+    });
+    let (policies, text) = (policies.to_vec(), calibration_text(files));
+    Ok(TopKOptions { policies, profile, text, offload })
 }
 
 /// The beginning of some text in the model's tokens; nothing if the model has no tokenizer.
@@ -87,7 +95,7 @@ fn find_profile(
 pub(crate) fn read_profile(path: &Path) -> anyhow::Result<Profile> {
     let what = || format!("cannot read the head profile {}", path.display());
     let bytes = std::fs::metadata(path).with_context(what)?.len();
-    anyhow::ensure!(bytes <= PROFILE_BYTES_MAX, "{}: {bytes} bytes are too many", what());
+    ensure!(bytes <= PROFILE_BYTES_MAX, "{}: {bytes} bytes are too many", what());
     let text = std::fs::read_to_string(path).with_context(what)?;
     Profile::from_json(&text).with_context(what)
 }

@@ -2,24 +2,27 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
-use std::process::{Child, ExitStatus};
+use std::process::{Child, Command, ExitStatus};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::tiny::Tiny;
+use crate::tiny::{Tiny, spawn};
 
 /// A server that runs, and is killed when it is dropped.
 pub(crate) struct Serve {
     child: Child,
-    address: String,
+    at: At,
     /// Where it publishes what its cache holds, if it does.
     pub(crate) events: Option<String>,
     /// What it says on stderr, line by line, when it has ended.
     log: Option<JoinHandle<String>>,
     _tiny: Tiny,
 }
+
+/// The address of a server.
+pub(crate) struct At(pub(crate) String);
 
 /// A response.
 #[derive(Debug)]
@@ -53,9 +56,24 @@ pub(crate) const LONG: [&str; 6] = ["-c", "32K", "--rope-scaling", "yarn", "--ro
 impl Serve {
     /// Starts a server and waits until it listens.
     pub(crate) fn start(words: &[&str]) -> Self {
+        Serve::start_by(words, Tiny::spawn)
+    }
+
+    /// Starts it from a shell in which at most `n` files may be open.
+    pub(crate) fn start_with_files(n: u32, words: &[&str]) -> Self {
+        Serve::start_by(words, |tiny, command, words| {
+            let command = tiny.command(command, words);
+            let limit = format!("ulimit -S -n {n} && exec \"$0\" \"$@\"");
+            let mut shell = Command::new("sh");
+            shell.args(["-c", &limit]).arg(command.get_program()).args(command.get_args());
+            spawn(&mut shell)
+        })
+    }
+
+    fn start_by(words: &[&str], spawn: impl Fn(&Tiny, &str, &[&str]) -> Child) -> Self {
         let tiny = Tiny::new();
         let all = [&["--port", "0", "--served-model-name", "tiny"], words].concat();
-        let mut child = tiny.spawn("serve", &all);
+        let mut child = spawn(&tiny, "serve", &all);
         let mut lines = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
         lines.read_line(&mut line).unwrap();
@@ -63,7 +81,7 @@ impl Serve {
             let place = line.split_once("://").map(|(_, rest)| rest.split([',', '\n']).next());
             place.flatten().unwrap_or_else(|| panic!("{line}")).to_owned()
         };
-        let address = place(&line);
+        let at = At(place(&line));
         let mut events = None;
         if words.contains(&"--kv-events-config") {
             let mut second = String::new();
@@ -76,12 +94,12 @@ impl Serve {
             lines.read_to_string(&mut rest).unwrap();
             line + &rest
         });
-        Serve { child, address, events, log: Some(log), _tiny: tiny }
+        Serve { child, at, events, log: Some(log), _tiny: tiny }
     }
 
     /// Where the server is.
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("http://{}", self.at.0)
     }
 
     /// The process.
@@ -89,9 +107,47 @@ impl Serve {
         self.child.id()
     }
 
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Response {
+        self.ask("POST", path, &[], &body.to_string())
+    }
+
+    /// Waits until a metric is as it should be.
+    pub(crate) fn wait_for(&self, name: &str, is_fine: impl Fn(f64) -> bool) {
+        for _ in 0..600 {
+            if is_fine(self.metric(name, "")) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        panic!("{name} is {}", self.metric(name, ""));
+    }
+
+    /// Asks the server to end, as a supervisor does.
+    pub(crate) fn terminate(&self) {
+        let pid = self.child.id().to_string();
+        let status = std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap();
+        assert!(status.success());
+    }
+
+    /// Waits for the server's end, and gives what it said.
+    pub(crate) fn wait(mut self) -> (ExitStatus, String) {
+        let status = self.child.wait().unwrap();
+        (status, self.log.take().unwrap().join().unwrap())
+    }
+}
+
+impl std::ops::Deref for Serve {
+    type Target = At;
+
+    fn deref(&self) -> &At {
+        &self.at
+    }
+}
+
+impl At {
     /// A connection to the server.
     pub(crate) fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(&self.address).unwrap();
+        let stream = TcpStream::connect(&self.0).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream
     }
@@ -118,10 +174,6 @@ impl Serve {
         self.ask("GET", path, &[], "")
     }
 
-    pub(crate) fn post(&self, path: &str, body: &Value) -> Response {
-        self.ask("POST", path, &[], &body.to_string())
-    }
-
     /// The value of a metric, added over its labels that contain `label`.
     pub(crate) fn metric(&self, name: &str, label: &str) -> f64 {
         let page = self.get("/metrics");
@@ -132,30 +184,6 @@ impl Serve {
             lines.map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap()).collect();
         assert!(!values.is_empty(), "no {name}: {}", page.body);
         values.iter().sum()
-    }
-
-    /// Waits until a metric is as it should be.
-    pub(crate) fn wait_for(&self, name: &str, is_fine: impl Fn(f64) -> bool) {
-        for _ in 0..600 {
-            if is_fine(self.metric(name, "")) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        panic!("{name} is {}", self.metric(name, ""));
-    }
-
-    /// Asks the server to end, as a supervisor does.
-    pub(crate) fn terminate(&self) {
-        let pid = self.child.id().to_string();
-        let status = std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap();
-        assert!(status.success());
-    }
-
-    /// Waits for the server's end, and gives what it said.
-    pub(crate) fn wait(mut self) -> (ExitStatus, String) {
-        let status = self.child.wait().unwrap();
-        (status, self.log.take().unwrap().join().unwrap())
     }
 }
 

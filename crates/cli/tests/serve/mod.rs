@@ -2,6 +2,7 @@
 
 mod client;
 mod load;
+mod panic;
 mod score;
 
 use std::io::{Read as _, Write as _};

@@ -47,3 +47,36 @@ fn a_profile_is_made_used_and_refused_by_other_models() {
     let output = tiny.output("profile", &["--samples", "2", "-o", path], "");
     assert!(text(&output.stderr).contains("does not fit"), "{}", text(&output.stderr));
 }
+
+/// Pages in a file: the same answer, no name left behind, and a clear word when it cannot be.
+#[test]
+fn pages_in_a_file_give_the_same_answer() {
+    let tiny = Tiny::new();
+    let policy = "hata:64,k=8,sinks=2,recent=4,reuse=qsac(eta=0.9)";
+    let prompt = "Hello, hello, hello! ".repeat(4);
+    let words = ["-p", &prompt, "--max-tokens", "12", "--greedy", "--json", "--sparse", policy];
+    let answers = |more: &[&str]| tiny.json("run", &[&words[..], more].concat())["answers"].clone();
+    let here = answers(&[]);
+    let folder = tiny.dir.path().join("kv");
+    std::fs::create_dir(&folder).unwrap();
+    let disk = format!("disk:{}", folder.display());
+    for far in ["host", &disk] {
+        assert_eq!(answers(&["--kv-offload", far]), here, "{far}");
+        let with_budget = ["--kv-offload", far, "--kv-device-budget", "1GiB"];
+        assert_eq!(answers(&with_budget), here, "{far}");
+        assert_eq!(answers(&[&with_budget[..], &["--kv-resident", "off"]].concat()), here);
+    }
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+    for (more, said) in [
+        (&["--kv-offload", "disk:/nowhere/at/all"][..], "/nowhere/at/all"),
+        (&["--kv-offload", "tape:/x"], "neither host nor disk:PATH"),
+        (&["--kv-offload", &disk, "--kv-device-budget", "1KiB"], "are too few"),
+        (&["--kv-device-budget", "1MiB"], "--kv-offload"),
+    ] {
+        let output = tiny.output("run", &[&words[..], more].concat(), "");
+        assert!(!output.status.success());
+        assert!(text(&output.stderr).contains(said), "{}", text(&output.stderr));
+    }
+    let output = tiny.output("run", &["Hello", "--kv-offload", "host"], "");
+    assert!(text(&output.stderr).contains("needs --sparse"), "{}", text(&output.stderr));
+}

@@ -2,11 +2,16 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Child, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
 use super::{nuthatch, text};
+
+/// Starts a command whose streams the test reads and writes.
+pub(crate) fn spawn(command: &mut Command) -> Child {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
 
 /// A golden model of the `model` crate with a vocabulary of single characters and a chat template.
 pub(crate) struct Tiny {
@@ -32,17 +37,17 @@ impl Tiny {
         std::fs::write(self.dir.path().join(name), text).unwrap();
     }
 
-    /// Starts a command on the model.
-    pub(crate) fn spawn(&self, command: &str, words: &[&str]) -> Child {
+    /// A command on the model.
+    pub(crate) fn command(&self, command: &str, words: &[&str]) -> Command {
         let model = self.dir.path().to_str().unwrap();
         let mut all = vec![command, "--model", model, "-t", "1"];
         all.extend(words);
         nuthatch(self.dir.path(), &all)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
+    }
+
+    /// Starts a command on the model.
+    pub(crate) fn spawn(&self, command: &str, words: &[&str]) -> Child {
+        spawn(&mut self.command(command, words))
     }
 
     /// Runs a command on the model, with this on stdin.

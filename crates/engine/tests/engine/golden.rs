@@ -8,9 +8,9 @@ use crossbeam_channel::unbounded;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
     Budget, Engine, EngineHandle, EngineOptions, Eviction, Executor, Hints, LoadedModel, Output,
-    Policy, SizeRequest, Sizes, Submission, Tenant, TopKOptions,
+    Policy, SharedClock, SizeRequest, Sizes, Submission, Tenant, TopKOptions,
 };
-use nuthatch_model::ModelFiles;
+use nuthatch_model::{LoadError, ModelFiles};
 use nuthatch_types::{HostReads, KvDtype, Limits, Sampling, SystemClock, TokenId};
 use safetensors::SafeTensors;
 
@@ -70,6 +70,20 @@ pub(crate) fn load_topk(
     max_rows: u32,
     topk: Option<&TopKOptions>,
 ) -> Engine<Executor<LoadedModel<Cpu>>> {
+    let cpu = Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap();
+    let clock = Arc::new(SystemClock::start());
+    load_on((cpu, clock), path, pool, options, max_rows, topk).unwrap()
+}
+
+/// The same on a device and by a clock of the caller's.
+pub(crate) fn load_on(
+    (cpu, clock): (Cpu, SharedClock),
+    path: &Path,
+    pool: Pool,
+    options: &EngineOptions,
+    max_rows: u32,
+    topk: Option<&TopKOptions>,
+) -> Result<Engine<Executor<LoadedModel<Cpu>>>, LoadError> {
     let Pool { kv_pages, host_pages, spill, max_seqs } = pool;
     let files = ModelFiles::open(path).unwrap();
     let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
@@ -78,9 +92,7 @@ pub(crate) fn load_topk(
     let host_reads = if spill { HostReads::Near } else { HostReads::Never };
     let request = SizeRequest { max_seqs, max_rows, budget, host_bytes, host_reads, ..request };
     let sizes = Sizes::compute(&request).unwrap();
-    let backend = Arc::new(Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap());
-    let clock = Arc::new(SystemClock::start());
-    Engine::load_topk(backend, &files, &sizes, options, clock, topk).unwrap()
+    Engine::load_topk(Arc::new(cpu), &files, &sizes, options, clock, topk)
 }
 
 pub(crate) fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {

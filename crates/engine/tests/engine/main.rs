@@ -4,10 +4,12 @@
 
 mod attachments;
 mod beams;
+mod disk;
 mod draw;
 mod echo;
 mod executor;
 mod golden;
+mod offload;
 mod prompt;
 mod samples;
 mod stream;

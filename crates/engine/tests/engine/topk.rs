@@ -8,7 +8,7 @@ use crate::golden::{Pool, folder, golden, load_topk, request};
 
 fn options(policy: &str) -> TopKOptions {
     let text = (0..64).map(|i| TokenId(i * 7 % 90)).collect();
-    TopKOptions { policies: vec![policy.parse().unwrap()], profile: None, text }
+    TopKOptions { policies: vec![policy.parse().unwrap()], profile: None, text, offload: None }
 }
 
 fn spawn(name: &str, pool: Pool, max_rows: u32, policy: Option<&str>) -> EngineHandle {

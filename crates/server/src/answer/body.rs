@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use nuthatch_types::TokenId;
 use nuthatch_wire::{
-    ApiError, AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta,
-    ChatLogprobs, TextChoice, TextChunk, TextChunkChoice, TextCompletion, TextLogprobs,
-    TokenLogprob, ToolCallDelta, TopLogprob, Usage,
+    ApiError, AssistantMessage, ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta,
+    ChatLogprobs, Chunk, TextChoice, TextChunkChoice, TextCompletion, TextLogprobs, TokenLogprob,
+    ToolCallDelta, TopLogprob, Usage,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -27,6 +27,18 @@ pub struct Heading {
     pub model: String,
 }
 
+impl Heading {
+    fn chunk<C: Serialize>(
+        &self,
+        object: &'static str,
+        choices: Vec<C>,
+        usage: Option<Usage>,
+    ) -> Event {
+        let Heading { id, created, model } = self;
+        Event::of(&Chunk { id, object, created: *created, model, choices, usage })
+    }
+}
+
 /// The body of a response.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
@@ -37,14 +49,6 @@ pub enum Body {
     Completion(TextCompletion),
     /// Of a chat in the newer API's words.
     Responses(Value),
-}
-
-/// A chunk of a stream.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-enum Chunk<'a> {
-    Chat(ChatChunk<'a>),
-    Completion(TextChunk<'a>),
 }
 
 /// One server-sent event.
@@ -93,7 +97,7 @@ impl Job {
             return self.responses_piece(heading, &piece);
         }
         let usage = with_usage.then(|| self.usage());
-        vec![Event::of(&self.chunk(heading, piece, usage))]
+        vec![self.chunk(heading, piece, usage)]
     }
 
     /// The events with which a stream ends whose answers are whole.
@@ -101,7 +105,7 @@ impl Job {
         if self.kind == Kind::Responses {
             return self.responses_closing(heading);
         }
-        let usage = with_usage.then(|| Event::of(&self.usage_chunk(heading)));
+        let usage = with_usage.then(|| self.usage_chunk(heading));
         usage.into_iter().chain([done()]).collect()
     }
 
@@ -140,9 +144,8 @@ impl Job {
     }
 
     /// The chunk that sends a piece.
-    fn chunk<'a>(&self, heading: &'a Heading, piece: Piece, usage: Option<Usage>) -> Chunk<'a> {
-        let Heading { id, created, model } = heading;
-        let (created, index, finish_reason) = (*created, piece.choice, piece.finish);
+    fn chunk(&self, heading: &Heading, piece: Piece, usage: Option<Usage>) -> Event {
+        let (index, finish_reason) = (piece.choice, piece.finish);
         match self.kind {
             Kind::Chat | Kind::Responses => {
                 let logprobs = piece.token.as_ref().filter(|_| self.with_logprobs);
@@ -156,42 +159,26 @@ impl Job {
                     content: has_content.then_some(piece.text),
                     tool_calls: calls.map(|(index, call)| ToolCallDelta { index, call }).collect(),
                 };
-                let choices = vec![ChatChunkChoice { index, delta, logprobs, finish_reason }];
-                Chunk::Chat(ChatChunk {
-                    id,
-                    object: ChatChunk::OBJECT,
-                    created,
-                    model,
-                    choices,
-                    usage,
-                })
+                let choice = ChatChunkChoice { index, delta, logprobs, finish_reason };
+                heading.chunk(ChatChunkChoice::OBJECT, vec![choice], usage)
             }
             Kind::Completion => {
                 let mut tokens = piece.prompt_tokens.iter().chain(&piece.token).peekable();
                 let has_some = self.with_logprobs && tokens.peek().is_some();
                 let logprobs = has_some.then(|| self.text_logprobs(tokens));
-                let text = piece.text;
-                let choices = vec![TextChunkChoice { index, text, logprobs, finish_reason }];
-                let object = TextCompletion::OBJECT;
-                Chunk::Completion(TextChunk { id, object, created, model, choices, usage })
+                let choice = TextChunkChoice { index, text: piece.text, logprobs, finish_reason };
+                heading.chunk(TextChunkChoice::OBJECT, vec![choice], usage)
             }
         }
     }
 
     /// The chunk that only tells what was used.
-    fn usage_chunk<'a>(&self, heading: &'a Heading) -> Chunk<'a> {
-        let Heading { id, created, model } = heading;
-        let (created, usage) = (*created, Some(self.usage()));
-        match self.kind {
-            Kind::Chat | Kind::Responses => {
-                let (object, choices) = (ChatChunk::OBJECT, Vec::new());
-                Chunk::Chat(ChatChunk { id, object, created, model, choices, usage })
-            }
-            Kind::Completion => {
-                let (object, choices) = (TextCompletion::OBJECT, Vec::new());
-                Chunk::Completion(TextChunk { id, object, created, model, choices, usage })
-            }
-        }
+    fn usage_chunk(&self, heading: &Heading) -> Event {
+        let object = match self.kind {
+            Kind::Chat | Kind::Responses => ChatChunkChoice::OBJECT,
+            Kind::Completion => TextChunkChoice::OBJECT,
+        };
+        heading.chunk::<()>(object, Vec::new(), Some(self.usage()))
     }
 
     fn chat_choice(&self, index: u32, shown: &Shown<'_>) -> ChatChoice {
@@ -232,11 +219,17 @@ impl Job {
                 // Of two tokens with the same text, the better one counts.
                 top.entry(self.words.piece(id)).or_insert(logprob.max(LOGPROB_MIN));
             }
-            lists.text_offset.push(token.offset);
-            lists.tokens.push(self.words.piece(token.id));
+            let piece = self.words.piece(token.id);
             let logprob = token.logprob.map(|logprob| logprob.max(LOGPROB_MIN));
+            // The token itself is told too, be it among the best or not.
+            let top = logprob.map(|logprob| {
+                top.entry(piece.clone()).or_insert(logprob);
+                top
+            });
+            lists.text_offset.push(token.offset);
+            lists.tokens.push(piece);
             lists.token_logprobs.push(logprob);
-            lists.top_logprobs.push(logprob.is_some().then_some(top));
+            lists.top_logprobs.push(top);
         }
         lists
     }

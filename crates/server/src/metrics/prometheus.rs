@@ -6,7 +6,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
-use nuthatch_engine::{CacheStats, EngineStats, SchedulerStats};
+use nuthatch_engine::{CacheStats, EngineStats, SchedulerStats, TierStats};
 
 use super::{Counts, Histogram, REASONS};
 use crate::app::App;
@@ -22,6 +22,9 @@ pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
     counters(&mut page, &stats, &counts);
     histograms(&mut page, &counts);
     tiers(&mut page, &stats.scheduler);
+    if let Some(tier) = &stats.tier {
+        disk(&mut page, tier, stats.scheduler.counters.loads_declined);
+    }
     service(&mut page, &stats, &counts);
     if let Some(feed) = &app.feed {
         let FeedCounts { n_batches, n_dropped } = feed.counts();
@@ -202,6 +205,41 @@ fn moves(page: &mut Page, cache: &CacheStats) {
         ],
     );
     page.counter("nuthatch:pages_evicted", "KV pages given up.", cache.counters.pages_evicted);
+}
+
+/// What the disk tier holds and did.
+fn disk(page: &mut Page, tier: &TierStats, n_declined: u64) {
+    let (disk, counters) = (&tier.disk, &tier.disk.counters);
+    page.gauge("nuthatch:disk_bytes", "Bytes of the disk tier.", disk.bytes as f64);
+    let what = "Bytes that the disk tier may have.";
+    page.gauge("nuthatch:disk_bytes_max", what, disk.bytes_max as f64);
+    page.gauge("nuthatch:disk_pages", "KV pages on the disk.", disk.pages as f64);
+    page.gauge("nuthatch:disk_segments", "Files of the disk tier.", disk.segments as f64);
+    let what = "Bytes written to the disk tier.";
+    page.counter("nuthatch:disk_bytes_written", what, counters.bytes_written);
+    page.counter("nuthatch:disk_bytes_read", "Bytes read from it.", counters.bytes_read);
+    let saves = [
+        ("saved", counters.pages_saved),
+        ("failed", counters.saves_failed),
+        ("refused", counters.saves_refused),
+        ("missed", tier.counters.saves_missed),
+        ("evicted", counters.pages_evicted),
+    ];
+    labelled(page, "disk_saves", "KV pages to be saved, by what became of them.", "end", &saves);
+    let loads = [("begun", tier.counters.loads), ("late", tier.counters.loads_late)];
+    labelled(page, "disk_loads", "Loads from the disk tier.", "end", &loads);
+    let what = "Requests for which computing was faster than loading.";
+    page.counter("nuthatch:disk_loads_declined", what, n_declined);
+    let what = "KV pages loaded from the disk tier.";
+    page.counter("nuthatch:disk_pages_loaded", what, tier.counters.pages_loaded);
+    let misses = [
+        ("io", counters.missed_io),
+        ("torn", counters.missed_torn + counters.segments_torn),
+        ("corrupt", counters.missed_corrupt + counters.records_corrupt + counters.segments_corrupt),
+        ("stale", counters.missed_stale),
+        ("foreign", counters.segments_foreign),
+    ];
+    labelled(page, "disk_misses", "What the disk tier could not use.", "reason", &misses);
 }
 
 /// What the server and the loop did.

@@ -75,6 +75,7 @@ DEVICE u32 bf16_of(float x) { u32 b = __float_as_uint(x); if (x != x) return 0x7
 DEVICE u32 f16_of(float x) { _Float16 h = (_Float16)x; u16 s; memcpy(&s, &h, 2); return s; }
 DEVICE u32 bf16x2(float l, float h) { return bf16_of(l) | bf16_of(h) << 16; } DEVICE u32 f16x2(float l, float h) { return f16_of(l) | f16_of(h) << 16; }
 DEVICE float exp2_of(float x) { return exp2f(x); }
+DEVICE void f16_of_bytes(u32 b, u32& low, u32& high) { low = f16x2((i8)b, (i8)(b >> 8)), high = f16x2((i8)(b >> 16), (i8)(b >> 24)); }
 template <class F> void emu_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, F value) {
     emu::Warp* w = emu::cur->warp; u32 l = emu::cur->tid % 32; for (int i = 0; i < 4; i++) w->regs[l][i] = a[i]; w->regs[l][4] = b0, w->regs[l][5] = b1; emu::sync_warp();
     u32 g = l / 4, t = l % 4; float out[4]; for (int e = 0; e < 4; e++) { u32 row = e / 2, col = t * 2 + e % 2; float s = c[e]; for (u32 k = 0; k < 4; k++) for (int half = 0; half < 2; half++) for (int e2 = 0; e2 < 2; e2++) { u32 A = w->regs[g * 4 + k][row + half * 2] >> e2 * 16 & 0xffff, B = w->regs[col * 4 + k][4 + half] >> e2 * 16 & 0xffff; s += value(A) * value(B); } out[e] = s; }

@@ -46,7 +46,7 @@ struct Lab {
     void init(u32 n_, u32 kind_, u32 width_, Rules r_, bool host_, u8* shared_arena) {
         n = n_, kind = kind_, width = width_, r = r_, host = host_; CHECK(cudaStreamCreate(&s));
         stride = (n + 512 + PIECE - 1) / PIECE * PIECE; slots = stride / 16; head_bytes = (u64)slots * HEAD_PAGE_BYTES;
-        page_bytes = kind == SCORE_SIGNS ? 16 * width / 8 : 16 * width * 2; dhead = (u64)slots * page_bytes;
+        page_bytes = kind == SCORE_SIGNS ? 16 * width / 8 : 16 * (width + 2); dhead = (u64)slots * page_bytes;
         arena = shared_arena; fill<<<1024, 256>>>((Element*)arena, (size_t)G * head_bytes / 2, 7, 1.0f); CHECK(cudaDeviceSynchronize());
         digests = dev<u8>(G * dhead); std::vector<float> f(W * width); std::normal_distribution<float> nd; for (auto& x : f) x = nd(rng) * 0.09f;
         frame = dev<float>(f.size()); CHECK(cudaMemcpy(frame, f.data(), f.size() * 4, cudaMemcpyHostToDevice)); mean = dev<float>(G * W);

@@ -56,14 +56,19 @@ fn channel_page_inner<const FUSED: bool>(
     q: &[f32],
     sums: &mut [[f32; PAGE]; GROUP_MAX],
 ) {
-    let (halves, _) = page.as_chunks::<2>();
-    let (rows, _) = halves.as_chunks::<PAGE>();
-    for (channel, row) in rows.iter().take(width).enumerate() {
-        let key = row.map(|half| f16_to_f32(u16::from_le_bytes(half)));
+    let (rows, units) = page.as_chunks::<PAGE>().0.split_at(width);
+    for (channel, row) in rows.iter().enumerate() {
+        let key = row.map(|x| f32::from(x.cast_signed()));
         for (q, sums) in q.chunks_exact(width).zip(&mut *sums) {
             for (sum, key) in sums.iter_mut().zip(key) {
                 *sum = fma::<FUSED>(q[channel], key, *sum);
             }
+        }
+    }
+    let (units, _) = units.as_flattened().as_chunks::<2>();
+    for sums in &mut *sums {
+        for (sum, &unit) in sums.iter_mut().zip(units) {
+            *sum *= f16_to_f32(u16::from_le_bytes(unit));
         }
     }
 }
@@ -78,22 +83,26 @@ fn vectors<const N: usize>(
     sums: &mut [[f32; PAGE]; GROUP_MAX],
 ) {
     use std::arch::x86_64::*;
-    assert!(q.len() == N * width && page.len() >= width * PAGE * 2);
+    assert!(q.len() == N * width && page.len() >= (width + 2) * PAGE);
     let mut totals = [_mm512_setzero_ps(); N];
     for channel in 0..width {
         #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the page has sixteen halves for each channel (asserted).
-        let halves = unsafe { _mm256_loadu_si256(page.as_ptr().add(channel * PAGE * 2).cast()) };
-        let keys = _mm512_cvtph_ps(halves);
+        // SAFETY: the page has sixteen bytes for each channel (asserted).
+        let bytes = unsafe { _mm_loadu_si128(page.as_ptr().add(channel * PAGE).cast()) };
+        let keys = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
         for (row, total) in totals.iter_mut().enumerate() {
             *total = _mm512_fmadd_ps(_mm512_set1_ps(q[row * width + channel]), keys, *total);
         }
     }
+    #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+    // SAFETY: sixteen halves follow (asserted).
+    let units = unsafe { _mm256_loadu_si256(page.as_ptr().add(width * PAGE).cast()) };
+    let units = _mm512_cvtph_ps(units);
     for (sums, total) in sums.iter_mut().zip(totals) {
         #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
         // SAFETY: sixteen numbers.
         unsafe {
-            _mm512_storeu_ps(sums.as_mut_ptr(), total);
+            _mm512_storeu_ps(sums.as_mut_ptr(), _mm512_mul_ps(total, units));
         }
     }
 }

@@ -1,0 +1,224 @@
+//! What is decided about the heads of one layer.
+
+use nuthatch_backend::{Ask, Backend, Bring, DeviceError, Pick, ScoreBy};
+
+use super::head::{Head, Lookup};
+use super::policy::{Refresh, Retriever, Reuse};
+use super::run::{Active, PolicyRules, Scratch, TopK, TopKLayer, TopKShape};
+use super::trace::Decision;
+use crate::Dense;
+
+/// What one head of one sequence does in one layer.
+pub(super) struct Work {
+    pub(super) at: Active,
+    pub(super) head_idx: usize,
+    pub(super) head: Head,
+    pub(super) lookup: Lookup,
+    /// Places of the scores, if a selection is made.
+    pub(super) scores: Option<(usize, usize)>,
+    pub(super) n_moved: usize,
+}
+
+impl Work {
+    pub(super) fn new(at: Active, head_idx: usize, head: Head) -> Self {
+        Work { at, head_idx, head, lookup: Lookup::Always, scores: None, n_moved: 0 }
+    }
+
+    /// Rows that must come near, if any must.
+    pub(super) fn bring(&self) -> Option<Bring<'_>> {
+        let (places, rows) = self.head.near.missing();
+        let (seq, head) = (self.at.seq, self.head_idx as u32);
+        (!places.is_empty()).then_some(Bring { seq, head, places, rows })
+    }
+}
+
+/// What a head sees.
+pub(super) fn pick<'a>(topk: &TopK, layer_idx: usize, work: &'a Work) -> Pick<'a> {
+    let policy = &topk.policies[work.at.policy].policy;
+    let tail = work.head.cut();
+    Pick {
+        seq: work.at.seq,
+        head: work.head_idx as u32,
+        n_first: policy.sinks.min(tail),
+        places: work.head.places(policy),
+        tail,
+        rows: if topk.is_brought(layer_idx, work.head_idx) { work.head.near.rows() } else { &[] },
+    }
+}
+
+impl TopK {
+    /// Whether the chosen rows of a head are brought near; not if all its rows are there.
+    fn is_brought(&self, layer_idx: usize, head_idx: usize) -> bool {
+        let head = layer_idx * self.shape.n_kv_heads + head_idx;
+        self.near.as_ref().is_some_and(|near| !near.is_resident[head])
+    }
+
+    /// Floats of a row of queries, keys and values.
+    fn query_stride(&self, owns_kv: bool) -> usize {
+        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
+        let n_kv = if owns_kv { n_kv_heads } else { 0 };
+        (n_kv_heads * group + 2 * n_kv) * head_dim
+    }
+
+    /// Decides for each head whether its selection serves, and asks for scores where it does not.
+    pub(super) fn look_up<B: Backend>(
+        &mut self,
+        b: &B,
+        buf: &B::Buf,
+        layer: &TopKLayer<'_, B>,
+        works: &mut [Work],
+    ) -> Result<(), DeviceError> {
+        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
+        let width = self.query_stride(layer.dense.owns_kv);
+        let Scratch { queries, scores, asks } = &mut self.scratch;
+        let has_label =
+            |work: &&Work| matches!(self.policies[work.at.policy].policy.reuse, Reuse::Qsac(_));
+        let n_rows = works.iter().filter(has_label).map(|work| work.at.query_row + 1).max();
+        queries.resize(n_rows.unwrap_or(0) * width, 0.0);
+        if !queries.is_empty() {
+            b.read(buf, queries)?;
+        }
+        asks.clear();
+        let mut n_scores = 0;
+        for work in works.iter_mut() {
+            let rules = &self.policies[work.at.policy];
+            let (policy, kv_len) = (&rules.policy, work.at.kv_len);
+            let cut = policy.cut(kv_len);
+            if policy.retriever == Retriever::Streaming || cut <= policy.sinks {
+                work.head.refresh(policy, &[], &[], cut);
+                work.head.near.change(&[], &[]);
+                continue;
+            }
+            if matches!(policy.reuse, Reuse::Qsac(_)) {
+                let rule = &rules.rules[layer.idx * n_kv_heads + work.head_idx];
+                let start = work.at.query_row * width + work.head_idx * group * head_dim;
+                let queries = &queries[start..start + group * head_dim];
+                work.lookup = work.head.look_up(policy, rule, queries);
+                let counts = &mut self.stats.policies[work.at.policy];
+                counts.count_lookup(rule.is_frozen(), work.lookup);
+                if work.lookup.is_hit() {
+                    work.head.reuse();
+                    continue;
+                }
+            }
+            let (seq, head) = (work.at.seq, work.head_idx as u32);
+            asks.push(Ask { seq, head, by: rules.by, n: cut, at: n_scores });
+            work.scores = Some((n_scores, n_scores + cut as usize));
+            n_scores += cut as usize;
+        }
+        if scores.len() < n_scores {
+            scores.resize(n_scores, 0);
+        }
+        Ok(())
+    }
+
+    /// Makes the selections that were asked for.
+    pub(super) fn select<B: Backend>(
+        &mut self,
+        b: &B,
+        layer: &TopKLayer<'_, B>,
+        works: &mut [Work],
+    ) {
+        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
+        let width = self.query_stride(layer.dense.owns_kv);
+        let (topk, Scratch { queries, scores, .. }) = (&*self, &self.scratch);
+        let (layer_idx, first_head) = (layer.idx, layer.idx * n_kv_heads);
+        let make = |work: &mut Work| {
+            let Some((start, end)) = work.scores else { return };
+            let PolicyRules { policy, rules, .. } = &topk.policies[work.at.policy];
+            let cut = policy.cut(work.at.kv_len);
+            let weight = rules[first_head + work.head_idx].weight;
+            let k = policy.budget.weighted_rows(cut - policy.sinks, weight);
+            b.select(&scores[start..end], policy.sinks, k as usize, &mut work.head.chosen);
+            let at = work.at.query_row * width + work.head_idx * group * head_dim;
+            let label = match policy.reuse {
+                Reuse::Qsac(_) => &queries[at..at + group * head_dim],
+                Reuse::Never | Reuse::PageLru { .. } => &[],
+            };
+            work.n_moved = work.head.take_over(policy, label, cut);
+            if topk.is_brought(layer_idx, work.head_idx) {
+                work.head.place_near(policy.refresh == Refresh::Whole);
+            } else if topk.near.is_some() {
+                work.n_moved = 0;
+            }
+        };
+        // Mostly there is one or none, which is not worth waking threads for.
+        match works.iter().filter(|work| work.scores.is_some()).count() {
+            0 | 1 => works.iter_mut().for_each(make),
+            _ => b.each(works, make),
+        }
+        self.count(works);
+        if self.trace.is_some() {
+            let decisions: Vec<Decision> =
+                works.iter().map(|work| self.decision(layer_idx, work)).collect();
+            self.trace.get_or_insert_default().extend(decisions);
+        }
+    }
+
+    fn count(&mut self, works: &[Work]) {
+        for work in works {
+            let policy = &self.policies[work.at.policy].policy;
+            let counts = &mut self.stats.policies[work.at.policy];
+            let (kv_len, tail) = (work.at.kv_len, work.head.cut());
+            let n_near = work.head.places(policy).len() as u32 + policy.sinks.min(tail);
+            counts.heads += 1;
+            counts.rows_full += u64::from(kv_len);
+            counts.rows_attended += u64::from(n_near + kv_len - tail);
+            if work.scores.is_some() {
+                counts.selections += 1;
+                counts.rows_selected += work.head.chosen.len() as u64;
+                counts.rows_moved += work.n_moved as u64;
+            }
+        }
+    }
+
+    fn decision(&self, layer_idx: usize, work: &Work) -> Decision {
+        let pick = pick(self, layer_idx, work);
+        Decision {
+            row: work.at.row,
+            policy: work.at.policy,
+            layer: layer_idx,
+            head: work.head_idx,
+            kv_len: work.at.kv_len,
+            lookup: work.lookup,
+            chosen: work.scores.map(|_| work.head.chosen.clone()),
+            n_moved: work.n_moved,
+            n_first: pick.n_first,
+            places: pick.places.to_vec(),
+            tail: pick.tail,
+        }
+    }
+
+    /// Measures which share of attention falls on the picks.
+    pub(super) fn measure<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &B::Plan,
+        dense: &Dense<B>,
+        (qkv, kv): (&B::Buf, &B::Kv),
+        works: &[Work],
+    ) -> Result<(), DeviceError> {
+        let group = self.shape.group as f64;
+        for work in works {
+            let kv_len = work.at.kv_len as usize;
+            let ask = Ask {
+                seq: work.at.seq,
+                head: work.head_idx as u32,
+                by: ScoreBy::Keys,
+                n: work.at.kv_len,
+                at: 0,
+            };
+            let mut scores = vec![0; kv_len];
+            b.score(plan, dense.layer, &dense.spec(), qkv, kv, &[ask], &mut scores)?;
+            let pick = pick(self, 0, work);
+            let share = |place: usize| f64::from(f32::from_bits(scores[place]));
+            let mut mass: f64 = (0..pick.n_first as usize).map(share).sum();
+            mass += pick.places.iter().map(|&place| share(place as usize)).sum::<f64>();
+            mass += (pick.tail as usize..kv_len).map(share).sum::<f64>();
+            let counts = &mut self.stats.policies[work.at.policy];
+            counts.mass += mass / group;
+            counts.mass_heads += 1;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,230 @@
+//! The disk tier: a conversation goes on after a restart with the same bits, and whatever the disk does,
+//! answers are right.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::unbounded;
+use nuthatch_cache::Options;
+use nuthatch_engine::{
+    Capacity, DiskError, DiskOptions, EngineHandle, EngineOptions, Hints, Output, Submission,
+    TierStats, TopKOptions,
+};
+use nuthatch_store::disk::{FaultRates, FaultyFiles, SystemFiles};
+use nuthatch_types::{Limits, Sampling, TokenId};
+use tempfile::TempDir;
+
+use crate::echo::{Answer, CAPACITY, Script, collect_all, engine_with, submission};
+use crate::golden::{Pool, folder, golden, load_topk, request};
+
+const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
+
+fn disk(dir: &Path) -> DiskOptions {
+    DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20 }
+}
+
+fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle {
+    let topk = topk.map(|policy| TopKOptions {
+        policies: vec![policy.parse().unwrap()],
+        profile: None,
+        text: (0..64).map(|i| TokenId(i * 7 % 90)).collect(),
+        offload: None,
+    });
+    let options = EngineOptions::default();
+    let mut engine = load_topk(&folder(name), pool, &options, 10, topk.as_ref());
+    engine.keep_on_disk(&disk(dir)).unwrap();
+    engine.spawn().unwrap()
+}
+
+/// An answer, and how many tokens of its prompt were cached.
+fn ask(handle: &EngineHandle, request: &Submission) -> (Answer, u32) {
+    let ticket = handle.submit(request.clone()).unwrap();
+    let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
+    loop {
+        match ticket.recv().unwrap() {
+            Output::Token { token, logprob, .. } => {
+                tokens.push(token);
+                logprobs.push(logprob);
+            }
+            Output::Finished { reason, usage, .. } => {
+                return (Answer { tokens, logprobs, reason, usage }, usage.cached_tokens);
+            }
+        }
+    }
+}
+
+fn tier(handle: &EngineHandle) -> TierStats {
+    handle.stats().unwrap().tier.unwrap()
+}
+
+/// What comes from the disk is what would be computed, bit for bit, and it is counted as cached.
+#[test]
+fn a_conversation_goes_on_after_a_restart() {
+    for (name, topk) in [
+        ("llama3", None),
+        ("qwen3", None),
+        ("kv-shared", None),
+        ("llama3", Some("hata:64,k=12,sinks=4,recent=8")),
+        ("llama3", Some("quest,k=12,sinks=4,recent=8,refresh=whole")),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let (prompt, _) = golden(name);
+        let first = request(&prompt, Sampling::greedy());
+        let handle = spawn(name, dir.path(), POOL, topk);
+        let (cold, n_cached) = ask(&handle, &first);
+        assert_eq!(n_cached, 0);
+        // The second turn repeats everything, and asks for more.
+        let turns = [&prompt[..], &cold.tokens, &prompt[..9]].concat();
+        let second = request(&turns, Sampling::greedy());
+        let (warm, _) = ask(&handle, &second);
+        handle.shutdown().unwrap();
+
+        let handle = spawn(name, dir.path(), POOL, topk);
+        let (again, n_cached) = ask(&handle, &second);
+        assert_eq!(again.tokens, warm.tokens, "{name}, {topk:?}");
+        assert_eq!(again.logprobs, warm.logprobs, "{name}, {topk:?}");
+        let n_pages = (turns.len() as u32 - 1) / 16;
+        assert_eq!(n_cached, 16 * n_pages, "{name}, {topk:?}");
+        let stats = tier(&handle);
+        assert_eq!(stats.counters.pages_loaded, u64::from(n_pages), "{name}: {stats:?}");
+        // Now it is in memory, and nothing is loaded again.
+        assert_eq!(ask(&handle, &first).0.tokens, cold.tokens);
+        assert_eq!(tier(&handle).counters.pages_loaded, u64::from(n_pages));
+        handle.shutdown().unwrap();
+    }
+}
+
+#[test]
+fn another_salt_another_model_and_another_policy_find_nothing() {
+    let dir = TempDir::new().unwrap();
+    let (prompt, greedy) = golden("llama3");
+    let plain = request(&prompt, Sampling::greedy());
+    let salted = |salt: &[u8]| {
+        let hints = Hints { cache_salt: salt.to_vec(), ..Hints::default() };
+        Submission { hints, ..plain.clone() }
+    };
+    let handle = spawn("llama3", dir.path(), POOL, None);
+    ask(&handle, &salted(b"one"));
+    handle.shutdown().unwrap();
+    let handle = spawn("llama3", dir.path(), POOL, None);
+    for (request, is_cached) in
+        [(salted(b"two"), false), (plain.clone(), false), (salted(b"one"), true)]
+    {
+        let (answer, n_cached) = ask(&handle, &request);
+        assert_eq!(answer.tokens, greedy);
+        assert_eq!(n_cached > 0, is_cached);
+    }
+    handle.shutdown().unwrap();
+    let topk = Some("exact,k=100%");
+    for (name, topk) in [("llama2-mha", None), ("llama3", topk)] {
+        let handle = spawn(name, dir.path(), POOL, topk);
+        let request = request(&golden(name).0, Sampling::greedy());
+        assert_eq!(ask(&handle, &request).1, 0, "{name}");
+        assert!(tier(&handle).disk.counters.segments_foreign > 0);
+        handle.shutdown().unwrap();
+    }
+    // What others kept meanwhile did no harm.
+    let handle = spawn("llama3", dir.path(), POOL, None);
+    assert!(ask(&handle, &salted(b"two")).1 > 0);
+    handle.shutdown().unwrap();
+}
+
+#[test]
+fn a_directory_belongs_to_one_engine() {
+    let dir = TempDir::new().unwrap();
+    let handle = spawn("llama3", dir.path(), POOL, None);
+    let mut other = load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
+    let error = other.keep_on_disk(&disk(dir.path())).unwrap_err();
+    assert!(matches!(error, DiskError::InUse { .. }), "{error}");
+    handle.shutdown().unwrap();
+    other.keep_on_disk(&disk(dir.path())).unwrap();
+}
+
+/// Many requests of few beginnings in a small cache, and an engine that is started again and again on
+/// a disk that fails in every way.
+#[test]
+fn whatever_the_disk_does_answers_are_right() {
+    let capacity = Capacity { n_slots: 28, ..CAPACITY };
+    let (mut n_loaded, mut n_faults, mut n_late) = (0, 0, 0);
+    for seed in 0..16 {
+        let dir = TempDir::new().unwrap();
+        let rates = match seed % 4 {
+            0 => FaultRates::default(),
+            1 => FaultRates { error: 40, short: 100, ..FaultRates::default() },
+            2 => FaultRates { flip: 60, full: 10, ..FaultRates::default() },
+            _ => FaultRates { error: 10, short: 20, full: 2, flip: 10, slow: 40 },
+        };
+        let files = FaultyFiles::new(Arc::new(SystemFiles), rates, seed);
+        for round in 0..4 {
+            let (mut engine, clock) = engine_with(capacity, Script::default(), Options::default());
+            let disk = DiskOptions { dir: dir.path().join("kv"), bytes_max: 6_000 };
+            if engine.keep_on_files(&disk, Arc::new(files.clone())).is_err() {
+                continue;
+            }
+            let mut receivers = Vec::new();
+            for i in 0..12 {
+                let begin = (seed + i) % 3;
+                let request = submission(begin, 20 + 5 * ((round + i) % 4) as u32, 6);
+                let (outputs, receiver) = unbounded();
+                engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+                receivers.push((request, receiver));
+                for _ in 0..i % 5 {
+                    engine.step().unwrap();
+                    engine.verify().unwrap();
+                }
+                // Now and then time flies, and what is late is computed.
+                if i % 7 == 6 {
+                    clock.advance_ms(10_000);
+                }
+            }
+            while engine.step().unwrap() {
+                engine.verify().unwrap();
+            }
+            for (request, receiver) in receivers {
+                let got = &collect_all(receiver.try_iter()).unwrap()[0].0;
+                let expected = Answer::of(&request, capacity.max_context);
+                assert_eq!((&got.tokens, got.reason), (&expected.tokens, expected.reason));
+            }
+            if round % 2 == 0 {
+                engine.flush().unwrap();
+            }
+            let stats = engine.stats().tier.unwrap();
+            assert!(stats.disk.bytes <= 6_000, "{stats:?}");
+            n_loaded += stats.counters.pages_loaded;
+            n_late += stats.counters.loads_late;
+        }
+        n_faults += files.n_faults();
+    }
+    assert!(n_loaded > 50 && n_faults > 200, "{n_loaded} pages, {n_faults} faults, {n_late} late");
+}
+
+/// What is cancelled while it loads leaves nothing behind.
+#[test]
+fn a_load_for_nobody_ends() {
+    let dir = TempDir::new().unwrap();
+    let (mut engine, _) = engine_with(CAPACITY, Script::default(), Options::default());
+    engine.keep_on_disk(&disk(dir.path())).unwrap();
+    let request = submission(1, 40, 3);
+    let (outputs, _news) = unbounded();
+    engine.submit(request.clone(), outputs.clone(), Duration::ZERO).unwrap();
+    while engine.step().unwrap() {}
+    engine.flush().unwrap();
+    engine.forget_idle();
+    for n_steps in 0..4 {
+        let seq = engine.submit(request.clone(), outputs.clone(), Duration::ZERO).unwrap();
+        for _ in 0..n_steps {
+            engine.step().unwrap();
+            engine.verify().unwrap();
+        }
+        engine.cancel(seq);
+        while engine.rest().unwrap() {}
+        engine.verify().unwrap();
+        engine.forget_idle();
+        let cache = engine.stats().scheduler.cache;
+        assert_eq!(cache.pages_free, cache.pages_total, "after {n_steps} steps");
+    }
+    let limits = Limits { max_tokens: 0, ..Limits::default() };
+    let refused = Submission { limits, ..request };
+    assert!(engine.submit(refused, outputs, Duration::ZERO).is_err());
+}

@@ -1,0 +1,291 @@
+//! Pages that are far: the same answers from less memory, and every row that comes is counted.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use nuthatch_backend_cpu::{Cpu, CpuConfig};
+use nuthatch_engine::topk::Counts;
+use nuthatch_engine::{
+    Engine, EngineHandle, EngineOptions, Executor, LoadedModel, Offload, SharedClock, Submission,
+    TopKOptions,
+};
+use nuthatch_model::kv_shape;
+use nuthatch_testkit::Rng;
+use nuthatch_types::{KvDtype, Sampling, TokenId};
+
+use crate::echo::{Answer, HandClock, collect_all, receive_all};
+use crate::golden::{Pool, folder, golden, load_on, request};
+
+const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
+
+/// What a sequence needs is far from all of it.
+const POLICIES: [&str; 8] = [
+    "hata:64,k=12,sinks=4,recent=8",
+    "hata:64,k=12,sinks=4,recent=8,refresh=whole",
+    "loki:4,k=6,sinks=0,recent=1,working_set=2,refresh=whole",
+    "quest,k=12,sinks=4,recent=16,reuse=qsac(eta=0.8,p=3,max_age=5)",
+    "exact,k=8,recent=4,working_set=1.5,reuse=qsac(eta=0.95,thresholds=fixed)",
+    "hata:64,k=6,sinks=3,recent=2,working_set=3,reuse=qsac(eta=0.5,p=3,max_age=3)",
+    "hata:64,k=10,sinks=4,recent=8,speculate=on",
+    "loki:4,k=5%,k_min=4,recent=3,working_set=2,reuse=qsac(eta=0.9,floor=0.5),speculate=on",
+];
+
+/// Where pages are.
+#[derive(Clone, Copy, Debug)]
+enum Far {
+    Host,
+    Disk,
+}
+
+fn load(
+    pool: Pool,
+    max_rows: u32,
+    policy: &str,
+    far: Option<(Far, Offload)>,
+) -> Result<Engine<Executor<LoadedModel<Cpu>>>, String> {
+    let text = (0..64).map(|i| TokenId(i * 7 % 90)).collect();
+    let offload = far.map(|(_, offload)| offload);
+    let policies = vec![policy.parse().unwrap()];
+    let topk = TopKOptions { policies, profile: None, text, offload };
+    let cpu = Cpu::new(CpuConfig { threads: 2, isa: None }).unwrap();
+    let cpu = match far {
+        Some((Far::Disk, _)) => cpu.with_kv_file(std::env::temp_dir()),
+        Some((Far::Host, _)) | None => cpu,
+    };
+    // Time stands still, so that what the scheduler decides depends on nothing but the requests.
+    let clock: SharedClock = Arc::new(HandClock::default());
+    let options = EngineOptions::default();
+    load_on((cpu, clock), &folder("llama3"), pool, &options, max_rows, Some(&topk))
+        .map_err(|error| error.to_string())
+}
+
+fn spawn(pool: Pool, max_rows: u32, policy: &str, far: Option<(Far, Offload)>) -> EngineHandle {
+    load(pool, max_rows, policy, far).unwrap().spawn().unwrap()
+}
+
+fn least() -> Offload {
+    Offload { budget: None, keeps_heads: false }
+}
+
+/// Room for some whole heads, but not for all.
+fn some_heads(policy: &str, pool: Pool) -> Offload {
+    let bytes = |offload| {
+        let engine = load(pool, 10, policy, Some((Far::Host, offload))).unwrap();
+        let (near, _) = engine.executor().forward().near_with_counts().unwrap();
+        (near.row_bytes + near.digest_bytes, near.n_resident(), near.is_resident.len())
+    };
+    let (few, n_none, n_heads) = bytes(least());
+    let (all, n_all, _) = bytes(Offload { budget: Some(1 << 30), keeps_heads: true });
+    assert_eq!((n_none, n_all), (0, n_heads), "{policy}");
+    let offload = Offload { budget: Some(few + (all - few) / 2), keeps_heads: true };
+    let (used, n_some, _) = bytes(offload);
+    assert!(n_some > 0 && n_some < n_heads && Some(used) <= offload.budget, "{policy}: {n_some}");
+    offload
+}
+
+/// A long prompt without meaning.
+fn prompt(n: u32) -> Vec<TokenId> {
+    (0..n).map(|i| TokenId((i * i + 3 * i + 1) % 97 % 90)).collect()
+}
+
+/// Answers one prompt, step by step, and gives what was counted: rows that came, rows that were
+/// found missing, and what the policy says.
+fn count(pool: Pool, policy: &str, far: (Far, Offload), prompt: &[TokenId]) -> (u64, u64, Counts) {
+    let mut engine = load(pool, 10, policy, Some(far)).unwrap();
+    let (sender, outputs) = crossbeam_channel::unbounded();
+    let now = engine.clock().now();
+    engine.submit(request(prompt, Sampling::greedy()), sender, now).unwrap();
+    while engine.step().unwrap() {}
+    drop(outputs);
+    let model = engine.executor().forward();
+    let (_, came) = model.near_with_counts().unwrap();
+    (came.n_brought, came.n_filled, model.topk_stats().unwrap().policies[0])
+}
+
+/// The same bits, wherever pages are and however many heads stay; also from pages that were found,
+/// and however the prompt was cut.
+#[test]
+fn far_pages_change_no_answer() {
+    let prompt = prompt(180);
+    for policy in POLICIES {
+        let ask = |max_rows, far| {
+            let handle = spawn(POOL, max_rows, policy, far);
+            let cold = handle.submit(request(&prompt, Sampling::greedy())).unwrap();
+            let cold = Answer::receive(&cold).unwrap();
+            let warm = handle.submit(request(&prompt, Sampling::greedy())).unwrap();
+            let (warm, _) = receive_all(&warm).unwrap().remove(0);
+            assert!(warm.usage.cached_tokens > 0);
+            [(cold.tokens, cold.logprobs), (warm.tokens, warm.logprobs)]
+        };
+        let here = ask(10, None);
+        for far in [Far::Host, Far::Disk] {
+            for (max_rows, offload) in
+                [(10, least()), (64, least()), (10, some_heads(policy, POOL))]
+            {
+                assert_eq!(ask(max_rows, Some((far, offload))), here, "{policy}, {far:?}");
+            }
+        }
+    }
+}
+
+/// Rows that come are those that the policy moves, and none besides.
+#[test]
+fn every_row_that_comes_is_one_that_the_policy_moves() {
+    let prompt = prompt(180);
+    for policy in POLICIES {
+        // Choosing by the keys themselves reads them where they are.
+        for far in [Far::Host, Far::Disk] {
+            let all = count(POOL, policy, (far, least()), &prompt);
+            assert!(all.2.rows_moved > 0, "{policy}");
+            assert_eq!((all.0, all.1), (all.2.rows_moved, 0), "{policy}, {far:?}");
+            let fewer = count(POOL, policy, (far, some_heads(policy, POOL)), &prompt);
+            assert_eq!((fewer.0, fewer.1), (fewer.2.rows_moved, 0), "{policy}, {far:?}");
+            assert!(fewer.0 < all.0, "{policy}: heads that stay move nothing");
+            assert_eq!(fewer.2.rows_attended, all.2.rows_attended, "{policy}");
+        }
+    }
+}
+
+/// A context four times as large as what may be near, from a file.
+#[test]
+fn a_context_of_four_budgets_is_answered_from_a_file() {
+    let pool = Pool { kv_pages: 16, max_seqs: 1, ..POOL };
+    let prompt = prompt(230);
+    let policy =
+        "hata:64,k=3%,k_min=1,sinks=2,recent=6,working_set=2,reuse=qsac(eta=0.9,max_age=4)";
+    let answer = |far| {
+        let handle = spawn(pool, 32, policy, far);
+        let ticket = handle.submit(request(&prompt, Sampling::greedy())).unwrap();
+        let answer = Answer::receive(&ticket).unwrap();
+        (answer.tokens, answer.logprobs)
+    };
+    let engine = load(pool, 32, policy, Some((Far::Host, least()))).unwrap();
+    let (near, _) = engine.executor().forward().near_with_counts().unwrap();
+    let budget = near.row_bytes + near.digest_bytes;
+    let config = engine.executor().forward().model().config();
+    let kv_bytes = (prompt.len() * kv_shape(config, KvDtype::F32).token_bytes()) as u64;
+    assert!(4 * budget <= kv_bytes, "{budget} of {kv_bytes}");
+    let offload = Offload { budget: Some(budget), keeps_heads: true };
+    assert_eq!(answer(Some((Far::Disk, offload))), answer(None));
+    let offload = Offload { budget: Some(budget - 1), keeps_heads: true };
+    let error = load(pool, 32, policy, Some((Far::Disk, offload))).err().unwrap();
+    assert!(error.contains("are too few: 1 sequences of"), "{error}");
+}
+
+/// Sequences in company, which fork each other's pages, give way and come back, and one that nobody
+/// waits for: with room for all of them each answers as it does alone.
+#[test]
+fn company_and_little_room_leave_nothing_behind() {
+    let (prompt, _) = golden("llama3");
+    for policy in POLICIES {
+        let far = Some((Far::Disk, least()));
+        let alone: Vec<Answer> = (0..6)
+            .map(|i| {
+                let handle = spawn(POOL, 10, policy, None);
+                let ticket = handle.submit(request(&prompt[i..], Sampling::greedy())).unwrap();
+                Answer::receive(&ticket).unwrap()
+            })
+            .collect();
+        for (kv_pages, host_pages, spill) in
+            [(40, 0, false), (7, 30, false), (7, 30, true), (7, 0, false)]
+        {
+            let pool = Pool { kv_pages, host_pages, spill, max_seqs: 4 };
+            let handle = spawn(pool, 10, policy, far);
+            let tickets: Vec<_> = (0..6)
+                .map(|i| handle.submit(request(&prompt[i..], Sampling::greedy())).unwrap())
+                .collect();
+            drop(handle.submit(request(&prompt[9..], Sampling::greedy())).unwrap());
+            for (ticket, alone) in tickets.iter().zip(&alone) {
+                let together = Answer::receive(ticket).unwrap();
+                assert_eq!(together.tokens.len(), alone.tokens.len());
+                if kv_pages == 40 {
+                    assert_eq!(together.tokens, alone.tokens, "{policy}");
+                    assert_eq!(together.logprobs, alone.logprobs, "{policy}");
+                }
+            }
+            assert_eq!(handle.stats().unwrap().scheduler.cache.pages_used, 0, "{policy}");
+            handle.shutdown().unwrap();
+        }
+    }
+}
+
+/// What a seed makes of an engine: requests with common beginnings, some for several answers, some
+/// cancelled, in little room. Gives the answers of those that were not.
+fn simulate(seed: u64, policy: &str, far: Option<(Far, bool)>) -> Vec<Vec<Answer>> {
+    let mut random = Rng::new(seed);
+    let pool = Pool {
+        kv_pages: random.range(14..30),
+        host_pages: if random.one_in(2) { 30 } else { 0 },
+        spill: random.one_in(2),
+        max_seqs: random.range(2..5),
+    };
+    let far = far.map(|(far, keeps_heads)| {
+        (far, if keeps_heads { some_heads(policy, pool) } else { least() })
+    });
+    let mut engine = load(pool, random.range(6..40), policy, far).unwrap();
+    let common = prompt(90);
+    let mut asked = Vec::new();
+    for _ in 0..160 {
+        if asked.len() < 14 && random.one_in(5) {
+            let mut prompt = common[..random.range(1..90) as usize].to_vec();
+            prompt.extend((0..random.range(0..40)).map(|_| TokenId(random.range(0..90))));
+            let sampling = Sampling { seed: random.bits(), ..Sampling::default() };
+            let n = if random.one_in(4) { 2 } else { 1 };
+            let submission = Submission { n, ..request(&prompt, sampling) };
+            let (sender, outputs) = crossbeam_channel::unbounded();
+            let now = engine.clock().now();
+            if let Ok(seq) = engine.submit(submission, sender, now) {
+                asked.push((seq, Some(outputs)));
+            }
+        } else if !asked.is_empty() && random.one_in(25) {
+            let i = random.range(0..asked.len() as u32) as usize;
+            engine.cancel(asked[i].0);
+            asked[i].1 = None;
+        } else {
+            engine.step().unwrap();
+            engine.verify().unwrap();
+        }
+    }
+    while engine.step().unwrap() {}
+    engine.verify().unwrap();
+    assert_eq!(engine.stats().scheduler.cache.pages_used, 0);
+    let answers = asked.iter().filter_map(|(_, outputs)| outputs.as_ref());
+    let answers = answers.map(|outputs| collect_all(outputs.try_iter()).unwrap());
+    answers.map(|answers| answers.into_iter().map(|(answer, _)| answer).collect()).collect()
+}
+
+/// As for the scheduler's simulation: `SIM_SEEDS=17..18` replays one.
+#[expect(clippy::disallowed_methods, reason = "which seeds to try is the tester's choice")]
+fn seeds() -> std::ops::Range<u64> {
+    let Ok(asked) = std::env::var("SIM_SEEDS") else { return 0..24 };
+    let (start, end) = asked.split_once("..").expect("SIM_SEEDS is start..end");
+    start.parse().unwrap()..end.parse().unwrap()
+}
+
+/// Prefix hits, forks, preemption by swap and by recomputing, cancelling and cut prompts, as seeds
+/// will have it: where pages are changes no bit of any answer.
+#[test]
+fn far_pages_change_nothing_in_simulations() {
+    for seed in seeds() {
+        let policy = POLICIES[seed as usize % POLICIES.len()];
+        let here = simulate(seed, policy, None);
+        assert!(!here.is_empty());
+        for far in [Far::Host, Far::Disk] {
+            for keeps_heads in [false, true] {
+                let found = simulate(seed, policy, Some((far, keeps_heads)));
+                assert_eq!(found, here, "seed {seed}, {policy}, {far:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_far_is_refused() {
+    let error = load(POOL, 10, "hata:64,reuse=lru()", Some((Far::Host, least()))).err().unwrap();
+    assert!(error.contains("counted, not kept"), "{error}");
+    let cpu = Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap();
+    let cpu = cpu.with_kv_file(PathBuf::from("/nowhere/at/all"));
+    let (options, clock) = (EngineOptions::default(), Arc::new(HandClock::default()));
+    let error = load_on((cpu, clock), &folder("llama3"), POOL, &options, 10, None).err().unwrap();
+    assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
+}

@@ -1,0 +1,192 @@
+//! Files that fail as they are told: errors, short reads and writes, a full disk, a slow one, and bits
+//! that flip on the way in or out.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::{Files, SegmentFile};
+
+/// How often each thing goes wrong, in thousandths of the calls that it can happen to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FaultRates {
+    /// Any call fails.
+    pub error: u32,
+    /// A read or a write takes a part only.
+    pub short: u32,
+    /// A write finds the disk full, and so does everything after it until a file is removed.
+    pub full: u32,
+    /// A call takes a few milliseconds.
+    pub slow: u32,
+    /// A bit of what is read or written flips.
+    pub flip: u32,
+}
+
+/// Files that fail as they are told.
+#[derive(Clone)]
+pub struct FaultyFiles {
+    inner: Arc<dyn Files>,
+    faults: Arc<Faults>,
+}
+
+struct Faults {
+    state: Mutex<State>,
+    n_faults: AtomicU64,
+}
+
+struct State {
+    rates: FaultRates,
+    random: u64,
+    is_full: bool,
+}
+
+impl FaultyFiles {
+    /// Files that fail by these rates, in an order that the seed decides.
+    pub fn new(inner: Arc<dyn Files>, rates: FaultRates, seed: u64) -> Self {
+        let state = Mutex::new(State { rates, random: seed | 1, is_full: false });
+        FaultyFiles { inner, faults: Arc::new(Faults { state, n_faults: AtomicU64::new(0) }) }
+    }
+
+    /// Fails by other rates from now on.
+    pub fn set_rates(&self, rates: FaultRates) {
+        let mut state = self.faults.lock();
+        state.rates = rates;
+        state.is_full = false;
+    }
+
+    /// How often something went wrong so far.
+    pub fn n_faults(&self) -> u64 {
+        self.faults.n_faults.load(Ordering::Relaxed)
+    }
+}
+
+impl Faults {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self) {
+        self.n_faults.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A random number if the thing goes wrong this time.
+    fn strikes(&self, rate: impl Fn(&FaultRates) -> u32) -> Option<u64> {
+        let mut state = self.lock();
+        let rate = rate(&state.rates);
+        let hit = state.random() % 1000 < u64::from(rate);
+        let random = state.random();
+        drop(state);
+        if hit {
+            self.count();
+        }
+        hit.then_some(random)
+    }
+
+    /// What can happen to every call.
+    fn begin(&self) -> io::Result<()> {
+        if let Some(random) = self.strikes(|rates| rates.slow) {
+            std::thread::sleep(Duration::from_millis(1 + random % 5));
+        }
+        match self.strikes(|rates| rates.error) {
+            Some(_) => Err(io::Error::other("a fault that was asked for")),
+            None => Ok(()),
+        }
+    }
+
+    /// How many of `len` bytes are moved.
+    fn cut(&self, len: usize) -> usize {
+        match self.strikes(|rates| rates.short) {
+            Some(random) if len > 1 => 1 + random as usize % (len - 1),
+            _ => len,
+        }
+    }
+
+    fn flip(&self, bytes: &mut [u8]) {
+        if let Some(random) = self.strikes(|rates| rates.flip)
+            && !bytes.is_empty()
+        {
+            let bit = random as usize % (8 * bytes.len());
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+}
+
+impl State {
+    /// The next of a line of numbers (xorshift).
+    fn random(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 20
+    }
+}
+
+impl Files for FaultyFiles {
+    fn list(&self, dir: &Path) -> io::Result<Vec<(String, u64)>> {
+        self.faults.begin()?;
+        self.inner.list(dir)
+    }
+
+    fn open(&self, path: &Path) -> io::Result<Arc<dyn SegmentFile>> {
+        self.faults.begin()?;
+        let inner = self.inner.open(path)?;
+        Ok(Arc::new(FaultyFile { inner, faults: Arc::clone(&self.faults) }))
+    }
+
+    fn create(&self, path: &Path) -> io::Result<Arc<dyn SegmentFile>> {
+        self.faults.begin()?;
+        let inner = self.inner.create(path)?;
+        Ok(Arc::new(FaultyFile { inner, faults: Arc::clone(&self.faults) }))
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        self.faults.begin()?;
+        self.inner.remove(path)?;
+        self.faults.lock().is_full = false;
+        Ok(())
+    }
+}
+
+struct FaultyFile {
+    inner: Arc<dyn SegmentFile>,
+    faults: Arc<Faults>,
+}
+
+impl SegmentFile for FaultyFile {
+    fn len(&self) -> io::Result<u64> {
+        self.faults.begin()?;
+        self.inner.len()
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.faults.begin()?;
+        self.inner.set_len(len)
+    }
+
+    fn read_at(&self, target: &mut [u8], start: u64) -> io::Result<usize> {
+        self.faults.begin()?;
+        let len = self.faults.cut(target.len());
+        let n = self.inner.read_at(&mut target[..len], start)?;
+        self.faults.flip(&mut target[..n]);
+        Ok(n)
+    }
+
+    fn write_at(&self, source: &[u8], start: u64) -> io::Result<usize> {
+        self.faults.begin()?;
+        if self.faults.strikes(|rates| rates.full).is_some() {
+            self.faults.lock().is_full = true;
+        }
+        if self.faults.lock().is_full {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        let mut bytes = source[..self.faults.cut(source.len())].to_vec();
+        self.faults.flip(&mut bytes);
+        self.inner.write_at(&bytes, start)
+    }
+
+    fn will_need(&self, start: u64, len: u64) {
+        self.inner.will_need(start, len);
+    }
+}

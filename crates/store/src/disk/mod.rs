@@ -1,0 +1,359 @@
+//! Pages on a disk: checked, bounded, and safe to be killed at any moment.
+//!
+//! ```text
+//!   save   begin_save -> the page's bytes -> save --> the writing thread: checksum, append
+//!   load   read --> a reading thread: read, check name, tokens and checksum --> poll -> the bytes
+//! ```
+//!
+//! A directory holds append-only segment files. A page is found by its name ([`PageKey`]) in an index
+//! in memory, which is made anew from the records' headers when the directory is opened; whatever is
+//! torn, corrupt, foreign or stale is a miss with a counted reason. There is no order of writes that a
+//! crash could break: a record counts if its checks hold. Nothing is synced, so a power failure may
+//! cost records, never truth.
+//!
+//! Code map: [`DiskTier`] belongs to one thread and owns all state; `record` is the form of the files,
+//! `segments` which page is where and which segment goes, `recover` how a directory is opened, `io` the
+//! threads that read and write, `files` the operations they use, `fault` the same with faults.
+
+#[cfg(any(test, feature = "testing"))]
+mod fault;
+mod files;
+mod io;
+mod record;
+mod recover;
+mod segments;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nuthatch_types::{Clock, FastSet, PageKey};
+
+#[cfg(any(test, feature = "testing"))]
+pub use fault::{FaultRates, FaultyFiles};
+pub use files::{Files, SegmentFile, SystemFiles};
+pub use io::{Miss, PageBuf};
+pub use record::{Defect, PageName, RecordShape};
+pub use recover::{DiskDir, DiskError};
+pub use stats::{DiskCounters, DiskStats};
+
+use io::{Done, Hint, OwnedName, ReadJob, Target, Threads, WriteJob};
+use segments::{Segments, Victim};
+
+/// Memory for pages on their way to and from the disk.
+const BUFFER_BYTES: usize = 64 << 20;
+/// The fewest and the most pages on their way in one direction.
+const N_BUFFERS: (usize, usize) = (4, 256);
+/// After failed writes in a row, up to two to this many saves are refused before the next try.
+const BACKOFF_BITS: u32 = 10;
+
+/// Pages on a disk. See the module's documentation.
+pub struct DiskTier {
+    dir: PathBuf,
+    /// Held as long as the directory is in use.
+    _lock: std::fs::File,
+    segments: Segments,
+    threads: Threads,
+    /// Pages that are being written.
+    writing: FastSet<PageKey>,
+    /// Buffers that are not on their way, for each direction.
+    free_writes: Buffers,
+    free_reads: Buffers,
+    /// Writes that failed in a row, and saves that are refused because of that.
+    n_failures: u32,
+    n_refusals: u64,
+    counters: DiskCounters,
+}
+
+/// Whether a page will come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// It is being read: [`DiskTier::poll`] will say what became of it.
+    Begun,
+    /// Too many are on their way. Ask again later.
+    Busy,
+    /// It is not stored.
+    Missing,
+}
+
+/// A page that was read, or was not.
+#[derive(Debug)]
+pub struct Loaded {
+    /// What the caller named it.
+    pub tag: u64,
+    /// Its bytes, to be given back by [`DiskTier::recycle`].
+    pub page: Result<PageBuf, Miss>,
+    /// How long it took.
+    pub nanos: u64,
+}
+
+/// Buffers of one direction: made when first needed, never more than there may be.
+struct Buffers {
+    free: Vec<PageBuf>,
+    n_unmade: usize,
+    shape: RecordShape,
+}
+
+impl Buffers {
+    fn new(shape: RecordShape) -> Self {
+        let (least, most) = N_BUFFERS;
+        let n = (BUFFER_BYTES / 2 / shape.record_bytes()).clamp(least, most);
+        Buffers { free: Vec::new(), n_unmade: n, shape }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.free.is_empty() && self.n_unmade == 0
+    }
+
+    fn take(&mut self) -> Option<PageBuf> {
+        if let Some(buf) = self.free.pop() {
+            return Some(buf);
+        }
+        self.n_unmade = self.n_unmade.checked_sub(1)?;
+        let bytes = vec![0; self.shape.record_bytes()];
+        Some(PageBuf { bytes, header_bytes: self.shape.header_bytes() })
+    }
+}
+
+impl DiskTier {
+    /// Opens a directory for pages of this shape and finds what is stored. Never more than
+    /// `bytes_max` bytes of segments are kept.
+    pub fn open(
+        dir: DiskDir,
+        bytes_max: u64,
+        shape: RecordShape,
+        files: Arc<dyn Files>,
+        clock: Arc<dyn Clock + Send + Sync>,
+    ) -> Result<Self, DiskError> {
+        let mut counters = DiskCounters::default();
+        let segments = recover::segments(&dir.path, bytes_max, shape, &*files, &mut counters)?;
+        let threads = Threads::start(shape, &files, &clock)
+            .map_err(|source| DiskError::Io { path: dir.path.clone(), source })?;
+        Ok(DiskTier {
+            dir: dir.path,
+            _lock: dir.lock,
+            segments,
+            threads,
+            writing: FastSet::default(),
+            free_writes: Buffers::new(shape),
+            free_reads: Buffers::new(shape),
+            n_failures: 0,
+            n_refusals: 0,
+            counters,
+        })
+    }
+
+    /// Whether a page is stored, or will be.
+    pub fn contains(&self, key: PageKey) -> bool {
+        self.segments.contains(key) || self.writing.contains(&key)
+    }
+
+    /// How many of these pages are stored, up to the first that is not.
+    pub fn n_stored(&self, keys: &[PageKey]) -> usize {
+        keys.iter().take_while(|&&key| self.segments.contains(key)).count()
+    }
+
+    /// Says that these pages are in use, wherever they were found: what is stored of them stays
+    /// longer.
+    pub fn touch(&mut self, keys: &[PageKey]) {
+        for &key in keys {
+            if let Some((place, _)) = self.segments.find(key) {
+                self.segments.hit(place);
+            }
+        }
+    }
+
+    /// Says that these pages will be read soon, so that the system fetches them.
+    pub fn prefetch(&self, keys: &[PageKey]) {
+        let shape = self.segments.shape;
+        let mut hints: Vec<(u64, Hint)> = Vec::new();
+        for &key in keys {
+            let Some((place, file)) = self.segments.find(key) else { continue };
+            let (start, len) = (shape.record_start(place.record), shape.record_bytes() as u64);
+            match hints.last_mut() {
+                // Pages of one prompt mostly follow each other.
+                Some((segment, hint))
+                    if *segment == place.segment && hint.start + hint.len == start =>
+                {
+                    hint.len += len;
+                }
+                _ => hints.push((place.segment, Hint { file: Arc::clone(file), start, len })),
+            }
+        }
+        hints.into_iter().for_each(|(_, hint)| self.threads.hint(hint));
+    }
+
+    /// A buffer for a page that is not stored; `None` when it is not to be saved, because writes have
+    /// failed or because too many are on their way: see [`DiskTier::may_save`].
+    pub fn begin_save(&mut self) -> Option<PageBuf> {
+        if self.n_refusals > 0 {
+            self.n_refusals -= 1;
+            self.counters.saves_refused += 1;
+            return None;
+        }
+        self.free_writes.take()
+    }
+
+    /// Saves a page whose bytes are in the buffer. It can be found when it is written.
+    pub fn save(&mut self, name: &PageName<'_>, buf: PageBuf) {
+        let is_new = !self.contains(name.key);
+        let Some(place) = is_new.then(|| self.segments.reserve()).flatten() else {
+            self.counters.saves_refused += 1;
+            return self.free_writes.free.push(buf);
+        };
+        self.writing.insert(name.key);
+        let target = match self.segments.file(place.segment) {
+            Some(file) => Target::Open(Arc::clone(file)),
+            None => Target::New(segment_path(&self.dir, place.segment)),
+        };
+        self.threads.write(WriteJob::Write { place, name: OwnedName::new(name), target, buf });
+    }
+
+    /// Whether to go on with saving: there is room, and a buffer, or the disk has failed so that saves
+    /// are refused. If not, there will be room later.
+    pub fn may_save(&mut self) -> bool {
+        if self.n_refusals > 0 {
+            return true;
+        }
+        self.make_room();
+        self.segments.has_room() && !self.free_writes.is_empty()
+    }
+
+    /// Asks for a page; `tag` is what it will be called by.
+    pub fn read(&mut self, tag: u64, name: &PageName<'_>) -> Asked {
+        let Some((place, file)) = self.segments.find(name.key) else { return Asked::Missing };
+        let file = Arc::clone(file);
+        let Some(buf) = self.free_reads.take() else { return Asked::Busy };
+        self.threads.read(ReadJob { tag, place, file, name: OwnedName::new(name), buf });
+        Asked::Begun
+    }
+
+    /// The next page that was read since, if there is one. Takes in what else has ended.
+    pub fn poll(&mut self) -> Option<Loaded> {
+        while let Ok(done) = self.threads.done.try_recv() {
+            if let Some(loaded) = self.take(done) {
+                return Some(loaded);
+            }
+        }
+        None
+    }
+
+    /// Takes in one thing that has ended, and waits for it if nothing has, at most so long.
+    pub fn wait(&mut self, timeout: Duration) -> Option<Loaded> {
+        let done = self.threads.done.try_recv().ok().or_else(|| self.threads.wait(timeout))?;
+        self.take(done)
+    }
+
+    /// Gives a buffer back.
+    pub fn recycle(&mut self, buf: PageBuf) {
+        self.free_reads.free.push(buf);
+    }
+
+    /// Whether something is being written or removed.
+    pub fn is_busy(&self) -> bool {
+        !self.writing.is_empty() || self.segments.is_removing()
+    }
+
+    /// What the tier holds and what it did.
+    pub fn stats(&self) -> DiskStats {
+        DiskStats {
+            bytes: self.segments.bytes(),
+            bytes_max: self.segments.bytes_max,
+            pages: self.segments.n_pages(),
+            segments: self.segments.n_segments(),
+            counters: self.counters,
+        }
+    }
+
+    /// Begins to remove a segment if it is time for that.
+    fn make_room(&mut self) {
+        if let Some(Victim { number, n_pages }) = self.segments.next_victim() {
+            self.counters.segments_evicted += 1;
+            self.counters.pages_evicted += n_pages;
+            let path = segment_path(&self.dir, number);
+            self.threads.write(WriteJob::Remove { number, path });
+        }
+    }
+
+    /// Takes in what has ended, and gives what was read.
+    fn take(&mut self, done: Done) -> Option<Loaded> {
+        match done {
+            Done::Written { place, key, result, buf } => {
+                self.free_writes.free.push(buf);
+                self.writing.remove(&key);
+                self.count_write(&result);
+                self.segments.written(place, key, result.ok());
+                None
+            }
+            Done::Removed { number, result } => {
+                if result.is_err() {
+                    self.counters.removals_failed += 1;
+                    self.back_off();
+                }
+                self.segments.removed(number, result.is_ok());
+                None
+            }
+            Done::Read { tag, place, key, result, nanos, buf } => {
+                let page = match result {
+                    Ok(()) => {
+                        self.counters.pages_read += 1;
+                        self.counters.bytes_read += buf.bytes.len() as u64;
+                        self.segments.hit(place);
+                        Ok(buf)
+                    }
+                    Err(miss) => {
+                        self.recycle(buf);
+                        self.counters.count_miss(miss);
+                        // What the system could not read now it may read later.
+                        if miss != Miss::Io {
+                            self.segments.forget(key, place);
+                        }
+                        Err(miss)
+                    }
+                };
+                Some(Loaded { tag, page, nanos })
+            }
+        }
+    }
+
+    fn count_write(&mut self, result: &std::io::Result<Arc<dyn SegmentFile>>) {
+        match result {
+            Ok(_) => {
+                self.n_failures = 0;
+                self.counters.pages_saved += 1;
+                self.counters.bytes_written += self.segments.shape.record_bytes() as u64;
+            }
+            Err(_) => {
+                self.counters.saves_failed += 1;
+                self.back_off();
+            }
+        }
+    }
+
+    /// Lets a disk that fails in peace for a while.
+    fn back_off(&mut self) {
+        self.n_failures = (self.n_failures + 1).min(BACKOFF_BITS);
+        self.n_refusals = (1 << self.n_failures) - 1;
+    }
+}
+
+impl std::fmt::Debug for DiskTier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DiskTier").field("dir", &self.dir).field("stats", &self.stats()).finish()
+    }
+}
+
+/// The file of the segment with this number.
+fn segment_path(dir: &Path, number: u64) -> PathBuf {
+    dir.join(format!("{number:016x}.kvseg"))
+}
+
+/// The number of a segment's file.
+fn segment_number(name: &str) -> Option<u64> {
+    let digits = name.strip_suffix(".kvseg").filter(|digits| digits.len() == 16)?;
+    let is_digit = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
+    digits.chars().all(is_digit).then(|| u64::from_str_radix(digits, 16).ok())?
+}

@@ -1,0 +1,231 @@
+//! The form of segment files: a header, then records of one length.
+//!
+//! ```text
+//!   segment   [ magic 8 | version 4 | page_len 4 | page_bytes 8 | namespace 16 | number 8 | check 8 ]
+//!             [ record ][ record ] ...
+//!   record    [ magic 4 | n_tokens 4 | key 16 | parent 16 | body check 8 | tokens 4 * page_len |
+//!               header check 8 ][ body: page_bytes ]
+//! ```
+//!
+//! Numbers are little-endian. All records of a segment have one length, so that a broken one costs
+//! itself only. The checks are xxh3 of 64 bits, with the namespace as seed for headers and with the
+//! key for bodies: a record that strayed from another file, or a body under another header, is found
+//! out like a flipped bit. Nothing here is executed, followed or allocated from.
+
+use nuthatch_types::{PageKey, TokenId};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+const SEGMENT_MAGIC: [u8; 8] = *b"NUTHKVS\0";
+const RECORD_MAGIC: [u8; 4] = *b"PAGE";
+const VERSION: u32 = 1;
+
+/// Bytes of a segment's header.
+pub(crate) const SEGMENT_HEADER_BYTES: usize = 56;
+/// Bytes of a record's header beside its tokens.
+const RECORD_FIXED_BYTES: usize = 56;
+
+/// What all records of a directory's own segments have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecordShape {
+    /// Says whose pages these are: everything that decides a page's bytes beside its tokens.
+    pub namespace: u128,
+    /// Tokens of a page.
+    pub page_len: u32,
+    /// Bytes of a page.
+    pub page_bytes: usize,
+}
+
+/// Which page a record holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageName<'a> {
+    /// Its own name.
+    pub key: PageKey,
+    /// The name of what comes before it.
+    pub parent: PageKey,
+    /// `[page_len]`
+    pub tokens: &'a [TokenId],
+}
+
+/// Why bytes are not what they should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Defect {
+    /// They end too early.
+    Torn,
+    /// They are not as they were written.
+    Corrupt,
+    /// They belong to another model, another layout or another version.
+    Foreign,
+    /// They are a page with other tokens.
+    Stale,
+}
+
+impl RecordShape {
+    /// Bytes of a record's header.
+    pub fn header_bytes(&self) -> usize {
+        RECORD_FIXED_BYTES + 4 * self.page_len as usize
+    }
+
+    /// Bytes of a record.
+    pub fn record_bytes(&self) -> usize {
+        self.header_bytes() + self.page_bytes
+    }
+
+    /// Where a record starts in its segment.
+    pub(crate) fn record_start(&self, record: u32) -> u64 {
+        SEGMENT_HEADER_BYTES as u64 + u64::from(record) * self.record_bytes() as u64
+    }
+
+    /// The seed of headers' checks.
+    fn seed(&self) -> u64 {
+        (self.namespace >> 64) as u64 ^ self.namespace as u64
+    }
+
+    /// The header of the segment with this number.
+    pub(crate) fn segment_header(&self, number: u64) -> [u8; SEGMENT_HEADER_BYTES] {
+        let mut bytes = [0; SEGMENT_HEADER_BYTES];
+        bytes[..8].copy_from_slice(&SEGMENT_MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.page_len.to_le_bytes());
+        bytes[16..24].copy_from_slice(&(self.page_bytes as u64).to_le_bytes());
+        bytes[24..40].copy_from_slice(&self.namespace.to_le_bytes());
+        bytes[40..48].copy_from_slice(&number.to_le_bytes());
+        let check = xxh3_64_with_seed(&bytes[..48], 0);
+        bytes[48..].copy_from_slice(&check.to_le_bytes());
+        bytes
+    }
+
+    /// Checks that bytes are the header of the segment with this number and of this shape.
+    pub fn check_segment(&self, bytes: &[u8], number: u64) -> Result<(), Defect> {
+        let Some((header, _)) = bytes.split_first_chunk::<SEGMENT_HEADER_BYTES>() else {
+            return Err(Defect::Torn);
+        };
+        let check = xxh3_64_with_seed(&header[..48], 0);
+        if header[..8] != SEGMENT_MAGIC || header[48..] != check.to_le_bytes() {
+            return Err(Defect::Corrupt);
+        }
+        if *header == self.segment_header(number) { Ok(()) } else { Err(Defect::Foreign) }
+    }
+
+    /// Writes a record's header in front of its body, which is in place: `record` is header and body.
+    pub fn seal(&self, page: &PageName<'_>, record: &mut [u8]) {
+        assert_eq!(record.len(), self.record_bytes(), "records have one length");
+        assert_eq!(page.tokens.len(), self.page_len as usize, "only full pages are stored");
+        let (header, body) = record.split_at_mut(self.header_bytes());
+        header[..4].copy_from_slice(&RECORD_MAGIC);
+        header[4..8].copy_from_slice(&self.page_len.to_le_bytes());
+        header[8..24].copy_from_slice(&page.key.0.to_le_bytes());
+        header[24..40].copy_from_slice(&page.parent.0.to_le_bytes());
+        header[40..48].copy_from_slice(&xxh3_64_with_seed(body, page.key.low()).to_le_bytes());
+        let (tokens, check) = header[48..].split_at_mut(4 * page.tokens.len());
+        for (bytes, token) in tokens.chunks_exact_mut(4).zip(page.tokens) {
+            bytes.copy_from_slice(&token.0.to_le_bytes());
+        }
+        let end = 48 + tokens.len();
+        check.fill(0);
+        let check = xxh3_64_with_seed(&header[..end], self.seed());
+        header[end..].copy_from_slice(&check.to_le_bytes());
+    }
+
+    /// The name of the page whose record begins with these bytes; its body is not looked at.
+    pub fn read_key(&self, bytes: &[u8]) -> Result<PageKey, Defect> {
+        let header = bytes.get(..self.header_bytes()).ok_or(Defect::Torn)?;
+        let (content, check) = header.split_at(header.len() - 8);
+        if content[..4] != RECORD_MAGIC
+            || content[4..8] != self.page_len.to_le_bytes()
+            || *check != xxh3_64_with_seed(content, self.seed()).to_le_bytes()
+        {
+            return Err(Defect::Corrupt);
+        }
+        Ok(PageKey(u128_at(content, 8)))
+    }
+
+    /// Checks that a record is whole and holds this page, and gives its body.
+    pub fn open<'a>(&self, page: &PageName<'_>, record: &'a [u8]) -> Result<&'a [u8], Defect> {
+        let key = self.read_key(record)?;
+        let record = record.get(..self.record_bytes()).ok_or(Defect::Torn)?;
+        let (header, body) = record.split_at(self.header_bytes());
+        let tokens = header[48..].chunks_exact(4).take(self.page_len as usize);
+        let is_same = |(bytes, token): (&[u8], &TokenId)| *bytes == token.0.to_le_bytes();
+        if key != page.key
+            || u128_at(header, 24) != page.parent.0
+            || page.tokens.len() != self.page_len as usize
+            || !tokens.zip(page.tokens).all(is_same)
+        {
+            return Err(Defect::Stale);
+        }
+        if header[40..48] != xxh3_64_with_seed(body, key.low()).to_le_bytes() {
+            return Err(Defect::Corrupt);
+        }
+        Ok(body)
+    }
+}
+
+fn u128_at(bytes: &[u8], start: usize) -> u128 {
+    let mut number = [0; 16];
+    number.copy_from_slice(&bytes[start..start + 16]);
+    u128::from_le_bytes(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: RecordShape = RecordShape { namespace: 5, page_len: 3, page_bytes: 40 };
+
+    fn record() -> (PageName<'static>, Vec<u8>) {
+        let name = PageName {
+            key: PageKey(77),
+            parent: PageKey(u128::MAX),
+            tokens: &[TokenId(1), TokenId(2), TokenId(300_000)],
+        };
+        let mut record = vec![0xAB; SHAPE.record_bytes()];
+        SHAPE.seal(&name, &mut record);
+        (name, record)
+    }
+
+    #[test]
+    fn a_record_comes_back_and_every_flipped_bit_is_found() {
+        let (name, record) = record();
+        assert_eq!(SHAPE.open(&name, &record), Ok(&[0xAB; 40][..]));
+        assert_eq!(SHAPE.read_key(&record), Ok(name.key));
+        for bit in 0..record.len() * 8 {
+            let mut broken = record.clone();
+            broken[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(SHAPE.open(&name, &broken), Err(Defect::Corrupt), "bit {bit}");
+        }
+        for len in 0..record.len() {
+            assert_eq!(SHAPE.open(&name, &record[..len]), Err(Defect::Torn));
+        }
+    }
+
+    #[test]
+    fn another_page_is_stale_and_another_namespace_does_not_open() {
+        let (name, record) = record();
+        let tokens = [TokenId(1), TokenId(2), TokenId(3)];
+        for other in [
+            PageName { key: PageKey(78), ..name },
+            PageName { parent: PageKey(0), ..name },
+            PageName { tokens: &tokens, ..name },
+            PageName { tokens: &tokens[..2], ..name },
+        ] {
+            assert_eq!(SHAPE.open(&other, &record), Err(Defect::Stale));
+        }
+        let foreign = RecordShape { namespace: 6, ..SHAPE };
+        assert_eq!(foreign.open(&name, &record), Err(Defect::Corrupt));
+    }
+
+    #[test]
+    fn a_segment_knows_its_shape_and_its_number() {
+        let header = SHAPE.segment_header(9);
+        assert_eq!(SHAPE.check_segment(&header, 9), Ok(()));
+        assert_eq!(SHAPE.check_segment(&header, 8), Err(Defect::Foreign));
+        assert_eq!(SHAPE.check_segment(&header[..55], 9), Err(Defect::Torn));
+        let other = RecordShape { page_bytes: 41, ..SHAPE };
+        assert_eq!(other.check_segment(&header, 9), Err(Defect::Foreign));
+        for bit in 0..header.len() * 8 {
+            let mut broken = header;
+            broken[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(SHAPE.check_segment(&broken, 9), Err(Defect::Corrupt));
+        }
+    }
+}
