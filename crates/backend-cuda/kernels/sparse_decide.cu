@@ -14,6 +14,7 @@
 
 #define FLAG_REUSES 1
 #define FLAG_WHOLE 2
+#define FLAG_NOTHING 4  // only sinks and the last places are seen
 #define AGGREGATE_HARMONIC 0
 #define AGGREGATE_MIN 1
 #define AGGREGATE_MEAN 2
@@ -388,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS) decide(DecideParams 
     share.freed = (u32*)(p.score.raw + (u64)number * p.score.group * p.score.stride);
     share.n_met = 0;
     float similarity = 0.0f;
-    const u32 lookup = cut <= p.sinks
+    const u32 lookup = cut <= p.sinks || p.flags & FLAG_NOTHING
                            ? LOOKUP_NOTHING
                            : look_up(p, share, state, row.kv_len, label, cosines, similarity);
     // Whoever is late reads nothing of what is written here.

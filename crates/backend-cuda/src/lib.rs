@@ -203,14 +203,12 @@ impl Backend for Cuda {
     }
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
-        // Of a batch of which some rows are decided about, it is not only the number that matters.
-        let is_mixed = plan.n_deciding > 0 && plan.n_deciding < plan.n_rows();
-        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() || is_mixed {
+        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
             return Ok(Pass::Needed);
         }
         let key = PassKey {
             n_rows: plan.n_rows(),
-            n_deciding: plan.n_deciding,
+            deciding: plan.deciding.clone(),
             tables: (plan.tables, plan.table_len),
             arena: (kv.arena.address(), kv.slots.device),
             scratch: self.scratch_generation(),
@@ -415,9 +413,10 @@ impl Backend for Cuda {
         &self,
         plan: &CudaPlan,
         kv: &mut CudaKv,
-        rules: &Rules,
+        rules: &[Rules],
+        n_tables: u32,
     ) -> Result<bool, DeviceError> {
-        self.prepare_deciding(plan, kv, rules)
+        self.prepare_deciding(plan, kv, rules, n_tables)
     }
 
     fn begin_deciding(

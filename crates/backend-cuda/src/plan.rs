@@ -97,8 +97,8 @@ pub struct CudaPlan {
     host: Vec<u32>,
     /// The sequences of the batch.
     pub(crate) seqs: Vec<Seq>,
-    /// Rows of the batch that the device decides about.
-    pub(crate) n_deciding: usize,
+    /// Rules, and how many rows of the batch the device decides about by them.
+    pub(crate) deciding: Vec<(usize, usize)>,
     /// The layer that was decided about before its turn.
     pub(crate) ahead: Cell<Option<usize>>,
     parts: Parts,
@@ -135,7 +135,7 @@ impl CudaPlan {
             counts: device.alloc(8, WHAT)?,
             host: Vec::with_capacity(words),
             seqs: Vec::new(),
-            n_deciding: 0,
+            deciding: Vec::new(),
             ahead: Cell::new(None),
             shape: shape.clone(),
             page,
@@ -259,7 +259,7 @@ impl CudaPlan {
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         self.seqs.clear();
-        self.n_deciding = 0;
+        self.deciding.clear();
         self.ahead.set(None);
         let max_partials = self.max_partials;
         let mut tasks = Tasks::new(self.group(), self.cuts(), max_partials);

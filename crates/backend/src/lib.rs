@@ -415,14 +415,16 @@ pub trait Backend: Send + Sync + 'static {
 
     // Top-k attention that the device decides about by itself, see [`topk::Rules`].
 
-    /// Decides by these rules from now on; false if this device cannot. Digests are kept already.
+    /// Decides by these rules from now on, about sequences in up to `n_tables` tables; false if this
+    /// device cannot. Digests are kept already.
     fn decide_by(
         &self,
         plan: &Self::Plan,
         kv: &mut Self::Kv,
-        rules: &Rules,
+        rules: &[Rules],
+        n_tables: u32,
     ) -> Result<bool, DeviceError> {
-        let _ = (plan, kv, rules);
+        let _ = (plan, kv, rules, n_tables);
         Ok(false)
     }
     /// Says about which rows of the planned batch the device decides; before [`Backend::begin_pass`].

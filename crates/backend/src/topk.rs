@@ -170,10 +170,12 @@ pub struct Rules {
     pub is_whole: bool,
     /// When a selection is made again; at each step if nothing is said.
     pub reuse: Option<ReuseRule>,
+    /// Whether anything is chosen, and not only sinks and the last places attended.
+    pub has_choice: bool,
+    /// Layers before this one see everything.
+    pub first_layer: u32,
     /// `[layer][G]`, all layers of the model.
     pub heads: Vec<HeadNumbers>,
-    /// Tables that sequences may have.
-    pub n_tables: u32,
 }
 
 /// A sequence of the batch about whose only row the device decides.
@@ -183,6 +185,8 @@ pub struct Deciding {
     pub seq: u32,
     /// Its table.
     pub table_row: u32,
+    /// By which of the rules, in the order in which the device was given them.
+    pub rules: u32,
     /// Whether what is remembered of the table's sequence is to be forgotten first.
     pub is_new: bool,
 }

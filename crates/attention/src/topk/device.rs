@@ -9,26 +9,35 @@ use nuthatch_store::KvStore;
 
 use super::head::{HeadRule, Lookup};
 use super::policy::{Aggregate, Refresh, Retriever, Reuse};
-use super::run::{self, TopK, TopKLayer};
+use super::run::{self, PolicyRules, TopK, TopKLayer};
 use super::work::{Work, pick};
 
 impl TopK {
-    /// Lets the device decide if it can: by one policy, whose rows it keeps by itself.
+    /// Lets the device decide if it can: by all policies, or by none.
     pub fn decide_on_device<B: Backend>(
         &mut self,
         b: &B,
         plan: &B::Plan,
         store: &mut KvStore<B>,
     ) -> Result<(), DeviceError> {
-        let Some(rules) = self.rules() else { return Ok(()) };
-        self.on_device = b.decide_by(plan, store.device_mut(), &rules)?;
+        let choosing = || self.policies.iter().filter(|of| !is_full(of));
+        let rules: Vec<Rules> = choosing().filter_map(|of| self.rules(of)).collect();
+        if rules.is_empty() || rules.len() < choosing().count() {
+            return Ok(());
+        }
+        let n_tables = self.rows.len() as u32;
+        self.on_device = b.decide_by(plan, store.device_mut(), &rules, n_tables)?;
         self.rows.iter_mut().for_each(|row| row.is_new = true);
         Ok(())
     }
 
-    /// The rules of the only policy, if a device could decide by them.
-    fn rules(&self) -> Option<Rules> {
-        let [of] = &self.policies[..] else { return None };
+    /// A policy's number among the rules that the device was given.
+    fn rules_number(&self, policy: usize) -> u32 {
+        self.policies[..policy].iter().filter(|of| !is_full(of)).count() as u32
+    }
+
+    /// The rules of a policy, if a device could decide by them.
+    fn rules(&self, of: &PolicyRules) -> Option<Rules> {
         let policy = &of.policy;
         let reuse = match policy.reuse {
             Reuse::Never => None,
@@ -42,8 +51,7 @@ impl TopK {
             }
             Reuse::PageLru { .. } => return None,
         };
-        let has_choice = !matches!(policy.retriever, Retriever::Full | Retriever::Streaming);
-        if !has_choice || policy.speculates || self.measures_mass || self.near.is_some() {
+        if policy.speculates || self.measures_mass || self.near.is_some() {
             return None;
         }
         let numbers = |rule: &HeadRule| HeadNumbers {
@@ -61,8 +69,9 @@ impl TopK {
             working_set: policy.working_set,
             is_whole: policy.refresh == Refresh::Whole,
             reuse,
+            has_choice: policy.retriever != Retriever::Streaming,
+            first_layer: policy.dense_layers,
             heads: of.rules.iter().map(numbers).collect(),
-            n_tables: self.rows.len() as u32,
         })
     }
 
@@ -76,11 +85,12 @@ impl TopK {
         if !self.on_device || self.active.is_empty() {
             return Ok(());
         }
-        let rows = self.active.iter().map(|at| {
+        let mut rows = Vec::with_capacity(self.active.len());
+        for at in &self.active {
             let is_new = std::mem::take(&mut self.rows[at.row as usize].is_new);
-            Deciding { seq: at.seq, table_row: at.row, is_new }
-        });
-        let rows: Vec<Deciding> = rows.collect();
+            let (seq, table_row, rules) = (at.seq, at.row, self.rules_number(at.policy));
+            rows.push(Deciding { seq, table_row, rules, is_new });
+        }
         b.begin_deciding(plan, store.device(), &rows)
     }
 
@@ -99,7 +109,7 @@ impl TopK {
         (qkv, out): (&B::Buf, &mut B::Buf),
     ) -> Result<(), DeviceError> {
         let (kv, dense) = (store.device(), layer.dense);
-        if self.active.is_empty() || !self.is_picking(layer) {
+        if self.active.is_empty() || layer.dense.window.is_some() {
             return b.attend(plan, dense.layer, &dense.spec(), qkv, kv, out);
         }
         b.attend_deciding(plan, (layer.idx, dense.layer), &dense.spec(), qkv, kv, out)?;
@@ -114,13 +124,6 @@ impl TopK {
         Ok(())
     }
 
-    /// Whether rows are picked in a layer: a window is short already, and the first layers may see
-    /// everything.
-    fn is_picking<B: Backend>(&self, layer: &TopKLayer<'_, B>) -> bool {
-        let policy = &self.policies[0].policy;
-        layer.dense.window.is_none() && layer.idx >= policy.dense_layers as usize
-    }
-
     /// Counts what the device decided in the step that has ended, unless the host did.
     pub fn count_on_device<B: Backend>(
         &mut self,
@@ -131,8 +134,8 @@ impl TopK {
         if !self.on_device || self.trace.is_some() {
             return Ok(());
         }
-        let (counts, of) = (&mut self.stats.policies[0], &self.policies[0]);
         for at in &self.active {
+            let (counts, of) = (&mut self.stats.policies[at.policy], &self.policies[at.policy]);
             let decided = b.decided(store.device(), at.row)?;
             let n_heads = self.shape.n_kv_heads;
             for (i, (decided, rule)) in decided.iter().zip(&of.rules).enumerate() {
@@ -191,6 +194,10 @@ impl TopK {
         }
         Ok(())
     }
+}
+
+fn is_full(of: &PolicyRules) -> bool {
+    of.policy.retriever == Retriever::Full
 }
 
 /// What the device has to say about a head.

@@ -78,8 +78,9 @@ fn rules(shape: &Shape, by: ScoreBy, is_hata: bool) -> Rules {
         working_set,
         is_whole: false,
         reuse: Some(ReuseRule { mix: Mix::Harmonic, max_age: None }),
+        has_choice: true,
+        first_layer: 0,
         heads: vec![head; (shape.n_layers * shape.n_kv_heads) as usize],
-        n_tables: 1,
     }
 }
 
@@ -124,7 +125,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
                 (false, Some(&[digest])),
             )?;
             let rules = rules(shape, ScoreBy::Digest(0), i == 1);
-            let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &rules)?;
+            let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &[rules], 1)?;
             assert!(decides, "this device decides");
             let mut run = Run { cuda, model: &model, depth, n_done: 0, is_new: true };
             for turned in [100, 45, 25, 10, 0] {
@@ -195,7 +196,7 @@ impl Run<'_> {
         self.n_done += 1;
         rig.lay_out(&[(0, at, 1)])?;
         let is_new = std::mem::take(&mut self.is_new);
-        let rows = [Deciding { seq: 0, table_row: 0, is_new }];
+        let rows = [Deciding { seq: 0, table_row: 0, rules: 0, is_new }];
         self.cuda.begin_deciding(&mut rig.plan, &rig.kv, &rows)?;
         if self.cuda.begin_pass(&mut rig.plan, &rig.kv)? == Pass::Needed {
             self.model.pass_with(self.cuda, rig, acts, (None, Some(queries)))?;

@@ -99,9 +99,10 @@ const BINS: usize = 2048;
 pub(crate) const MAX_BLOCKS: usize = 32;
 /// Words of a tally that are zero between decisions.
 pub(crate) const TALLY_ZEROS: usize = 32 + 4 * BINS;
-/// `FLAG_REUSES` and `FLAG_WHOLE`.
+/// `FLAG_REUSES`, `FLAG_WHOLE` and `FLAG_NOTHING`.
 pub(crate) const REUSES: u32 = 1;
 pub(crate) const WHOLE: u32 = 2;
+pub(crate) const NOTHING: u32 = 4;
 /// Places of a piece; `PIECE` of `sparse_score.cuh`.
 pub(crate) const PIECE: usize = 2048;
 /// How keys themselves are called among the kinds of digests.

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! What is remembered of a sequence lies in the memory of its table's row: labels and states of all
-//! heads from the start, marks and working sets when its first row is decided about.
+//! heads from the start, marks and working sets when its first row is decided about. Rows that are
+//! decided about by the same rules are decided about together, and all of them attend together.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -20,8 +21,8 @@ use crate::kv::{Arena, CudaKv, PAGE_LEN};
 use crate::launch::sparse::{GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend, max_tasks};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, MAX_BLOCKS, PIECE, REUSES, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally,
-    WHOLE, decide, shared_bytes,
+    DecideParams, HeadRule, MAX_BLOCKS, NOTHING, PIECE, REUSES, SCORE_KEYS, ScoreParams,
+    TALLY_ZEROS, Tally, WHOLE, decide, shared_bytes,
 };
 use crate::launch::{count, sparse};
 use crate::plan::CudaPlan;
@@ -37,20 +38,16 @@ const LINK_BLOCKS: u32 = 16;
 
 /// What decides.
 pub(crate) struct Decider {
-    rules: Rules,
-    kernel: Kernel,
+    rules: Vec<DeviceRules>,
+    /// Heads of all layers.
+    n_all: usize,
     group: usize,
     /// Places that a sequence may have, whole pieces.
     stride: usize,
     max_context: usize,
-    /// `[layer][G]`, and `[layer][G][group]`.
-    head_rules: Memory,
-    importances: Memory,
     /// `[table][layer][G]`, and `[table][layer][G][group][D]`.
     states: Memory,
     labels: Memory,
-    /// Where each head's working set begins, and how many pages it has.
-    pages: Vec<(usize, usize)>,
     /// Of each table, when it was first needed.
     tables: Mutex<Vec<Option<TableMemory>>>,
     /// The rows of the batch.
@@ -69,8 +66,28 @@ pub(crate) struct Decider {
     tasks: Memory,
 }
 
+/// Rules as the kernels have them.
+struct DeviceRules {
+    rules: Rules,
+    kernel: Kernel,
+    /// `[layer][G]`, and `[layer][G][group]`.
+    head_rules: Memory,
+    importances: Memory,
+    /// Where each head's working set begins, and how many pages it has.
+    pages: Vec<(usize, usize)>,
+}
+
+/// Rows that are decided about together.
+#[derive(Clone, Copy)]
+struct Turn {
+    rules: usize,
+    first: usize,
+    n: usize,
+}
+
 /// What a table's sequence needs that grows with its length.
 struct TableMemory {
+    rules: usize,
     /// `[layer][G][stride]`
     marks: Memory,
     pages: Memory,
@@ -79,13 +96,15 @@ struct TableMemory {
 impl Decider {
     fn new(
         device: &Device,
-        (kernel, group): (Kernel, usize),
+        group: usize,
         plan: &CudaPlan,
         kv: &CudaKv,
-        rules: &Rules,
+        (rules, n_tables): (Vec<DeviceRules>, usize),
     ) -> Result<Self, DeviceError> {
         let alloc = |bytes| device.alloc(bytes, WHAT);
-        let (n_heads, n_all) = (kv.shape.n_kv_heads as usize, rules.heads.len());
+        let n_heads = kv.shape.n_kv_heads as usize;
+        let n_all = rules.first().map_or(0, |one| one.rules.heads.len());
+        assert!(rules.iter().all(|one| one.rules.heads.len() == n_all), "rules of one model");
         let (width, d) = (kv.page.width(), kv.page.head_dim as usize);
         let max_context = plan.shape.max_context;
         let stride = max_context.next_multiple_of(PIECE);
@@ -95,21 +114,14 @@ impl Decider {
         let n = n_at_once * n_heads;
         // A head may see everything, in three runs that begin and end within pages.
         let n_tasks = n * max_tasks(max_context + 2 * PAGE_LEN);
-        let head_rules: Vec<HeadRule> = rules.heads.iter().map(head_rule).collect();
-        let importances: Vec<f32> =
-            rules.heads.iter().flat_map(|head| head.importances.iter().copied()).collect();
-        let n_tables = rules.n_tables as usize;
-        let decider = Decider {
-            rules: rules.clone(),
-            kernel,
+        Ok(Decider {
+            rules,
+            n_all,
             group,
             stride,
             max_context,
-            head_rules: alloc(size_of_val(&head_rules[..]))?,
-            importances: alloc(size_of_val(&importances[..]))?,
             states: alloc(n_tables * n_all * size_of::<HeadState>())?,
             labels: alloc(n_tables * n_all * group * d * 4)?,
-            pages: working_sets(rules, max_context),
             tables: Mutex::new((0..n_tables).map(|_| None).collect()),
             rows: alloc(plan.shape.max_seqs * size_of::<SparseRow>())?,
             n_at_once,
@@ -122,21 +134,29 @@ impl Decider {
             partials: alloc(n_tasks * group * width * 4)?,
             sums: alloc(n_tasks * group * 8)?,
             tasks: alloc((n + 1) * 4)?,
-        };
-        device.upload(&decider.head_rules, 0, &head_rules)?;
-        device.upload(&decider.importances, 0, &importances)?;
-        Ok(decider)
+        })
     }
 
-    /// Rows that are decided about together: the first, and how many.
-    fn turns(&self, n: usize) -> impl Iterator<Item = (usize, usize)> {
-        let n_at_once = self.n_at_once;
-        (0..n).step_by(n_at_once).map(move |first| (first, n_at_once.min(n - first)))
+    /// The rows that pick in a layer of the model.
+    fn turns(&self, plan: &CudaPlan, idx: usize) -> Vec<Turn> {
+        let mut turns = Vec::new();
+        let mut start = 0;
+        for &(rules, n) in &plan.deciding {
+            let end = start + n;
+            if idx >= self.rules[rules].rules.first_layer as usize {
+                turns.extend((start..end).step_by(self.n_at_once).map(|first| {
+                    let n = self.n_at_once.min(end - first);
+                    Turn { rules, first, n }
+                }));
+            }
+            start = end;
+        }
+        turns
     }
 
     /// Rows and states of one layer of the model.
     fn heads(&self, at: &SparseLayer<'_>, idx: usize, (first, n): (usize, usize)) -> SparseHeads {
-        let (n_heads, n_all) = (at.n_kv_heads(), self.rules.heads.len());
+        let (n_heads, n_all) = (at.n_kv_heads(), self.n_all);
         let first_head = idx * n_heads;
         assert!(first_head + n_heads <= n_all, "a layer of the model");
         SparseHeads {
@@ -151,7 +171,7 @@ impl Decider {
 
     /// Bytes of all states of one table.
     fn table_bytes(&self) -> usize {
-        self.rules.heads.len() * size_of::<HeadState>()
+        self.n_all * size_of::<HeadState>()
     }
 
     /// The memory of a table's row, forgotten if it is new: marks and pages.
@@ -162,21 +182,25 @@ impl Decider {
         row: &Deciding,
     ) -> Result<(u64, u64), DeviceError> {
         let mut tables = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
-        let table = &mut tables[row.table_row as usize];
+        let (rules, table) = (row.rules as usize, &mut tables[row.table_row as usize]);
+        let pages = &self.rules[rules].pages;
+        // What is freed first can be had again.
+        *table = table.take().filter(|memory| memory.rules == rules);
         let is_new = row.is_new || table.is_none();
         let memory = match table {
             Some(memory) => memory,
             None => {
-                let n_pages = self.pages.last().map_or(0, |&(first, n)| first + n);
+                let n_pages = pages.last().map_or(0, |&(first, n)| first + n);
                 table.insert(TableMemory {
-                    marks: device.alloc(self.rules.heads.len() * self.stride * 8, WHAT)?,
+                    rules,
+                    marks: device.alloc(self.n_all * self.stride * 8, WHAT)?,
                     pages: device.alloc(n_pages * page_bytes, WHAT)?,
                 })
             }
         };
         if is_new {
             device.clear(&memory.marks)?;
-            let empty = self.pages.iter().map(|&(first, n)| HeadState::empty(first, n));
+            let empty = pages.iter().map(|&(first, n)| HeadState::empty(first, n));
             let empty: Vec<HeadState> = empty.collect();
             let start = row.table_row as usize * self.table_bytes();
             device.upload(&self.states, start, &empty)?;
@@ -185,8 +209,35 @@ impl Decider {
     }
 }
 
-fn head_rule(head: &HeadNumbers) -> HeadRule {
-    HeadRule { threshold: head.threshold, weight: head.weight }
+impl DeviceRules {
+    fn new(
+        device: &Device,
+        kernel: Kernel,
+        max_context: usize,
+        rules: &Rules,
+    ) -> Result<Self, DeviceError> {
+        let head_rule =
+            |head: &HeadNumbers| HeadRule { threshold: head.threshold, weight: head.weight };
+        let head_rules: Vec<HeadRule> = rules.heads.iter().map(head_rule).collect();
+        let importances: Vec<f32> =
+            rules.heads.iter().flat_map(|head| head.importances.iter().copied()).collect();
+        let made = DeviceRules {
+            kernel,
+            head_rules: device.alloc(size_of_val(&head_rules[..]), WHAT)?,
+            importances: device.alloc(size_of_val(&importances[..]), WHAT)?,
+            pages: working_sets(rules, max_context),
+            rules: rules.clone(),
+        };
+        device.upload(&made.head_rules, 0, &head_rules)?;
+        device.upload(&made.importances, 0, &importances)?;
+        Ok(made)
+    }
+
+    fn flags(&self) -> u32 {
+        let Rules { reuse, is_whole, has_choice, .. } = &self.rules;
+        let flag = |is_set: bool, flag| if is_set { flag } else { 0 };
+        flag(reuse.is_some(), REUSES) + flag(*is_whole, WHOLE) + flag(!has_choice, NOTHING)
+    }
 }
 
 /// Where working sets begin and how many pages each has, for sequences of up to `n` tokens.
@@ -194,6 +245,7 @@ fn working_sets(rules: &Rules, n: usize) -> Vec<(usize, usize)> {
     let mut first = 0;
     let of = |head: &HeadNumbers| {
         let wanted = (rules.percent * f64::from(head.weight) * n as f64 / 100.0).ceil();
+        let n = if rules.has_choice { n } else { 0 };
         let k = (wanted as u64).max(u64::from(rules.k_min)).min(u64::from(rules.k_max));
         let k = k.min(n as u64);
         let rows = (k as f32 * rules.working_set).ceil() as usize;
@@ -210,7 +262,8 @@ impl Cuda {
         &self,
         plan: &CudaPlan,
         kv: &mut CudaKv,
-        rules: &Rules,
+        rules: &[Rules],
+        n_tables: u32,
     ) -> Result<bool, DeviceError> {
         let (n_heads, d) = (kv.shape.n_kv_heads as usize, kv.page.head_dim as usize);
         let group = plan.group();
@@ -218,17 +271,22 @@ impl Cuda {
         if self.is_eager || group > sparse.group || n_heads > MAX_NUMBERS {
             return Ok(false);
         }
-        assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
-        let (kind, width) = match rules.by {
-            ScoreBy::Keys => (SCORE_KEYS, 0),
-            ScoreBy::Digest(i) => {
-                let digest = &sparse.digests[i];
-                (sparse::kind_number(digest.kind), digest.width)
-            }
+        let on_device = |rules: &Rules| {
+            assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
+            let (kind, width) = match rules.by {
+                ScoreBy::Keys => (SCORE_KEYS, 0),
+                ScoreBy::Digest(i) => {
+                    let digest = &sparse.digests[i];
+                    (sparse::kind_number(digest.kind), digest.width)
+                }
+            };
+            let shared = shared_bytes(kind, width, group, d);
+            let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
+            DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
         };
-        let shared = shared_bytes(kind, width, group, d);
-        let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
-        let decider = Decider::new(&self.device, (kernel, group), plan, kv, rules)?;
+        let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
+        let rules = (all, n_tables as usize);
+        let decider = Decider::new(&self.device, group, plan, kv, rules)?;
         if let Some(sparse) = &mut kv.sparse {
             sparse.decider = Some(decider);
         }
@@ -243,6 +301,8 @@ impl Cuda {
         rows: &[Deciding],
     ) -> Result<(), DeviceError> {
         let decider = decider_of(kv);
+        let mut rows = rows.to_vec();
+        rows.sort_by_key(|row| row.rules);
         let list = rows
             .iter()
             .map(|row| {
@@ -257,7 +317,8 @@ impl Cuda {
             })
             .collect::<Result<Vec<_>, DeviceError>>()?;
         self.device.upload(&decider.rows, 0, &list)?;
-        plan.n_deciding = rows.len();
+        let same = rows.chunk_by(|a, b| a.rules == b.rules);
+        plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
         Ok(())
     }
 
@@ -269,11 +330,13 @@ impl Cuda {
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let &SparseLayer { plan, layer, spec, qkv, kv } = at;
-        if plan.n_deciding < plan.n_rows() {
+        let decider = decider_of(kv);
+        let turns = decider.turns(plan, idx);
+        let n_picking: usize = turns.iter().map(|turn| turn.n).sum();
+        if n_picking < plan.n_rows() {
             let (device, prefetch) = (&self.device, self.l2_prefetch);
             Attention { device, plan, layer, spec, qkv, kv, prefetch }.run(out)?;
         }
-        let decider = decider_of(kv);
         let width = (spec.n_heads * kv.page.head_dim) as usize;
         assert!(plan.n_rows() * width <= out.len, "the rows fit out");
         assert!(plan.n_rows() * at.q_stride() as usize <= qkv.len, "the rows are in qkv");
@@ -282,11 +345,19 @@ impl Cuda {
         if is_decided {
             decider.branch.join(&self.device, idx)?;
         }
-        for some in decider.turns(plan.n_deciding) {
-            if !is_decided {
-                self.decide_some(at, (decider, idx), some, false)?;
+        for &turn in turns.iter().filter(|_| !is_decided) {
+            self.decide_some(at, (decider, idx), turn, false)?;
+        }
+        // Rows that pick are one behind the other, except for those of rules that do not pick here.
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for &Turn { first, n, .. } in &turns {
+            match runs.last_mut() {
+                Some(run) if run.0 + run.1 == first && run.1 + n <= decider.n_at_once => run.1 += n,
+                _ => runs.push((first, n)),
             }
-            self.attend_decided_some(at, (decider, idx), some, (!is_decided, out))?;
+        }
+        for run in runs {
+            self.attend_decided_some(at, (decider, idx), run, (!is_decided, out))?;
         }
         out.set_fresh(plan.n_rows() * width);
         Ok(())
@@ -301,10 +372,11 @@ impl Cuda {
         let (plan, decider) = (at.plan, decider_of(at.kv));
         assert!(plan.n_rows() * at.q_stride() as usize <= at.qkv.len, "the rows are in qkv");
         assert_eq!(at.group(), decider.group, "decided about these heads");
+        let turns = decider.turns(plan, idx);
         // Lists of rows to bring have room for one turn.
-        let is_one_turn = plan.n_deciding <= decider.n_at_once;
-        for some in decider.turns(plan.n_deciding) {
-            self.decide_some(at, (decider, idx), some, is_one_turn)?;
+        let is_one_turn = turns.len() <= 1;
+        for &turn in &turns {
+            self.decide_some(at, (decider, idx), turn, is_one_turn)?;
         }
         if !is_one_turn {
             decider.branch.fork(&self.device)?;
@@ -319,12 +391,13 @@ impl Cuda {
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
-        (first, n): (usize, usize),
+        Turn { rules, first, n }: Turn,
         is_meanwhile: bool,
     ) -> Result<(), DeviceError> {
         let (sparse, n_heads) = (at.sparse(), at.n_kv_heads());
         let (tallies, moves) = (&decider.tallies[idx % 2], &decider.moves[idx % 2]);
-        let (rules, first_head) = (&decider.rules, idx * n_heads);
+        let (by, first_head) = (&decider.rules[rules], idx * n_heads);
+        let rules = &by.rules;
         let heads = decider.heads(at, idx, (first, n));
         let score = ScoreParams {
             raw: decider.raw.address(),
@@ -339,8 +412,8 @@ impl Cuda {
             score,
             heads,
             labels: decider.labels.address() + at_head(decider.group * d * 4),
-            rules: decider.head_rules.address() + at_head(size_of::<HeadRule>()),
-            importances: decider.importances.address() + at_head(decider.group * 4),
+            rules: by.head_rules.address() + at_head(size_of::<HeadRule>()),
+            importances: by.importances.address() + at_head(decider.group * 4),
             tallies: tallies.address(),
             moves: moves.address(),
             percent: rules.percent,
@@ -353,13 +426,13 @@ impl Cuda {
             working_set: rules.working_set,
             max_age: rules.reuse.and_then(|reuse| reuse.max_age).unwrap_or(u32::MAX),
             aggregate: rules.reuse.map_or(0, |reuse| mix_number(reuse.mix)),
-            flags: u32::from(rules.reuse.is_some()) * REUSES + u32::from(rules.is_whole) * WHOLE,
+            flags: by.flags(),
             padding: 0,
         };
         // Blocks that wait for each other must all be on the device.
         let n_blocks = self.device.n_multiprocessors() as usize / (n * n_heads);
         let n_blocks = n_blocks.clamp(1, MAX_BLOCKS).min(decider.stride / PIECE);
-        decide(&self.device, &decider.kernel, &params, n_blocks)?;
+        decide(&self.device, &by.kernel, &params, n_blocks)?;
         let gather = GatherRowsParams {
             heads,
             pages: at.pages(),
@@ -406,7 +479,7 @@ impl Cuda {
         table_row: u32,
     ) -> Result<Vec<Decided>, DeviceError> {
         let decider = decider_of(kv);
-        let mut states = vec![HeadState::empty(0, 0); decider.rules.heads.len()];
+        let mut states = vec![HeadState::empty(0, 0); decider.n_all];
         let start = table_row as usize * decider.table_bytes();
         self.device.download_from(&decider.states, start, &mut states)?;
         Ok(states.iter().map(decided).collect())
