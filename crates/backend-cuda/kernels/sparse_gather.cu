@@ -17,7 +17,8 @@ struct GatherRowsParams {
 static_assert(sizeof(GatherRowsParams) == GATHER_ROWS_PARAMS_SIZE, "the host's params differ");
 
 #define GATHER_THREADS 512
-#define GATHER_PIECES 4  // of a thread that are on their way
+#define GATHER_PIECES 8  // of a thread that are on their way: eight blocks fill the link
+#define GATHER_NUMBERS 1024  // rows and heads; `MAX_NUMBERS` of sparse_attend.cu
 #define MOVE_PIECES (2 * ROW_PIECES)
 
 // A sixteenth of a row, or so, on its way.
@@ -26,40 +27,69 @@ struct Flight {
     u8* target;
 };
 
-DEVICE Flight take_off(const GatherRowsParams& p, const SparseRow& row, const HeadState& state, u32 head,
-                       uint2 move, u32 piece) {
-    const u32 half = piece / ROW_PIECES * HALF_PAGE_BYTES, at = piece % ROW_PIECES;
+DEVICE Flight take_off(const GatherRowsParams& p, const u32* firsts, u32 at) {
+    const u32 index = at / MOVE_PIECES, piece = at % MOVE_PIECES;
+    // The last head whose first row is not behind this one; heads without rows are passed over.
+    u32 low = 0, high = p.heads.n_rows * p.heads.n_kv_heads;
+    while (low + 1 < high) {
+        const u32 middle = (low + high) / 2;
+        if (firsts[middle] <= index) low = middle;
+        else high = middle;
+    }
+    const u32 head = low % p.heads.n_kv_heads;
+    const SparseRow& row = p.heads.rows[low / p.heads.n_kv_heads];
+    const uint2 move = p.moves[(u64)low * p.stride + index - firsts[low]];
+    const u32 half = piece / ROW_PIECES * HALF_PAGE_BYTES, part = piece % ROW_PIECES;
+    const u32 page = state_of(p.heads, row, head)->first_page + move.y / PAGE;
     const u8* source = page_of(p.pages, head, row.table_row, move.x / PAGE) + half;
-    u8* target = row.pages + (u64)(state.first_page + move.y / PAGE) * HEAD_PAGE_BYTES + half;
     Flight flight;
-    flight.bits = *(const uint4*)(source + piece_at(move.x % PAGE, at) * 16);
-    flight.target = target + piece_at(move.y % PAGE, at) * 16;
+    flight.bits = *(const uint4*)(source + piece_at(move.x % PAGE, part) * 16);
+    flight.target = row.pages + (u64)page * HEAD_PAGE_BYTES + half + piece_at(move.y % PAGE, part) * 16;
     return flight;
 }
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS) sparse_gather(GatherRowsParams p) {
     begin();
-    const u32 stride = gridDim.x * GATHER_THREADS, thread = blockIdx.x * GATHER_THREADS + threadIdx.x;
-    for (u32 number = 0; number < p.heads.n_rows * p.heads.n_kv_heads; number++) {
-        const u32 head = number % p.heads.n_kv_heads;
-        const SparseRow row = p.heads.rows[number / p.heads.n_kv_heads];
-        const HeadState state = *state_of(p.heads, row, head);
-        const bool is_chosen = state.lookup != LOOKUP_NOTHING && state.lookup != LOOKUP_HIT;
-        if (p.tallies && is_chosen)
-            for (u32 i = thread; i < p.n_zeros; i += stride) p.tallies[number * p.tally_words + i] = 0;
-        const uint2* moves = p.moves + (u64)number * p.stride;
-        const u32 n = state.n_moves * MOVE_PIECES;
-        for (u32 first = thread; first < n; first += GATHER_PIECES * stride) {
-            Flight flights[GATHER_PIECES];
-            UNROLL
-            for (int i = 0; i < GATHER_PIECES; i++) {
-                const u32 at = first + i * stride;
-                if (at < n)
-                    flights[i] = take_off(p, row, state, head, moves[at / MOVE_PIECES], at % MOVE_PIECES);
+    // Rows of the heads before each, of those that are to be brought; bits: whether a head has chosen.
+    __shared__ u32 firsts[GATHER_NUMBERS + 1], chosen[GATHER_NUMBERS / 32];
+    const u32 n = p.heads.n_rows * p.heads.n_kv_heads, lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) {
+        u32 before = 0;
+        for (u32 start = 0; start < n; start += 32) {
+            const u32 i = start + lane;
+            u32 own = 0;
+            bool has_chosen = false;
+            if (i < n) {
+                const SparseRow& row = p.heads.rows[i / p.heads.n_kv_heads];
+                const HeadState* state = state_of(p.heads, row, i % p.heads.n_kv_heads);
+                own = state->n_moves;
+                has_chosen = state->lookup != LOOKUP_NOTHING && state->lookup != LOOKUP_HIT;
             }
-            UNROLL
-            for (int i = 0; i < GATHER_PIECES; i++)
-                if (first + i * stride < n) *(uint4*)flights[i].target = flights[i].bits;
+            u32 upto = own;
+            for (u32 step = 1; step < 32; step *= 2) {
+                const u32 other = __shfl_up_sync(~0u, upto, step);
+                if (lane >= step) upto += other;
+            }
+            const u32 bits = __ballot_sync(~0u, has_chosen);
+            if (lane == 0) chosen[start / 32] = bits;
+            if (i < n) firsts[i] = before + upto - own;
+            before += __shfl_sync(~0u, upto, 31);
         }
+        if (lane == 0) firsts[n] = before;
     }
+    __syncthreads();
+    const u32 stride = gridDim.x * GATHER_THREADS, thread = blockIdx.x * GATHER_THREADS + threadIdx.x;
+    const u32 end = firsts[n] * MOVE_PIECES;
+    for (u32 first = thread; first < end; first += GATHER_PIECES * stride) {
+        Flight flights[GATHER_PIECES];
+        UNROLL
+        for (int i = 0; i < GATHER_PIECES; i++)
+            if (first + i * stride < end) flights[i] = take_off(p, firsts, first + i * stride);
+        UNROLL
+        for (int i = 0; i < GATHER_PIECES; i++)
+            if (first + i * stride < end) *(uint4*)flights[i].target = flights[i].bits;
+    }
+    for (u32 number = 0; p.tallies && number < n; number++)
+        if (chosen[number / 32] >> number % 32 & 1)
+            for (u32 i = thread; i < p.n_zeros; i += stride) p.tallies[number * p.tally_words + i] = 0;
 }

@@ -99,8 +99,8 @@ pub struct CudaPlan {
     pub(crate) seqs: Vec<Seq>,
     /// Rules, and how many rows of the batch the device decides about by them.
     pub(crate) deciding: Vec<(usize, usize)>,
-    /// The layer that was decided about before its turn.
-    pub(crate) ahead: Cell<Option<usize>>,
+    /// Layers that were decided about before their turn: an even one, and an odd one.
+    pub(crate) ahead: [Cell<Option<usize>>; 2],
     parts: Parts,
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
@@ -136,7 +136,7 @@ impl CudaPlan {
             host: Vec::with_capacity(words),
             seqs: Vec::new(),
             deciding: Vec::new(),
-            ahead: Cell::new(None),
+            ahead: Default::default(),
             shape: shape.clone(),
             page,
             kernels,
@@ -260,7 +260,7 @@ impl CudaPlan {
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         self.seqs.clear();
         self.deciding.clear();
-        self.ahead.set(None);
+        self.ahead.iter().for_each(|ahead| ahead.set(None));
         let max_partials = self.max_partials;
         let mut tasks = Tasks::new(self.group(), self.cuts(), max_partials);
         for i in 0..n_seqs {

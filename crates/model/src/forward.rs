@@ -60,8 +60,9 @@ pub(crate) struct Activations<B: Backend> {
     /// `[outputs, V]`.
     pub(crate) logits: B::Buf,
     /// Shaped as `qkv`: queries that decide for the next layer, made from the residual stream that
-    /// this one begins with; there if a policy wants them.
-    deciding: Option<B::Buf>,
+    /// this one begins with; there if a policy wants them. Two, because a device may decide while the
+    /// next one's are made.
+    deciding: Option<[B::Buf; 2]>,
 }
 
 impl<B: Backend> Model<B> {
@@ -92,7 +93,7 @@ impl<B: Backend> Model<B> {
         self.backend.keep_digests(store.device_mut(), topk.digests())?;
         if topk.speculates() {
             let len = self.max_rows * (self.config.q_width() + 2 * self.config.kv_width());
-            self.acts.deciding = Some(self.backend.alloc(len)?);
+            self.acts.deciding = Some([self.backend.alloc(len)?, self.backend.alloc(len)?]);
         }
         let mut topk = topk;
         topk.decide_on_device(&*self.backend, &self.plan, store)?;
@@ -229,11 +230,12 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), DeviceError> {
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
         let topk = self.topk.as_mut().filter(|topk| topk.is_speculating());
-        let (Some(next), Some(layer), Some(topk)) =
+        let (Some(pair), Some(layer), Some(topk)) =
             (&mut acts.deciding, self.weights.layers.get(idx + 1), topk)
         else {
             return Ok(());
         };
+        let next = &mut pair[idx % 2];
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
         let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
         b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, next)?;

@@ -22,7 +22,9 @@ impl TopK {
     ) -> Result<(), DeviceError> {
         let choosing = || self.policies.iter().filter(|of| !is_full(of));
         let rules: Vec<Rules> = choosing().filter_map(|of| self.rules(of)).collect();
-        if rules.is_empty() || rules.len() < choosing().count() {
+        let n_ahead = choosing().filter(|of| of.policy.speculates).count();
+        let is_alike = n_ahead == 0 || n_ahead == rules.len();
+        if rules.is_empty() || rules.len() < choosing().count() || !is_alike {
             return Ok(());
         }
         let n_tables = self.rows.len() as u32;
@@ -51,7 +53,9 @@ impl TopK {
             }
             Reuse::PageLru { .. } => return None,
         };
-        if policy.speculates || self.measures_mass || self.near.is_some() {
+        // Of the last token, keys are written while others are decided about.
+        let is_late = policy.speculates && policy.recent == 0;
+        if is_late || self.measures_mass || self.near.is_some() {
             return None;
         }
         let numbers = |rule: &HeadRule| HeadNumbers {
@@ -119,9 +123,26 @@ impl TopK {
         // What the host decides from the same queries and scores says what the device had to.
         let mut works = self.take_heads(layer, run::Deciding::Now);
         self.decide(b, plan, layer, (kv, qkv), &mut works)?;
+        works.append(&mut self.ahead[layer.idx % 2]);
         self.check_device(b, layer, store, &works)?;
         self.put_back(layer.idx, works);
         Ok(())
+    }
+
+    /// Has the device decide about a layer before its turn.
+    pub(super) fn decide_ahead_on_device<B: Backend>(
+        &self,
+        b: &B,
+        plan: &B::Plan,
+        layer: &TopKLayer<'_, B>,
+        store: &KvStore<B>,
+        queries: &B::Buf,
+    ) -> Result<(), DeviceError> {
+        let (dense, idx) = (layer.dense, layer.idx);
+        if dense.window.is_some() {
+            return Ok(());
+        }
+        b.decide_ahead(plan, (idx, dense.layer), &dense.spec(), queries, store.device())
     }
 
     /// Counts what the device decided in the step that has ended, unless the host did.

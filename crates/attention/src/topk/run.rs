@@ -48,7 +48,7 @@ pub struct TopK {
     pub(super) active: Vec<Active>,
     /// What was decided by the queries of the layer before, of layers with even numbers and of those
     /// with odd ones: a layer is decided about before the one before it attends.
-    ahead: [Vec<Work>; 2],
+    pub(super) ahead: [Vec<Work>; 2],
     pub(super) stats: Stats,
     pub(super) measures_mass: bool,
     /// Decisions since they were last taken, if they are recorded.
@@ -294,6 +294,12 @@ impl TopK {
         store: &KvStore<B>,
         queries: &B::Buf,
     ) -> Result<(), DeviceError> {
+        if self.on_device {
+            self.decide_ahead_on_device(b, plan, layer, store, queries)?;
+            if self.trace.is_none() {
+                return Ok(());
+            }
+        }
         let mut works = self.take_heads(layer, Deciding::Ahead);
         self.decide(b, plan, layer, (store.device(), queries), &mut works)?;
         if self.near.is_some() {

@@ -204,25 +204,33 @@ impl Model {
         acts: &mut Acts,
         without: Option<Stage>,
     ) -> Outcome {
-        self.pass_with(cuda, rig, acts, (without, None))
+        self.pass_with(cuda, rig, acts, (without, None, false))
     }
 
-    /// The same; with queries, the device decides what they see.
+    /// The same; with queries, the device decides what they see, and before a layer's turn if it is to
+    /// decide ahead.
     pub(crate) fn pass_with(
         &self,
         cuda: &Cuda,
         rig: &mut Rig<'_>,
         acts: &mut Acts,
-        (without, queries): (Option<Stage>, Option<&Buf>),
+        (without, queries, is_ahead): (Option<Stage>, Option<&Buf>, bool),
     ) -> Outcome {
         let Shape { hidden, ff, n_heads, head_dim, .. } = self.shape;
         let spec = spec(n_heads, head_dim);
-        let Acts { n, outputs, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
+        let Acts { n, outputs, norm, x, h, qkv, ahead, attended, gate_up, gated, last, logits } =
+            acts;
         let (n, outputs) = (*n, *outputs);
         let has = |stage: Stage| without != Some(stage);
         cuda.embed(&self.table, &rig.plan, x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let at = LayerIdx(i as u32);
+            if let (Some(queries), Some(next), true) = (queries, self.layers.get(i + 1), is_ahead) {
+                let (of, next_at) = (Norm { x, weight: norm, eps: 1e-5 }, LayerIdx(i as u32 + 1));
+                cuda.norm_matmul(&of, &next.qkv, n, h, ahead)?;
+                cuda.rope_append(&rig.plan, next_at, &spec, ahead, &mut rig.kv)?;
+                cuda.decide_ahead(&rig.plan, (i + 1, next_at), &spec, queries, &rig.kv)?;
+            }
             if has(Stage::Qkv) {
                 cuda.norm_matmul(&Norm { x, weight: norm, eps: 1e-5 }, &layer.qkv, n, h, qkv)?;
             }
@@ -293,6 +301,8 @@ pub(crate) struct Acts {
     x: Buf,
     h: Buf,
     qkv: Buf,
+    /// Queries of the layer after.
+    ahead: Buf,
     attended: Buf,
     gate_up: Buf,
     gated: Buf,
@@ -313,6 +323,7 @@ impl Acts {
             x: cuda.alloc(n * hidden)?,
             h: cuda.alloc(n * hidden)?,
             qkv: cuda.alloc(n * heads(n_heads + 2 * n_kv_heads))?,
+            ahead: cuda.alloc(n * heads(n_heads + 2 * n_kv_heads))?,
             attended: cuda.alloc(n * heads(n_heads))?,
             gate_up: cuda.alloc(n * 2 * ff)?,
             gated: cuda.alloc(n * ff)?,

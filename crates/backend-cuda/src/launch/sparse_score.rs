@@ -1,5 +1,6 @@
 //! `sparse_score.cu` and `sparse_decide.cu`: how well places fit, and what is decided from that.
 
+use cudarc::driver::CudaStream;
 use nuthatch_backend::DeviceError;
 
 use super::sparse::{SparseHeads, SparsePages};
@@ -155,13 +156,14 @@ pub(crate) fn answer(
     }
 }
 
-/// Decides about all heads of the rows, `n_blocks` blocks for each.
+/// Decides about all heads of the rows, `n_blocks` blocks for each, on a branch if there is one.
 pub(crate) fn decide(
     device: &Device,
     kernel: &Kernel,
     params: &DecideParams,
-    n_blocks: usize,
+    (n_blocks, branch): (usize, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
+    let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     let n = params.heads.n_rows * params.heads.n_kv_heads;
     assert!(n_blocks <= MAX_BLOCKS, "a tally has room for them");
     let all = n_blocks * n as usize;
@@ -173,6 +175,6 @@ pub(crate) fn decide(
     // SAFETY: states, labels, marks and scratch have room for these rows and heads and for `stride`
     // places of each, and working sets for all rows that the rules allow (the caller's duty).
     unsafe {
-        device.launch(kernel, (count(n_blocks), n), THREADS, params)
+        device.launch_on(on, kernel, ((count(n_blocks), n), THREADS), params)
     }
 }

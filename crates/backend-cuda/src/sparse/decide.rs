@@ -11,6 +11,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use cudarc::driver::CudaStream;
 use nuthatch_backend::topk::{Found, HeadNumbers, Mix};
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
@@ -34,7 +35,7 @@ use super::SparseLayer;
 const SCRATCH_BYTES_MAX: usize = 512 << 20;
 const WHAT: &str = "top-k attention";
 /// Blocks that bring rows over the link: no more are needed to fill it.
-const LINK_BLOCKS: u32 = 16;
+const LINK_BLOCKS: u32 = 8;
 
 /// What decides.
 pub(crate) struct Decider {
@@ -54,10 +55,10 @@ pub(crate) struct Decider {
     rows: Memory,
     /// Rows that are decided about at a time.
     n_at_once: usize,
-    raw: Memory,
-    scores: Memory,
-    score_sums: Memory,
     /// Two of each, because layers that are decided about before their turn overlap.
+    raw: [Memory; 2],
+    scores: [Memory; 2],
+    score_sums: [Memory; 2],
     tallies: [Memory; 2],
     moves: [Memory; 2],
     branch: Branch,
@@ -102,6 +103,7 @@ impl Decider {
         (rules, n_tables): (Vec<DeviceRules>, usize),
     ) -> Result<Self, DeviceError> {
         let alloc = |bytes| device.alloc(bytes, WHAT);
+        let two = |bytes| Ok::<_, DeviceError>([alloc(bytes)?, alloc(bytes)?]);
         let n_heads = kv.shape.n_kv_heads as usize;
         let n_all = rules.first().map_or(0, |one| one.rules.heads.len());
         assert!(rules.iter().all(|one| one.rules.heads.len() == n_all), "rules of one model");
@@ -125,11 +127,11 @@ impl Decider {
             tables: Mutex::new((0..n_tables).map(|_| None).collect()),
             rows: alloc(plan.shape.max_seqs * size_of::<SparseRow>())?,
             n_at_once,
-            raw: alloc(n * group * stride * 4)?,
-            scores: alloc(n * stride * 4)?,
-            score_sums: alloc(n * stride / PIECE * group * 8)?,
-            tallies: [alloc(n * size_of::<Tally>())?, alloc(n * size_of::<Tally>())?],
-            moves: [alloc(n * stride * 8)?, alloc(n * stride * 8)?],
+            raw: two(n * group * stride * 4)?,
+            scores: two(n * stride * 4)?,
+            score_sums: two(n * stride / PIECE * group * 8)?,
+            tallies: two(n * size_of::<Tally>())?,
+            moves: two(n * stride * 8)?,
             branch: Branch::new(device)?,
             partials: alloc(n_tasks * group * width * 4)?,
             sums: alloc(n_tasks * group * 8)?,
@@ -341,12 +343,12 @@ impl Cuda {
         assert!(plan.n_rows() * width <= out.len, "the rows fit out");
         assert!(plan.n_rows() * at.q_stride() as usize <= qkv.len, "the rows are in qkv");
         assert_eq!(at.group(), decider.group, "decided about these heads");
-        let is_decided = plan.ahead.take() == Some(idx);
+        let is_decided = plan.ahead[idx % 2].take() == Some(idx);
         if is_decided {
             decider.branch.join(&self.device, idx)?;
         }
         for &turn in turns.iter().filter(|_| !is_decided) {
-            self.decide_some(at, (decider, idx), turn, false)?;
+            self.decide_some(at, (decider, idx), turn, None)?;
         }
         // Rows that pick are one behind the other, except for those of rules that do not pick here.
         let mut runs: Vec<(usize, usize)> = Vec::new();
@@ -373,26 +375,25 @@ impl Cuda {
         assert!(plan.n_rows() * at.q_stride() as usize <= at.qkv.len, "the rows are in qkv");
         assert_eq!(at.group(), decider.group, "decided about these heads");
         let turns = decider.turns(plan, idx);
-        // Lists of rows to bring have room for one turn.
-        let is_one_turn = turns.len() <= 1;
-        for &turn in &turns {
-            self.decide_some(at, (decider, idx), turn, is_one_turn)?;
+        if turns.is_empty() {
+            return Ok(());
         }
-        if !is_one_turn {
-            decider.branch.fork(&self.device)?;
+        let branch = decider.branch.fork(&self.device)?;
+        for &turn in &turns {
+            self.decide_some(at, (decider, idx), turn, Some(branch))?;
         }
         decider.branch.end(&self.device, idx)?;
-        plan.ahead.set(Some(idx));
+        plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }
 
-    /// Decides, and brings rows; on the branch if that is to run meanwhile.
+    /// Decides, and brings rows; on a branch if there is one.
     fn decide_some(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        is_meanwhile: bool,
+        branch: Option<&CudaStream>,
     ) -> Result<(), DeviceError> {
         let (sparse, n_heads) = (at.sparse(), at.n_kv_heads());
         let (tallies, moves) = (&decider.tallies[idx % 2], &decider.moves[idx % 2]);
@@ -400,9 +401,9 @@ impl Cuda {
         let rules = &by.rules;
         let heads = decider.heads(at, idx, (first, n));
         let score = ScoreParams {
-            raw: decider.raw.address(),
-            scores: decider.scores.address(),
-            sums: decider.score_sums.address(),
+            raw: decider.raw[idx % 2].address(),
+            scores: decider.scores[idx % 2].address(),
+            sums: decider.score_sums[idx % 2].address(),
             stride: count(decider.stride),
             ..at.score_params(rules.by)
         };
@@ -432,7 +433,7 @@ impl Cuda {
         // Blocks that wait for each other must all be on the device.
         let n_blocks = self.device.n_multiprocessors() as usize / (n * n_heads);
         let n_blocks = n_blocks.clamp(1, MAX_BLOCKS).min(decider.stride / PIECE);
-        decide(&self.device, &by.kernel, &params, n_blocks)?;
+        decide(&self.device, &by.kernel, &params, (n_blocks, branch))?;
         let gather = GatherRowsParams {
             heads,
             pages: at.pages(),
@@ -446,7 +447,6 @@ impl Cuda {
             Arena::Device(_) => self.device.n_multiprocessors(),
             Arena::Host(_) => LINK_BLOCKS,
         };
-        let branch = if is_meanwhile { Some(decider.branch.fork(&self.device)?) } else { None };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 

@@ -70,7 +70,7 @@ struct Lab {
         dp = {}; dp.score = sp; dp.heads = SparseHeads{rows, states, G, 1, G, GROUP}; dp.labels = labels, dp.rules = rules, dp.importances = importances, dp.tallies = tallies, dp.moves = moves, dp.percent = r.percent, dp.mark_stride = stride, dp.k_min = r.k_min, dp.k_max = r.k_max, dp.sinks = r.sinks, dp.recent = r.recent, dp.working_set = r.ws, dp.max_age = ~0u, dp.flags = r.flags;
         gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.tallies = (u32*)tallies, gp.tally_words = sizeof(Tally) / 4, gp.stride = stride, gp.n_zeros = TALLY_ZEROS;
         ap = {}; ap.heads = dp.heads, ap.pages = sp.pages, ap.qkv = qkv, ap.out = out, ap.rounded = rounded, ap.partials = partials, ap.sums = sums, ap.tasks = tasks, ap.q_stride = sp.q_stride, ap.scale = sp.scale * 1.4426950408889634f;
-        blocks = std::min<u32>(16, stride / PIECE); gather_blocks = host ? 16 : 132;
+        blocks = std::min<u32>(16, stride / PIECE); gather_blocks = host ? 8 : 132;
         CHECK(cudaFuncSetAttribute(decide, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(score_pieces, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(sparse_attend_8, cudaFuncAttributeMaxDynamicSharedMemorySize, ATTEND_SHARED));
         used.assign(G, std::vector<u32>(stride, 0)); now.assign(G, 0); label.resize(G); cut.assign(G, 0); members.resize(G); q.resize(H * W); std::normal_distribution<float> nq; for (auto& x : q) x = nq(rng);
     }
@@ -166,7 +166,7 @@ int main(int argc, char** argv) {
     for (int host = 0; host < 2; host++) for (u32 n : {32768u, 131072u}) for (int ci = 0; ci < 2; ci++) {
         auto& c = cases[ci]; Lab l; printf("%s, %u tokens, %s\n", c.name, n, host ? "host" : "HBM"); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); u32 len = n; for (int i = 0; i < 6; i++) if (!l.step(len++, 100, 0.7f, false)) { printf("FAILED\n"); break; }
         for (int turned : {100, 45, 12, 0}) { u32 hits = 0, moved = 0; for (int i = 0; i < 5; i++) { l.step(len++, turned, 0.7f, false); hits += l.n_hits, moved += l.n_moved; } printf("  %d turn: %.0f %% hits, moved %.2f %% of the rows\n", turned, hits * 100.0 / 40, moved * 100.0 / 40 / n);
-            auto before = [&] { l.turn(turned, 0.7f); l.put_row(len++); }; l.time("decide", 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.time("gather", 9, [&] { l.k_gather(); }, [&] { before(); l.k_decide(); }); l.time("attend", 9, [&] { l.k_attend(); }, [&] {}); l.time("merge", 9, [&] { l.k_merge(); }, [&] {}); l.time("all four", 15, [&] { l.k_decide(); l.k_gather(); l.k_attend(); l.k_merge(); }, before); 
+            auto before = [&] { l.turn(turned, 0.7f); l.put_row(len++); }; l.time("decide", 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); l.time("gather", 9, [&] { l.k_gather(); }, [&] { before(); l.k_decide(); }); l.time("attend", 9, [&] { l.k_attend(); }, [&] {}); l.time("merge", 9, [&] { l.k_merge(); }, [&] {}); l.time("all four", 15, [&] { l.k_decide(); l.k_gather(); l.k_attend(); l.k_merge(); }, before); 
             for (int nb : {8, 4}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); } l.blocks = 16; if (len > n + 400) break; }
     }
     return 0;
