@@ -4,33 +4,38 @@
 //   look up ── hit ──► nothing changes
 //      └── miss ─► scores ─► k best, equal ones by place ─► working set, least recently chosen go first
 //
-// The head's places are shared by gridDim.x blocks, which wait for each other; all of them are on the
-// device at once. Every block looks up by itself, so that hits cost nothing but that. What is decided
-// is what attention/src/topk decides from the same scores, number by number: the sums of a cosine have
-// the order of `reuse::cosine`, k is computed in f64, and ties have its order.
+// The places of a head that misses are shared by blocks, which wait for each other; all of them are on
+// the device at once. Every block looks up by itself, so that hits cost nothing but that. If heads are
+// few, each block looks at all of them, and the blocks share the heads that miss. What is decided is what
+// attention/src/topk decides from the same scores, number by number: the sums of a cosine have the order
+// of `reuse::cosine`, k is computed in f64, and ties have its order.
 //
 // Reads digests of all places once, and 8 bytes of marks three times; all else is smaller. Scores are in
-// the second-level cache. Grid: (share, row and head).
+// the second-level cache. Grid: (blocks), or (share, row and head).
 
 #define FLAG_REUSES 1
 #define FLAG_WHOLE 2
 #define FLAG_NOTHING 4  // only sinks and the last places are seen
+#define FLAG_TOGETHER 8  // every block looks at all heads
 #define AGGREGATE_HARMONIC 0
 #define AGGREGATE_MIN 1
 #define AGGREGATE_MEAN 2
 #define BINS 2048
 // Longer than this ago is the same as this long ago; `AGE_MAX` of working_set.rs.
 #define AGE_MAX (BINS - 1)
-#define MAX_BLOCKS 32
+#define MAX_BLOCKS 64
+#define LOOK_MAX 16  // heads that a block looks at
+#define TILE (4 * SCORE_THREADS)  // places of a block that are counted together
 
 // What the blocks of a head tell each other; zero before and after.
 struct Tally {
     u32 n_arrived;
-    u32 padding[31];
+    u32 n_looked;  // of the first one: blocks that have looked at all heads
+    u32 padding[30];
     u32 digits[3][BINS];  // scores by their digits
     u32 ages[BINS];       // rows of the working set that are not chosen, by age
     // Written anew each time.
-    u32 own_digits[MAX_BLOCKS][BINS / 2];
+    u32 own_digits[MAX_BLOCKS][BINS];
     u32 own_ages[MAX_BLOCKS][BINS];
     uint2 changes[MAX_BLOCKS];  // rows that go, rows that come
 };
@@ -66,6 +71,7 @@ static_assert(sizeof(DecideParams) == DECIDE_PARAMS_SIZE, "the host's DecidePara
 
 // A block's share of a head.
 struct Share {
+    u32 index, count;  // of the head's blocks
     Question ask;
     Tally* tally;
     uint2* marks;    // of the head
@@ -79,7 +85,7 @@ struct Share {
 DEVICE void meet(Share& share) {
     share.n_met++;
     __syncthreads();
-    if (gridDim.x > 1 && threadIdx.x == 0) {
+    if (share.count > 1 && threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&share.tally->n_arrived, 1u);
         u32 n;
@@ -88,9 +94,18 @@ DEVICE void meet(Share& share) {
                          : "=r"(n)
                          : "l"(&share.tally->n_arrived)
                          : "memory");
-        } while (n < share.n_met * gridDim.x);
+        } while (n < share.n_met * share.count);
     }
     __syncthreads();
+}
+
+DEVICE u64 label_at(const DecideParams& p, const SparseRow& row, u32 head) {
+    return ((u64)row.state_row * p.heads.state_stride + head) * p.heads.group * HEAD_DIM;
+}
+
+// Where the tail begins if a selection is made now.
+DEVICE u32 cut_of(const DecideParams& p, u32 kv_len) {
+    return max(kv_len > p.recent ? kv_len - p.recent : 0, min(p.sinks, kv_len));
 }
 
 struct Similarity {
@@ -98,24 +113,10 @@ struct Similarity {
     bool is_there;
 };
 
-// The similarity of the group's queries to the label; every thread gets it.
-DEVICE Similarity similarity_of(const DecideParams& p, const Share& share, const float* label,
-                                float* cosines) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.heads.group;
-    for (u32 g = warp; g < group; g += SCORE_WARPS) {
-        float ab = 0.0f, aa = 0.0f, bb = 0.0f;
-        for (u32 e = lane; e < HEAD_DIM; e += 32) {
-            const float a = score_query(p.score, share.ask, g, e), b = label[g * HEAD_DIM + e];
-            ab = __fadd_rn(ab, __fmul_rn(a, b));
-            aa = __fadd_rn(aa, __fmul_rn(a, a));
-            bb = __fadd_rn(bb, __fmul_rn(b, b));
-        }
-        ab = warp_sum(ab), aa = warp_sum(aa), bb = warp_sum(bb);
-        const float cosine = __fdiv_rn(ab, __fsqrt_rn(__fmul_rn(aa, bb)));
-        if (lane == 0) cosines[g] = fabsf(cosine) < INFINITE ? cosine : 0.0f;
-    }
-    __syncthreads();
-    const float* importances = p.importances + share.ask.head * group;
+// The similarity of a group's queries to their label, from their cosines.
+DEVICE Similarity similarity_of(const DecideParams& p, u32 head, const float* cosines) {
+    const u32 group = p.heads.group;
+    const float* importances = p.importances + head * group;
     if (p.aggregate == AGGREGATE_MIN) {
         float least = cosines[0];
         for (u32 g = 1; g < group; g++) least = fminf(least, cosines[g]);
@@ -137,16 +138,92 @@ DEVICE Similarity similarity_of(const DecideParams& p, const Share& share, const
     return Similarity{__fdiv_rn(weights, sum), true};
 }
 
-DEVICE u32 look_up(const DecideParams& p, const Share& share, const HeadState& state, u32 kv_len,
-                   const float* label, float* cosines, float& similarity) {
+DEVICE u32 look_up(const DecideParams& p, const SparseRow& row, u32 head, const float* cosines,
+                   float& similarity) {
     similarity = 0.0f;
+    if (cut_of(p, row.kv_len) <= p.sinks || p.flags & FLAG_NOTHING) return LOOKUP_NOTHING;
     if (!(p.flags & FLAG_REUSES)) return LOOKUP_ALWAYS;
-    if (!state.has_label) return LOOKUP_FIRST;
-    if (kv_len - state.made_at >= p.max_age) return LOOKUP_AGED;
-    const Similarity found = similarity_of(p, share, label, cosines);
+    const HeadState* state = state_of(p.heads, row, head);
+    if (!state->has_label) return LOOKUP_FIRST;
+    if (row.kv_len - state->made_at >= p.max_age) return LOOKUP_AGED;
+    const Similarity found = similarity_of(p, head, cosines);
     if (!found.is_there) return LOOKUP_TURNED_FAR;
     similarity = found.value;
-    return found.value > p.rules[share.ask.head].threshold ? LOOKUP_HIT : LOOKUP_TURNED;
+    return found.value > p.rules[head].threshold ? LOOKUP_HIT : LOOKUP_TURNED;
+}
+
+// What a block has found.
+struct Looks {
+    float cosines[LOOK_MAX * MAX_GROUP];
+    u32 lookups[LOOK_MAX];
+    float similarities[LOOK_MAX];
+};
+
+DEVICE bool chooses(u32 lookup) { return lookup != LOOKUP_NOTHING && lookup != LOOKUP_HIT; }
+
+// Looks at `n` heads, from the `first` on.
+DEVICE void look_at(const DecideParams& p, u32 first, u32 n, Looks& looks) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.heads.group;
+    for (u32 i = warp; p.flags & FLAG_REUSES && i < n * group; i += SCORE_WARPS) {
+        const u32 number = first + i / group, head = number % p.heads.n_kv_heads, g = i % group;
+        const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
+        const float* query = p.score.qkv + (u64)row.row * p.score.q_stride + (head * group + g) * HEAD_DIM;
+        const float* label = p.labels + label_at(p, row, head) + g * HEAD_DIM;
+        float ab = 0.0f, aa = 0.0f, bb = 0.0f;
+        for (u32 e = lane; e < HEAD_DIM; e += 32) {
+            const float a = query[e], b = label[e];
+            ab = __fadd_rn(ab, __fmul_rn(a, b));
+            aa = __fadd_rn(aa, __fmul_rn(a, a));
+            bb = __fadd_rn(bb, __fmul_rn(b, b));
+        }
+        ab = warp_sum(ab), aa = warp_sum(aa), bb = warp_sum(bb);
+        const float cosine = __fdiv_rn(ab, __fsqrt_rn(__fmul_rn(aa, bb)));
+        if (lane == 0) looks.cosines[i] = fabsf(cosine) < INFINITE ? cosine : 0.0f;
+    }
+    __syncthreads();
+    if (threadIdx.x < n) {
+        const u32 i = threadIdx.x, number = first + i;
+        const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
+        looks.lookups[i] = look_up(p, row, number % p.heads.n_kv_heads, looks.cosines + i * group,
+                                   looks.similarities[i]);
+    }
+    __syncthreads();
+}
+
+// Writes what was found of a head, before anything is chosen.
+DEVICE void tell(const DecideParams& p, u32 number, u32 lookup, float similarity) {
+    const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
+    HeadState* target = state_of(p.heads, row, number % p.heads.n_kv_heads);
+    target->lookup = lookup, target->similarity = similarity;
+    target->n_chosen = target->n_moved = target->n_moves = 0;
+    if (lookup == LOOKUP_NOTHING)
+        target->cut = cut_of(p, row.kv_len), target->n_first = min(p.sinks, row.kv_len);
+}
+
+// Gives the block its share: true if there is one. Nobody writes labels before all have looked.
+DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, u32& index, u32& count) {
+    const u32 thread = threadIdx.x, n = p.heads.n_rows * p.heads.n_kv_heads;
+    if (!(p.flags & FLAG_TOGETHER)) {
+        number = blockIdx.y, index = blockIdx.x, count = gridDim.x;
+        look_at(p, number, 1, looks);
+        if (index == 0 && thread == 0) tell(p, number, looks.lookups[0], looks.similarities[0]);
+        return chooses(looks.lookups[0]);
+    }
+    look_at(p, 0, n, looks);
+    if (blockIdx.x == 0 && thread < n) tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
+    u32 n_choosing = 0;
+    for (u32 i = 0; i < n; i++) n_choosing += chooses(looks.lookups[i]);
+    if (n_choosing == 0) return false;
+    if (thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
+    count = min(gridDim.x / n_choosing, (u32)MAX_BLOCKS);
+    index = blockIdx.x % count;
+    u32 before = blockIdx.x / count;
+    for (number = 0; number < n; number++) {
+        if (!chooses(looks.lookups[number])) continue;
+        if (before == 0) break;
+        before--;
+    }
+    return number < n;
 }
 
 // Rows that a selection of `n` places has; `Budget::weighted_rows`.
@@ -156,18 +233,25 @@ DEVICE u32 rows_of(const DecideParams& p, u32 n, float weight) {
     return min(min(max(k, p.k_min), p.k_max), n);
 }
 
-// How many of the block's threads before this one have a flag, and how many have it in all.
-DEVICE u32 rank_of(bool flag, u32* counts, u32& total) {
+// The sum over the block's threads before this one, and over all of them.
+DEVICE u32 scan_of(u32 own, u32* counts, u32& total) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 bits = __ballot_sync(~0u, flag);
+    u32 upto = own;
+    UNROLL
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(~0u, upto, step);
+        if (lane >= step) upto += other;
+    }
     __syncthreads();
-    if (lane == 0) counts[warp] = __popc(bits);
+    if (lane == 31) counts[warp] = upto;
     __syncthreads();
-    u32 before = __popc(bits & ((1u << lane) - 1));
+    u32 before = upto - own;
     total = 0;
-    for (u32 i = 0; i < SCORE_WARPS; i++) {
-        if (i < warp) before += counts[i];
-        total += counts[i];
+    UNROLL
+    for (int i = 0; i < SCORE_WARPS; i++) {
+        const u32 n = counts[i];
+        if (i < warp) before += n;
+        total += n;
     }
     return before;
 }
@@ -230,26 +314,29 @@ struct Choice {
     u32 n_before;  // that reach it, in the blocks before
 };
 
-// Finds the choice of the k best places of the head, by eleven, eleven and ten bits of the scores.
+// Finds the choice of the k best places of the head, by eleven, eleven and nine bits of the scores, of
+// which the highest is zero; numbers of bits that agree have no more than eleven, mostly.
 DEVICE Choice choose(const DecideParams& p, Share& share, u32 k, u32* bins, u32* shared) {
     const u32 first = max(share.start, p.sinks);
+    const bool is_small = p.score.kind == SCORE_SIGNS && p.score.group * p.score.width < BINS;
     u32 prefix = 0, mask = 0, rest = k;
-    UNROLL
-    for (int pass = 0; pass < 3; pass++) {
-        const u32 shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, digits = pass == 2 ? 1023 : 2047;
+    for (u32 pass = is_small ? 2 : 0; pass < 3; pass++) {
+        const u32 shift = pass == 0 ? 20 : pass == 1 ? 9 : 0;
+        const u32 digits = pass == 2 && !is_small ? 511 : BINS - 1;
         clear_bins(bins);
         for (u32 place = first + threadIdx.x; place < share.end; place += SCORE_THREADS) {
             const u32 score = share.scores[place];
             if ((score & mask) == prefix) atomicAdd(&bins[score >> shift & digits], 1u);
         }
-        add_bins(bins, share.tally->digits[pass], share.tally->own_digits[blockIdx.x],
-                 pass == 2 ? BINS / 2 : 0);
+        add_bins(bins, share.tally->digits[pass], share.tally->own_digits[share.index],
+                 pass == 2 ? digits + 1 : 0);
         meet(share);
         const Bin bin = find_bin(share.tally->digits[pass], rest, shared);
         prefix |= bin.number << shift, mask |= digits << shift, rest = bin.rest;
     }
+    const u32 last = is_small ? prefix : prefix & 511;
     u32 n_before = 0;
-    for (u32 i = 0; i < blockIdx.x; i++) n_before += __ldcg(&share.tally->own_digits[i][prefix & 1023]);
+    for (u32 i = 0; i < share.index; i++) n_before += __ldcg(&share.tally->own_digits[i][last]);
     return Choice{prefix, rest, n_before};
 }
 
@@ -271,38 +358,75 @@ DEVICE Leaving find_leaving(const DecideParams& p, Share& share, u32 now, u32 k,
         const u32 stamp = share.marks[place].x;
         if (stamp > 0 && share.scores[place] != ~0u) atomicAdd(&bins[age_of(now, stamp)], 1u);
     }
-    add_bins(bins, share.tally->ages, share.tally->own_ages[blockIdx.x], BINS);
+    add_bins(bins, share.tally->ages, share.tally->own_ages[share.index], BINS);
     meet(share);
     u32 sum = 0;
     for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS) sum += __ldcg(&share.tally->ages[i]);
-    __syncthreads();
-    if (threadIdx.x == 0) shared[0] = 0;
-    __syncthreads();
-    atomicAdd(&shared[0], sum);
-    __syncthreads();
-    const u32 total = k + shared[0];
+    u32 total;
+    scan_of(sum, shared, total);
+    total += k;
     if (total <= capacity) return Leaving{~0u, 0, 0};
     const Bin bin = find_bin(share.tally->ages, total - capacity, shared);
     u32 n_before = 0;
-    for (u32 i = 0; i < blockIdx.x; i++) n_before += __ldcg(&share.tally->own_ages[i][bin.number]);
+    for (u32 i = 0; i < share.index; i++) n_before += __ldcg(&share.tally->own_ages[i][bin.number]);
     return Leaving{bin.number, bin.rest, n_before};
+}
+
+// A thread's four places of a tile.
+DEVICE void load_four(const u32* from, u32 (&to)[4]) {
+    const uint4 four = *(const uint4*)from;
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
 // Marks the chosen: all bits of their scores.
 DEVICE void mark_chosen(const DecideParams& p, const Share& share, bool is_all, Choice choice, u32* counts) {
     u32 n_equal = choice.n_before;
-    for (u32 first = share.start; first < share.end; first += SCORE_THREADS) {
-        const u32 place = first + threadIdx.x;
-        const bool is_there = place < share.end && place >= p.sinks;
-        const u32 score = is_there ? share.scores[place] : 0;
-        u32 total = 0, rank = 0;
-        if (!is_all) rank = rank_of(is_there && score == choice.threshold, counts, total);
-        const bool is_equal = score == choice.threshold && n_equal + rank < choice.n_equal;
-        const bool is_chosen = is_there && (is_all || score > choice.threshold || is_equal);
-        if (place < share.end) share.scores[place] = is_chosen ? ~0u : 0;
+    for (u32 first = share.start; first < share.end; first += TILE) {
+        const u32 place = first + threadIdx.x * 4;
+        u32 scores[4], own = 0, total = 0;
+        bool is_there[4];
+        load_four(share.scores + place, scores);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            is_there[i] = place + i < share.end && place + i >= p.sinks;
+            own += is_there[i] && scores[i] == choice.threshold;
+        }
+        u32 rank = is_all ? 0 : n_equal + scan_of(own, counts, total);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const bool is_equal = is_there[i] && scores[i] == choice.threshold;
+            const bool is_chosen = is_there[i] && (is_all || scores[i] > choice.threshold ||
+                                                   (is_equal && rank < choice.n_equal));
+            rank += is_equal;
+            scores[i] = is_chosen ? ~0u : 0;
+        }
+        *(uint4*)(share.scores + place) = make_uint4(scores[0], scores[1], scores[2], scores[3]);
         n_equal += total;
     }
     __syncthreads();
+}
+
+// Marks of four places, and which of those are chosen.
+struct Four {
+    uint2 marks[4];
+    bool is_chosen[4], is_new[4];
+};
+
+DEVICE Four load_marks(const Share& share, u32 place, bool is_whole) {
+    Four four;
+    u32 low[4], high[4], scores[4];
+    load_four((const u32*)(share.marks + place), low);
+    load_four((const u32*)(share.marks + place + 2), high);
+    load_four(share.scores + place, scores);
+    four.marks[0] = make_uint2(low[0], low[1]), four.marks[1] = make_uint2(low[2], low[3]);
+    four.marks[2] = make_uint2(high[0], high[1]), four.marks[3] = make_uint2(high[2], high[3]);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        if (place + i >= share.end) four.marks[i].x = 0;
+        four.is_chosen[i] = place + i < share.end && scores[i] != 0;
+        four.is_new[i] = four.is_chosen[i] && (four.marks[i].x == 0 || is_whole);
+    }
+    return four;
 }
 
 // Brings the working set up to date; gives how many rows went and came.
@@ -310,77 +434,96 @@ DEVICE uint2 change_set(const DecideParams& p, Share& share, const HeadState& st
                         Leaving leaving, uint2* moves, u32* counts) {
     const bool is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
     u32 n_same = leaving.n_before, n_gone = 0, n_new = 0;
-    for (u32 first = share.start; first < share.end; first += SCORE_THREADS) {
-        const u32 place = first + threadIdx.x;
-        const bool is_there = place < share.end;
-        const uint2 mark = is_there ? share.marks[place] : make_uint2(0, 0);
-        const bool is_chosen = is_there && share.scores[place] != 0, was_member = mark.x > 0;
-        const u32 age = was_member ? age_of(now, mark.x) : 0;
-        const bool is_idle = was_member && !is_chosen;
-        u32 total, unused;
-        const u32 rank = rank_of(is_idle && age == leaving.age, counts, total);
-        const bool goes =
-            is_idle && (age > leaving.age || (age == leaving.age && n_same + rank < leaving.n_equal));
-        n_same += total;
-        const u32 gone = rank_of(goes && !is_whole, counts, total);
-        if (goes && !is_whole) share.freed[share.start + n_gone + gone] = mark.y;
-        n_gone += total;
-        rank_of(is_chosen && (!was_member || is_whole), counts, unused);
-        n_new += unused;
-        if (goes) share.marks[place] = make_uint2(0, 0);
-        if (is_chosen && was_member) share.marks[place].x = now;
+    for (u32 first = share.start; first < share.end; first += TILE) {
+        const u32 place = first + threadIdx.x * 4;
+        const Four four = load_marks(share, place, is_whole);
+        // Two counts in one number.
+        u32 own = 0, total;
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const bool is_idle = four.marks[i].x > 0 && !four.is_chosen[i];
+            own += (is_idle && age_of(now, four.marks[i].x) == leaving.age) + (four.is_new[i] << 16);
+        }
+        u32 rank = n_same + (scan_of(own, counts, total) & 0xFFFF), n_going = 0;
+        bool goes[4];
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const u32 age = four.marks[i].x > 0 ? age_of(now, four.marks[i].x) : 0;
+            const bool is_idle = four.marks[i].x > 0 && !four.is_chosen[i];
+            const bool is_same = is_idle && age == leaving.age;
+            goes[i] = is_idle && (age > leaving.age || (is_same && rank < leaving.n_equal));
+            rank += is_same;
+            n_going += goes[i];
+        }
+        n_same += total & 0xFFFF, n_new += total >> 16;
+        // Nobody goes if that is not known to be needed.
+        if (!is_whole && leaving.age != ~0u) {
+            u32 at = share.start + n_gone + scan_of(n_going, counts, total);
+            UNROLL
+            for (int i = 0; i < 4; i++)
+                if (goes[i]) share.freed[at++] = four.marks[i].y;
+            n_gone += total;
+        }
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            if (goes[i]) share.marks[place + i] = make_uint2(0, 0);
+            if (four.is_chosen[i] && four.marks[i].x > 0) share.marks[place + i].x = now;
+        }
     }
-    if (threadIdx.x == 0) share.tally->changes[blockIdx.x] = make_uint2(n_gone, n_new);
+    if (threadIdx.x == 0) share.tally->changes[share.index] = make_uint2(n_gone, n_new);
     meet(share);
     u32 all_gone = 0, all_new = 0, new_before = 0;
-    for (u32 i = 0; i < gridDim.x; i++) {
+    for (u32 i = 0; i < share.count; i++) {
         const uint2 change = __ldcg(&share.tally->changes[i]);
-        if (i < blockIdx.x) new_before += change.y;
+        if (i < share.index) new_before += change.y;
         all_gone += change.x, all_new += change.y;
     }
     // A row that comes takes the place of one that goes, in order, and then those behind the last.
     const u32 n_members = is_whole ? 0 : state.n_members;
     const u32 n_pieces = (share.ask.n + PIECE - 1) / PIECE;
-    for (u32 first = share.start; n_new > 0 && first < share.end; first += SCORE_THREADS) {
-        const u32 place = first + threadIdx.x;
-        const bool is_there = place < share.end;
-        const uint2 mark = is_there ? share.marks[place] : make_uint2(0, 0);
-        const bool comes = is_there && share.scores[place] != 0 && (mark.x == 0 || is_whole);
-        u32 total;
-        u32 i = new_before + rank_of(comes, counts, total);
-        if (comes) {
-            const u32 number = i;
-            u32 row = n_members + i - all_gone;
+    for (u32 first = share.start; n_new > 0 && first < share.end; first += TILE) {
+        const u32 place = first + threadIdx.x * 4;
+        const Four four = load_marks(share, place, is_whole);
+        u32 own = 0, total;
+        UNROLL
+        for (int i = 0; i < 4; i++) own += four.is_new[i];
+        u32 number = new_before + scan_of(own, counts, total);
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+            if (!four.is_new[j]) continue;
+            u32 i = number, row = n_members + i - all_gone;
             if (i < all_gone) {
                 u32 block = 0;
                 for (; i >= __ldcg(&share.tally->changes[block]).x; block++)
                     i -= __ldcg(&share.tally->changes[block]).x;
-                row = __ldcg(share.freed + block * n_pieces / gridDim.x * PIECE + i);
+                row = __ldcg(share.freed + block * n_pieces / share.count * PIECE + i);
             }
-            share.marks[place] = make_uint2(now, row);
-            moves[number] = make_uint2(place, row);
+            share.marks[place + j] = make_uint2(now, row);
+            moves[number] = make_uint2(place + j, row);
+            number++;
         }
         new_before += total;
     }
     return make_uint2(all_gone, all_new);
 }
 
-extern "C" __global__ void __launch_bounds__(SCORE_THREADS) decide(DecideParams p) {
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) {
     extern __shared__ __align__(128) u32 shared_words[];
     __shared__ u32 bins[BINS];
     __shared__ u32 shared[SCORE_WARPS + 2];
-    __shared__ float cosines[MAX_GROUP];
+    __shared__ Looks looks;
     __shared__ float2 totals[MAX_GROUP];
     begin();
-    const u32 number = blockIdx.y, head = number % p.heads.n_kv_heads, thread = threadIdx.x;
+    u32 number;
+    Share share;
+    if (!take_share(p, looks, number, share.index, share.count)) return;
+    const u32 head = number % p.heads.n_kv_heads, thread = threadIdx.x;
     const SparseRow row = p.heads.rows[number / p.heads.n_kv_heads];
     HeadState* target = state_of(p.heads, row, head);
     const HeadState state = *target;
-    float* label = p.labels + ((u64)row.state_row * p.heads.state_stride + head) * p.heads.group * HEAD_DIM;
-    const bool is_first = blockIdx.x == 0 && thread == 0;
-    const u32 least = min(p.sinks, row.kv_len);
-    const u32 cut = max(row.kv_len > p.recent ? row.kv_len - p.recent : 0, least);
-    Share share;
+    const u32 cut = cut_of(p, row.kv_len), n_pieces = (cut + PIECE - 1) / PIECE;
+    share.count = min(share.count, n_pieces);
+    if (share.index >= share.count) return;
     share.ask = Question{number, row.row, row.table_row, head, cut};
     share.tally = p.tallies + number;
     share.marks = row.marks + (p.first_head + head) * p.mark_stride;
@@ -388,37 +531,25 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS) decide(DecideParams 
     // Raw scores are not needed any more when rows are freed.
     share.freed = (u32*)(p.score.raw + (u64)number * p.score.group * p.score.stride);
     share.n_met = 0;
-    float similarity = 0.0f;
-    const u32 lookup = cut <= p.sinks || p.flags & FLAG_NOTHING
-                           ? LOOKUP_NOTHING
-                           : look_up(p, share, state, row.kv_len, label, cosines, similarity);
-    // Whoever is late reads nothing of what is written here.
-    if (is_first) {
-        target->lookup = lookup, target->similarity = similarity;
-        target->n_chosen = target->n_moved = target->n_moves = 0;
-        if (lookup == LOOKUP_NOTHING) target->cut = cut, target->n_first = least;
-    }
-    if (lookup == LOOKUP_NOTHING || lookup == LOOKUP_HIT) return;
-
-    const u32 n_pieces = (cut + PIECE - 1) / PIECE;
-    const u32 first_piece = blockIdx.x * n_pieces / gridDim.x;
-    const u32 end_piece = (blockIdx.x + 1) * n_pieces / gridDim.x;
+    const u32 first_piece = share.index * n_pieces / share.count;
+    const u32 end_piece = (share.index + 1) * n_pieces / share.count;
     share.start = first_piece * PIECE, share.end = min(end_piece * PIECE, cut);
     const u32 k = rows_of(p, cut - p.sinks, p.rules[head].weight);
     const bool is_all = k >= cut - p.sinks;
     const ScoreRoom room = score_room(p.score, shared_words);
-    if (first_piece < end_piece) prepare_queries(p.score, share.ask, room);
+    // The raw scores of a single piece stay where they are.
+    const bool keeps = end_piece - first_piece == 1;
+    prepare_queries(p.score, share.ask, room);
     for (u32 piece = first_piece; piece < end_piece; piece++)
-        score_piece(p.score, share.ask, room, piece);
-    // Nobody reads the state or the label after this.
+        score_piece(p.score, share.ask, room, piece, keeps);
     meet(share);
-    if (blockIdx.x == 0 && p.flags & FLAG_REUSES)
-        for (u32 i = thread; i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
-            label[i] = score_query(p.score, share.ask, i / HEAD_DIM, i % HEAD_DIM);
     if (p.score.kind != SCORE_SIGNS) {
         total_sums(p.score, share.ask, totals);
+        const u64 at = (u64)number * p.score.group * p.score.stride;
         for (u32 place = share.start + thread; place < share.end; place += SCORE_THREADS)
-            share.scores[place] = finish_score(p.score, share.ask, totals, place);
+            share.scores[place] =
+                keeps ? finish_score(p.score, totals, room.raw + (place - share.start), PIECE)
+                      : finish_score(p.score, totals, p.score.raw + at + place, p.score.stride);
         __syncthreads();
     }
     Choice choice = {~0u, 0, 0};
@@ -429,12 +560,24 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS) decide(DecideParams 
     const Leaving leaving = find_leaving(p, share, now, k, capacity, bins, shared);
     uint2* moves = p.moves + (u64)number * p.score.stride;
     const uint2 changes = change_set(p, share, state, now, leaving, moves, shared);
-    if (is_first) {
+    if (share.index > 0) return;
+    // Others may still look at what is remembered of this head.
+    if (p.flags & FLAG_TOGETHER && thread == 0) {
+        u32 n;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(&p.tallies->n_looked) : "memory");
+        } while (n < gridDim.x);
+    }
+    __syncthreads();
+    float* label = p.labels + label_at(p, row, head);
+    for (u32 i = thread; p.flags & FLAG_REUSES && i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
+        label[i] = score_query(p.score, share.ask, i / HEAD_DIM, i % HEAD_DIM);
+    if (thread == 0) {
         const bool is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
         target->has_label = p.flags & FLAG_REUSES ? 1 : 0;
         target->cut = cut, target->made_at = row.kv_len, target->now = now;
         target->n_members = (is_whole ? 0 : state.n_members) - changes.x + changes.y;
-        target->n_first = least;
+        target->n_first = min(p.sinks, row.kv_len);
         target->n_chosen = k;
         target->n_moved = p.flags & FLAG_WHOLE ? k : changes.y;
         target->n_moves = changes.y;

@@ -13,6 +13,7 @@
 #define DIGEST_BOUNDS 2
 #define DIGEST_TOKENS 8
 #define DIGEST_THREADS 128
+#define DIGEST_STAGE 4096  // floats of the frame that are at hand
 
 struct DigestParams {
     const u8* arena;        // [head][slot][page]
@@ -72,11 +73,24 @@ DEVICE void digest_channels(const DigestParams& p, const float* products, u8* pa
     if (lane == 0) *(u16*)(page + PAGE * row_bytes + token * 2) = (u16)bits;
 }
 
+// Brings rows of the frame, from element `first` on, for as many columns as there are threads.
+DEVICE void stage_frame(const DigestParams& p, u32 first, u32 column, float* stage) {
+    const float* frame = p.frame + blockIdx.y * p.frame_stride + column;
+    const u32 cols = min(p.width - column, (u32)DIGEST_THREADS);
+    const u32 rows = min(DIGEST_STAGE / cols, HEAD_DIM - first);
+    for (u32 i = threadIdx.x; i < rows * cols; i += DIGEST_THREADS)
+        copy_word_async(shared_address(stage + i), frame + (first + i / cols) * p.width + i % cols);
+    copy_commit();
+}
+
 extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestParams p) {
+    __shared__ float stage[DIGEST_STAGE];
+    // The frame never changes: nobody is waited for.
+    if (p.kind != DIGEST_BOUNDS) stage_frame(p, 0, 0, stage);
     begin();
     // Of channels, of which there are no more than elements.
     __shared__ float products[DIGEST_TOKENS][HEAD_DIM];
-    __shared__ float keys[HEAD_DIM][DIGEST_TOKENS];
+    __shared__ __align__(16) float keys[HEAD_DIM][DIGEST_TOKENS];
     __shared__ u32 slots[DIGEST_TOKENS], tokens[DIGEST_TOKENS];
     const u32 head = blockIdx.y, first = blockIdx.x * DIGEST_TOKENS, thread = threadIdx.x;
     const u32 n = min(p.rows - first, (u32)DIGEST_TOKENS);
@@ -103,20 +117,32 @@ extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestP
         keys[e][at] = x;
     }
     __syncthreads();
-    const float* frame = p.frame + head * p.frame_stride;
     u8* target = p.digests + head * p.digest_head_bytes;
     const u32 row_bytes = p.page_bytes / PAGE;
-    // Signs have whole warps.
-    for (u32 r = thread; r < p.width; r += DIGEST_THREADS) {
+    for (u32 column = 0; column < p.width; column += DIGEST_THREADS) {
+        const u32 cols = min(p.width - column, (u32)DIGEST_THREADS), rows = DIGEST_STAGE / cols;
+        const u32 r = column + thread;
         float sums[DIGEST_TOKENS];
         UNROLL
         for (int i = 0; i < DIGEST_TOKENS; i++) sums[i] = 0.0f;
-#pragma unroll 4
-        for (u32 e = 0; e < HEAD_DIM; e++) {
-            const float w = frame[e * p.width + r];
-            UNROLL
-            for (int i = 0; i < DIGEST_TOKENS; i++) sums[i] = __fmaf_rn(w, keys[e][i], sums[i]);
+        for (u32 start = 0; start < HEAD_DIM; start += rows) {
+            if (column + start > 0) {
+                __syncthreads();
+                stage_frame(p, start, column, stage);
+            }
+            copy_wait<0>();
+            __syncthreads();
+            const u32 end = min(rows, HEAD_DIM - start);
+#pragma unroll 8
+            for (u32 e = 0; e < end && thread < cols; e++) {
+                const float w = stage[e * cols + thread];
+                UNROLL
+                for (int i = 0; i < DIGEST_TOKENS; i++)
+                    sums[i] = __fmaf_rn(w, keys[start + e][i], sums[i]);
+            }
         }
+        // Signs have whole warps.
+        if (thread >= cols) continue;
         UNROLL
         for (int i = 0; i < DIGEST_TOKENS; i++) {
             if (i >= n) continue;

@@ -89,6 +89,8 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) sparse_gather(Gathe
         for (int i = 0; i < GATHER_PIECES; i++)
             if (first + i * stride < end) *(uint4*)flights[i].target = flights[i].bits;
     }
+    // The second word of the first counts blocks, whoever has chosen.
+    if (p.tallies && thread == 0) p.tallies[1] = 0;
     for (u32 number = 0; p.tallies && number < n; number++)
         if (chosen[number / 32] >> number % 32 & 1)
             for (u32 i = thread; i < p.n_zeros; i += stride) p.tallies[number * p.tally_words + i] = 0;

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS) score_pieces(AskedPa
     if (blockIdx.x * PIECE >= ask.n) return;
     const ScoreRoom room = score_room(p.score, shared_words);
     prepare_queries(p.score, ask, room);
-    score_piece(p.score, ask, room, blockIdx.x);
+    score_piece(p.score, ask, room, blockIdx.x, false);
 }
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS) score_finish(AskedParams p) {
@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS) score_finish(AskedPa
     const u32 start = blockIdx.x * PIECE;
     if (start >= ask.n) return;
     total_sums(p.score, ask, totals);
+    const float* raw = p.score.raw + (u64)ask.number * p.score.group * p.score.stride;
     for (u32 place = start + threadIdx.x; place < min(ask.n, start + PIECE); place += SCORE_THREADS)
         p.score.scores[(u64)ask.number * p.score.stride + place] =
-            finish_score(p.score, ask, totals, place);
+            finish_score(p.score, totals, raw + place, p.score.stride);
 }

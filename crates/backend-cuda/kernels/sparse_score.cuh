@@ -243,8 +243,10 @@ DEVICE float score_plain(const ScoreParams& p, const Question& ask, const ScoreR
     return sum;
 }
 
-// One piece of a question, by a whole block; queries are prepared.
-DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 piece) {
+// One piece of a question, by a whole block; queries are prepared. If it `keeps` raw scores, they stay
+// in the room.
+DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 piece,
+                        bool keeps) {
     const u32 start = piece * PIECE, n = min(ask.n - start, (u32)PIECE);
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     __syncthreads();
@@ -266,19 +268,34 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     }
     __syncthreads();
     float* raw = p.raw + (u64)ask.number * p.group * p.stride + start;
-    for (u32 i = thread; i < p.group * PIECE; i += SCORE_THREADS)
+    for (u32 i = thread; !keeps && i < p.group * PIECE; i += SCORE_THREADS)
         if (i % PIECE < n) raw[(u64)(i / PIECE) * p.stride + i % PIECE] = room.raw[i];
-    for (u32 g = warp; g < p.group; g += SCORE_WARPS) {
+    // Several warps share a query.
+    __shared__ float2 parts[SCORE_WARPS];
+    u32 n_parts = 1;
+    while (2 * n_parts * p.group <= SCORE_WARPS) n_parts *= 2;
+    const u32 g = warp / n_parts;
+    if (g < p.group) {
         const float* own = room.raw + g * PIECE;
         float largest = -INFINITE, sum = 0.0f;
-        for (u32 i = lane; i < n; i += 32) largest = fmaxf(largest, own[i]);
+        for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) largest = fmaxf(largest, own[i]);
         largest = warp_max(largest);
         const float base = largest == -INFINITE ? 0.0f : largest;
-        for (u32 i = lane; i < n; i += 32) sum += exp2_of(own[i] - base);
+        for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) sum += exp2_of(own[i] - base);
         sum = warp_sum(sum);
-        if (lane == 0)
-            p.sums[((u64)ask.number * (p.stride / PIECE) + piece) * p.group + g] =
-                make_float2(largest, sum);
+        if (lane == 0) parts[warp] = make_float2(largest, sum);
+    }
+    __syncthreads();
+    if (thread < p.group) {
+        float largest = -INFINITE, sum = 0.0f;
+        for (u32 i = 0; i < n_parts; i++) largest = fmaxf(largest, parts[thread * n_parts + i].x);
+        const float base = largest == -INFINITE ? 0.0f : largest;
+        for (u32 i = 0; i < n_parts; i++) {
+            const float2 part = parts[thread * n_parts + i];
+            sum += part.y * exp2_of(part.x - base);
+        }
+        p.sums[((u64)ask.number * (p.stride / PIECE) + piece) * p.group + thread] =
+            make_float2(largest, sum);
     }
 }
 
@@ -303,12 +320,11 @@ DEVICE void total_sums(const ScoreParams& p, const Question& ask, float2* totals
     __syncthreads();
 }
 
-// The score of a place, once the totals are there.
-DEVICE u32 finish_score(const ScoreParams& p, const Question& ask, const float2* totals, u32 place) {
-    const float* raw = p.raw + (u64)ask.number * p.group * p.stride + place;
+// The score of a place, once the totals are there; raw scores of the group are `stride` apart.
+DEVICE u32 finish_score(const ScoreParams& p, const float2* totals, const float* raw, u32 stride) {
     float sum = 0.0f;
     for (u32 g = 0; g < p.group; g++)
-        sum = __fmaf_rn(exp2_of(raw[(u64)g * p.stride] - totals[g].x), totals[g].y, sum);
+        sum = __fmaf_rn(exp2_of(raw[(u64)g * stride] - totals[g].x), totals[g].y, sum);
     // Positive floats are ordered as their bits are; what is no number is worth nothing.
     return sum != sum ? 0 : __float_as_uint(sum);
 }

@@ -55,7 +55,7 @@ params! {
         arrived: [u32; 32],
         digits: [[u32; BINS]; 3],
         ages: [u32; BINS],
-        own_digits: [[u32; BINS / 2]; MAX_BLOCKS],
+        own_digits: [[u32; BINS]; MAX_BLOCKS],
         own_ages: [[u32; BINS]; MAX_BLOCKS],
         changes: [[u32; 2]; MAX_BLOCKS],
     }
@@ -97,13 +97,16 @@ params! {
 /// Numbers that scores are sorted into; `BINS` of `sparse_decide.cu`.
 const BINS: usize = 2048;
 /// Blocks that share a head.
-pub(crate) const MAX_BLOCKS: usize = 32;
+const MAX_BLOCKS: usize = 64;
 /// Words of a tally that are zero between decisions.
 pub(crate) const TALLY_ZEROS: usize = 32 + 4 * BINS;
-/// `FLAG_REUSES`, `FLAG_WHOLE` and `FLAG_NOTHING`.
+/// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING` and `FLAG_TOGETHER`.
 pub(crate) const REUSES: u32 = 1;
 pub(crate) const WHOLE: u32 = 2;
 pub(crate) const NOTHING: u32 = 4;
+const TOGETHER: u32 = 8;
+/// Heads that every block looks at; `LOOK_MAX`.
+const LOOK_MAX: usize = 16;
 /// Places of a piece; `PIECE` of `sparse_score.cuh`.
 pub(crate) const PIECE: usize = 2048;
 /// How keys themselves are called among the kinds of digests.
@@ -156,25 +159,29 @@ pub(crate) fn answer(
     }
 }
 
-/// Decides about all heads of the rows, `n_blocks` blocks for each, on a branch if there is one.
+/// Decides about all heads of the rows, on a branch if there is one.
 pub(crate) fn decide(
     device: &Device,
     kernel: &Kernel,
     params: &DecideParams,
-    (n_blocks, branch): (usize, Option<&CudaStream>),
+    branch: Option<&CudaStream>,
 ) -> Result<(), DeviceError> {
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
-    let n = params.heads.n_rows * params.heads.n_kv_heads;
-    assert!(n_blocks <= MAX_BLOCKS, "a tally has room for them");
-    let all = n_blocks * n as usize;
-    assert!(
-        n_blocks == 1 || all <= device.n_multiprocessors() as usize,
-        "blocks that wait for each other are on the device at once"
-    );
+    let n = (params.heads.n_rows * params.heads.n_kv_heads) as usize;
+    // Blocks that wait for each other must be on the device at once.
+    let n_blocks = device.n_multiprocessors() as usize;
+    let n_pieces = params.score.stride as usize / PIECE;
+    let mut params = *params;
+    let grid = if n <= LOOK_MAX {
+        params.flags |= TOGETHER;
+        (count(n_blocks.min(n * n_pieces)), 1)
+    } else {
+        (count((n_blocks / n).clamp(1, MAX_BLOCKS).min(n_pieces)), count(n))
+    };
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: states, labels, marks and scratch have room for these rows and heads and for `stride`
     // places of each, and working sets for all rows that the rules allow (the caller's duty).
     unsafe {
-        device.launch_on(on, kernel, ((count(n_blocks), n), THREADS), params)
+        device.launch_on(on, kernel, (grid, THREADS), &params)
     }
 }

@@ -22,8 +22,8 @@ use crate::kv::{Arena, CudaKv, PAGE_LEN};
 use crate::launch::sparse::{GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend, max_tasks};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, MAX_BLOCKS, NOTHING, PIECE, REUSES, SCORE_KEYS, ScoreParams,
-    TALLY_ZEROS, Tally, WHOLE, decide, shared_bytes,
+    DecideParams, HeadRule, NOTHING, PIECE, REUSES, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally,
+    WHOLE, decide, shared_bytes,
 };
 use crate::launch::{count, sparse};
 use crate::plan::CudaPlan;
@@ -430,10 +430,7 @@ impl Cuda {
             flags: by.flags(),
             padding: 0,
         };
-        // Blocks that wait for each other must all be on the device.
-        let n_blocks = self.device.n_multiprocessors() as usize / (n * n_heads);
-        let n_blocks = n_blocks.clamp(1, MAX_BLOCKS).min(decider.stride / PIECE);
-        decide(&self.device, &by.kernel, &params, (n_blocks, branch))?;
+        decide(&self.device, &by.kernel, &params, branch)?;
         let gather = GatherRowsParams {
             heads,
             pages: at.pages(),

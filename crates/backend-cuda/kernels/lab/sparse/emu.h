@@ -21,7 +21,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 struct dim3 { unsigned x, y, z; dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {} };
 struct uint2 { unsigned x, y; }; struct uint4 { unsigned x, y, z, w; } __attribute__((aligned(16))); struct float2 { float x, y; } __attribute__((aligned(8))); struct float4 { float x, y, z, w; };
-inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; } inline float2 make_float2(float a, float b) { return {a, b}; } inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; } inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; } inline float2 make_float2(float a, float b) { return {a, b}; } inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 namespace emu {
 struct Warp { int live = 0, arrived = 0; unsigned gen = 0; unsigned long long slot[32]; unsigned regs[32][6]; const void* ptr[32]; };
 struct Fiber { ucontext_t ctx; bool done = false; unsigned tid; Warp* warp; };

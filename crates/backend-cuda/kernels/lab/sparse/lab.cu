@@ -70,14 +70,15 @@ struct Lab {
         dp = {}; dp.score = sp; dp.heads = SparseHeads{rows, states, G, 1, G, GROUP}; dp.labels = labels, dp.rules = rules, dp.importances = importances, dp.tallies = tallies, dp.moves = moves, dp.percent = r.percent, dp.mark_stride = stride, dp.k_min = r.k_min, dp.k_max = r.k_max, dp.sinks = r.sinks, dp.recent = r.recent, dp.working_set = r.ws, dp.max_age = ~0u, dp.flags = r.flags;
         gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.tallies = (u32*)tallies, gp.tally_words = sizeof(Tally) / 4, gp.stride = stride, gp.n_zeros = TALLY_ZEROS;
         ap = {}; ap.heads = dp.heads, ap.pages = sp.pages, ap.qkv = qkv, ap.out = out, ap.rounded = rounded, ap.partials = partials, ap.sums = sums, ap.tasks = tasks, ap.q_stride = sp.q_stride, ap.scale = sp.scale * 1.4426950408889634f;
-        blocks = std::min<u32>(16, stride / PIECE); gather_blocks = host ? 8 : 132;
+        blocks = 16; gather_blocks = host ? 8 : 132;
         CHECK(cudaFuncSetAttribute(decide, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(score_pieces, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(sparse_attend_8, cudaFuncAttributeMaxDynamicSharedMemorySize, ATTEND_SHARED));
         used.assign(G, std::vector<u32>(stride, 0)); now.assign(G, 0); label.resize(G); cut.assign(G, 0); members.resize(G); q.resize(H * W); std::normal_distribution<float> nq; for (auto& x : q) x = nq(rng);
     }
     std::vector<float> weights; std::vector<std::vector<u32>> members;
     void turn(int percent, float turned) { std::normal_distribution<float> nd; for (u32 h = 0; h < G; h++) { float c = (int)(rng() % 100) < percent ? turned : 0.995f, sn = sqrtf(1 - c * c); for (u32 i = 0; i < GROUP * W; i++) q[h * GROUP * W + i] = c * q[h * GROUP * W + i] + sn * nd(rng); } CHECK(cudaMemcpyAsync(qkv, q.data(), q.size() * 4, cudaMemcpyHostToDevice, s)); }
     void put_row(u32 len) { SparseRow row = {0, len, 0, 0, marks, pages}; CHECK(cudaMemcpyAsync(rows, &row, sizeof row, cudaMemcpyHostToDevice, s)); CHECK(cudaStreamSynchronize(s)); }
-    void k_decide() { launch(decide, dim3(blocks, G), SCORE_THREADS, shared, dp, s); }
+    void k_decide() { dp.flags = r.flags | (apart ? 0 : FLAG_TOGETHER); launch(decide, apart ? dim3(blocks, G) : dim3(std::min<u32>(blocks * G, G * (stride / PIECE))), SCORE_THREADS, shared, dp, s); }
+    bool apart = false;
     void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, 0, gp, s); }
     void k_attend() { launch(sparse_attend_8, dim3(132), 32 * ATTEND_WARPS, ATTEND_SHARED, ap, s); }
     void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_PARTS * MERGE_COLUMNS, 0, ap, s); }
@@ -159,7 +160,7 @@ int main(int argc, char** argv) {
         {"loki:16 5% x1.5 always", SCORE_CHANNELS, 16, {5.0, 256, 2000, 16, 64, 1.5f, 0.85f, 0}}, {"hata:256 10% whole", SCORE_SIGNS, 256, {10.0, 64, ~0u, 4, 1, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE}}};
     if (argc > 1 && !strcmp(argv[1], "check")) {
         u32 most = argc > 2 ? atoi(argv[2]) : ~0u; bool host = argc > 3 && !strcmp(argv[3], "host");
-        for (u32 n : {700u, 5000u, 40000u}) if (n <= most) for (auto& c : cases) for (int nb : {16, 1}) { Lab l; l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); l.blocks = std::min<u32>(nb, l.stride / PIECE); bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks: hits %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_moved); }
+        for (u32 n : {700u, 5000u, 40000u}) if (n <= most) for (auto& c : cases) for (int nb : {16, 5, 1, -16, -1}) { Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks%s: hits %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.apart ? " apart" : "", l.n_hits, l.n_moved); }
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "gather")) { gather_sweep(harena, bytes, true); gather_sweep(arena, bytes, false); return 0; }
