@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_PARTS * MERGE_COLUMNS) sparse
         if (part > 0 || column >= HEAD_DIM) continue;
         const u64 row = p.heads.rows[blockIdx.x].row;
         const u64 target = (row * n_heads + blockIdx.y) * HEAD_DIM + column;
-        const float x = sum * (1.0f / total * (1.0f / P_SCALE));
+        const float x = sum * (1.0f / total);
         p.out[target] = x;
         p.rounded[target] = (u16)bf16_of(x);
     }

@@ -8,7 +8,7 @@ use nuthatch_types::KvDtype;
 use crate::Cuda;
 use crate::device::Device;
 use crate::kv::PageShape;
-use crate::launch::attend::{self, Attend, AttendKernels, AttendShape, SplitShape};
+use crate::launch::attend::{Attend, AttendKernels, AttendShape, MergeShape, SplitShape, Tile};
 use crate::program::Program;
 use crate::weight::{Kernels, WeightKernels};
 
@@ -60,12 +60,17 @@ impl AttendKernels {
         let split = |shape: SplitShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
+        let [few, many] = MergeShape::ALL;
+        let merge = |shape: MergeShape| {
+            Ok::<_, DeviceError>((shape, kernel(shape.name, shape.shared_bytes())?))
+        };
+        let shape = attend.tile(device.describe().1.0);
         let attend = match attend.page.dtype {
             KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             KvDtype::F16 | KvDtype::Bf16 => Attend::Mma {
                 splits: [split(small)?, split(large)?],
-                tile: kernel("attend_tile", attend.tile_shared_bytes())?,
-                merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
+                tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
+                merges: [merge(few)?, merge(many)?],
             },
         };
         Ok(AttendKernels {

@@ -231,13 +231,14 @@ fn launch(
     }
     let fits = |(tile, _): &&(Tile, Kernel)| params.n_x <= count(tile.shape().1);
     let (last, few) = kernels.matmul.split_last().expect("one tile fits every device");
-    let (tile, kernel) = match (few.iter().find(fits), &kernels.wide) {
-        (None, Some(wide)) if matmul_wide::fills(device, params) => {
-            return matmul_wide::launch(device, wide, params);
+    let (tile, kernel) = match few.iter().find(fits) {
+        Some(found) => found,
+        None if kernels.wide.is_empty() => last,
+        None if matmul_wide::fills(device, params) => {
+            return matmul_wide::launch(device, &kernels.wide, params);
         }
         // Few rows at a time read the weight again and again, but by many blocks.
-        (None, Some(_)) => few.last().unwrap_or(last),
-        (found, _) => found.unwrap_or(last),
+        None => few.last().unwrap_or(last),
     };
     let (tile_rows, tile_columns) = tile.shape();
     let grid = (params.rows.div_ceil(count(tile_rows)), params.n_x.div_ceil(count(tile_columns)));
