@@ -83,7 +83,7 @@ template <class F> void emu_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
 }
 DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emu_mma(c, a, b0, b1, bf16_to_float); }
 DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emu_mma(c, a, b0, b1, f16_to_float); }
-DEVICE void emu_ldmatrix(uint4& b, const void* row) { emu::Warp* w = emu::cur->warp; u32 l = emu::cur->tid % 32; w->ptr[l] = row; emu::sync_warp(); u32 g = l / 4, t = l % 4, r[4]; for (int m = 0; m < 4; m++) { u16 x, y; memcpy(&x, (const char*)w->ptr[m * 8 + 2 * t] + g * 2, 2); memcpy(&y, (const char*)w->ptr[m * 8 + 2 * t + 1] + g * 2, 2); r[m] = x | (u32)y << 16; } emu::sync_warp(); b = uint4{r[0], r[1], r[2], r[3]}; }
+DEVICE void emu_ldmatrix(uint4& b, const void* row, bool turned) { emu::Warp* w = emu::cur->warp; u32 l = emu::cur->tid % 32; w->ptr[l] = row; emu::sync_warp(); u32 g = l / 4, t = l % 4, r[4]; for (int m = 0; m < 4; m++) { u16 x, y; memcpy(&x, (const char*)w->ptr[m * 8 + (turned ? 2 * t : g)] + (turned ? g : 2 * t) * 2, 2); memcpy(&y, (const char*)w->ptr[m * 8 + (turned ? 2 * t + 1 : g)] + (turned ? g : 2 * t + 1) * 2, 2); r[m] = x | (u32)y << 16; } emu::sync_warp(); b = uint4{r[0], r[1], r[2], r[3]}; }
 DEVICE void allow_next() {} DEVICE void wait_for_previous() {} DEVICE void begin() {}
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - emu::dynamic_base); }
 DEVICE void copy_async(u32 s, const void* g, u32 n) { memset(emu::dynamic_base + s, 0, 16); memcpy(emu::dynamic_base + s, g, n); } DEVICE void copy_commit() {} template <int N> void copy_wait() {}

@@ -25,7 +25,8 @@ i=s.index('// Shared device code'); j=s.index('// How keys and values lie in a p
 s=s[:i]+s[j:]
 s=s.replace('extern __shared__ __align__(128) u32 shared_words[];','u32* shared_words = (u32*)emu::dynamic_base;').replace('extern __shared__ __align__(128) u8 shared[];','u8* shared = emu::dynamic_base;')
 s=re.sub(r'asm volatile\("ld\.acquire.*?"l"\((.*?)\)\s*: "memory"\);',r'n = __atomic_load_n(\1, __ATOMIC_ACQUIRE); sched_yield();',s,flags=re.S)
-s=re.sub(r'asm volatile\("ldmatrix.*?: "memory"\);','emu_ldmatrix(b, values + piece_at(token, piece) * 16);',s,flags=re.S)
+s=re.sub(r'asm volatile\("ldmatrix[^"]*trans.*?: "memory"\);','emu_ldmatrix(b, row, true);',s,flags=re.S)
+s=re.sub(r'asm volatile\("ldmatrix.*?: "memory"\);','emu_ldmatrix(b, row, false);',s,flags=re.S)
 s=re.sub(r'copy_word_async\(shared_address\((.*?)\), (.*?)\);',r'*(\1) = *(\2);',s)
 s=s.replace('_Pragma("unroll")','')
 assert 'asm' not in s.replace('assembl',''), re.findall('.*asm.*',s)
