@@ -187,6 +187,11 @@ impl CudaPlan {
         kv.sparse.as_ref().map_or(&self.kernels, |sparse| &sparse.attend)
     }
 
+    /// Lines of a task of many.
+    pub(crate) fn tile_lines(&self) -> usize {
+        self.kernels.tile_lines()
+    }
+
     /// Query heads that share a key/value head.
     pub(crate) fn group(&self) -> usize {
         self.shape.n_heads / self.shape.kv.n_kv_heads as usize
@@ -262,7 +267,7 @@ impl CudaPlan {
         self.deciding.clear();
         self.ahead.iter().for_each(|ahead| ahead.set(None));
         let max_partials = self.max_partials;
-        let tile_lines = self.kernels.tile_lines();
+        let tile_lines = self.tile_lines();
         let mut tasks = Tasks::new((self.group(), tile_lines), self.cuts(), max_partials);
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;

@@ -377,7 +377,7 @@ impl Attention<'_> {
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
                     // The plan is made before it is known how pages lie, and so which kernel it is for.
-                    let parts = count(plan.kernels.tile_lines().div_ceil(tile.shape.lines));
+                    let parts = count(plan.tile_lines().div_ceil(tile.shape.lines));
                     let grid = (n_tiles * parts, kv.shape.n_kv_heads);
                     let threads = count(tile.shape.threads);
                     self.attend(&tile.kernel, (tiles, parts), (grid, threads), out)?;

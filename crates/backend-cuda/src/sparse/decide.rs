@@ -273,8 +273,8 @@ impl Cuda {
         if self.is_eager || group > sparse.group || n_heads > MAX_NUMBERS {
             return Ok(false);
         }
-        let on_device = |rules: &Rules| {
-            assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
+        // A function has one limit, whoever launches it.
+        let shared = rules.iter().map(|rules| {
             let (kind, width) = match rules.by {
                 ScoreBy::Keys => (SCORE_KEYS, 0),
                 ScoreBy::Digest(i) => {
@@ -282,7 +282,11 @@ impl Cuda {
                     (sparse::kind_number(digest.kind), digest.width)
                 }
             };
-            let shared = shared_bytes(kind, width, group, d);
+            shared_bytes(kind, width, group, d)
+        });
+        let shared = shared.max().unwrap_or(0);
+        let on_device = |rules: &Rules| {
+            assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
             let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
             DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
         };
