@@ -156,6 +156,7 @@ impl Program {
             ("sparse_digest.cu", include_str!("../kernels/sparse_digest.cu")),
             ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
             ("sparse_score.cu", include_str!("../kernels/sparse_score.cu")),
+            ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
             ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
             ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
             ("sparse_attend.cu", include_str!("../kernels/sparse_attend.cu")),

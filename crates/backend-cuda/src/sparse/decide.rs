@@ -12,28 +12,29 @@
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
-use nuthatch_backend::topk::{Found, HeadNumbers, Mix};
+use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
 use crate::branch::Branch;
 use crate::buf::CudaBuf;
-use crate::device::{Device, Kernel, Memory};
+use crate::device::{Device, Memory};
 use crate::kv::{Arena, CudaKv, PAGE_LEN};
 use crate::launch::sparse::{GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend, max_tasks};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, NOTHING, PIECE, REUSES, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally,
-    WHOLE, decide, shared_bytes,
+    DecideParams, HeadRule, PIECE, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide,
+    shared_bytes,
 };
 use crate::launch::{count, sparse};
 use crate::plan::CudaPlan;
 use crate::{Attention, Cuda};
 
 use super::SparseLayer;
+use super::rules::DeviceRules;
 
 /// Bytes of scratch that rows may need together; more of them are decided about in turns. Guessed.
 const SCRATCH_BYTES_MAX: usize = 512 << 20;
-const WHAT: &str = "top-k attention";
+pub(super) const WHAT: &str = "top-k attention";
 /// Blocks that bring rows over the link: no more are needed to fill it.
 const LINK_BLOCKS: u32 = 8;
 
@@ -65,17 +66,6 @@ pub(crate) struct Decider {
     partials: Memory,
     sums: Memory,
     tasks: Memory,
-}
-
-/// Rules as the kernels have them.
-struct DeviceRules {
-    rules: Rules,
-    kernel: Kernel,
-    /// `[layer][G]`, and `[layer][G][group]`.
-    head_rules: Memory,
-    importances: Memory,
-    /// Where each head's working set begins, and how many pages it has.
-    pages: Vec<(usize, usize)>,
 }
 
 /// Rows that are decided about together.
@@ -209,53 +199,6 @@ impl Decider {
         }
         Ok((memory.marks.address(), memory.pages.address()))
     }
-}
-
-impl DeviceRules {
-    fn new(
-        device: &Device,
-        kernel: Kernel,
-        max_context: usize,
-        rules: &Rules,
-    ) -> Result<Self, DeviceError> {
-        let head_rule =
-            |head: &HeadNumbers| HeadRule { threshold: head.threshold, weight: head.weight };
-        let head_rules: Vec<HeadRule> = rules.heads.iter().map(head_rule).collect();
-        let importances: Vec<f32> =
-            rules.heads.iter().flat_map(|head| head.importances.iter().copied()).collect();
-        let made = DeviceRules {
-            kernel,
-            head_rules: device.alloc(size_of_val(&head_rules[..]), WHAT)?,
-            importances: device.alloc(size_of_val(&importances[..]), WHAT)?,
-            pages: working_sets(rules, max_context),
-            rules: rules.clone(),
-        };
-        device.upload(&made.head_rules, 0, &head_rules)?;
-        device.upload(&made.importances, 0, &importances)?;
-        Ok(made)
-    }
-
-    fn flags(&self) -> u32 {
-        let Rules { reuse, is_whole, has_choice, .. } = &self.rules;
-        let flag = |is_set: bool, flag| if is_set { flag } else { 0 };
-        flag(reuse.is_some(), REUSES) + flag(*is_whole, WHOLE) + flag(!has_choice, NOTHING)
-    }
-}
-
-/// Where working sets begin and how many pages each has, for sequences of up to `n` tokens.
-fn working_sets(rules: &Rules, n: usize) -> Vec<(usize, usize)> {
-    let mut first = 0;
-    let of = |head: &HeadNumbers| {
-        let wanted = (rules.percent * f64::from(head.weight) * n as f64 / 100.0).ceil();
-        let n = if rules.has_choice { n } else { 0 };
-        let k = (wanted as u64).max(u64::from(rules.k_min)).min(u64::from(rules.k_max));
-        let k = k.min(n as u64);
-        let rows = (k as f32 * rules.working_set).ceil() as usize;
-        let n_pages = rows.max(k as usize).min(n).div_ceil(PAGE_LEN) + 1;
-        first += n_pages;
-        (first - n_pages, n_pages)
-    };
-    rules.heads.iter().map(of).collect()
 }
 
 impl Cuda {
@@ -430,7 +373,7 @@ impl Cuda {
             recent: rules.recent,
             working_set: rules.working_set,
             max_age: rules.reuse.and_then(|reuse| reuse.max_age).unwrap_or(u32::MAX),
-            aggregate: rules.reuse.map_or(0, |reuse| mix_number(reuse.mix)),
+            aggregate: by.aggregate(),
             flags: by.flags(),
             padding: 0,
         };
@@ -514,14 +457,6 @@ impl Cuda {
 fn decider_of(kv: &CudaKv) -> &Decider {
     let sparse = kv.sparse.as_ref().and_then(|sparse| sparse.decider.as_ref());
     sparse.expect("an arena that decides")
-}
-
-fn mix_number(mix: Mix) -> u32 {
-    match mix {
-        Mix::Harmonic => 0,
-        Mix::Least => 1,
-        Mix::Mean => 2,
-    }
 }
 
 fn decided(state: &HeadState) -> Decided {

@@ -10,6 +10,7 @@
 mod decide;
 mod digest;
 mod measure;
+mod rules;
 mod scratch;
 
 use std::sync::{Arc, Mutex, PoisonError};
