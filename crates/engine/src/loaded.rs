@@ -310,9 +310,11 @@ impl<B: Backend> Forward for LoadedModel<B> {
         let device_logits = self.model.forward(&mut self.store, &self.tables, layout)?;
         if logits.is_empty() {
             // A step takes as long as its computation, whether anybody asks for its result or not.
-            return self.backend.wait();
+            self.backend.wait()?;
+        } else {
+            self.backend.read(device_logits, logits)?;
         }
-        self.backend.read(device_logits, logits)
+        self.model.count_decisions(&self.store)
     }
 
     fn hidden_len(&self) -> usize {
@@ -344,9 +346,11 @@ impl<B: Backend> Forward for LoadedModel<B> {
         let vocab = self.model.config().vocab as usize;
         let logits = self.model.forward(&mut self.store, &self.tables, layout)?;
         if draws.is_empty() {
-            return self.backend.wait();
+            self.backend.wait()?;
+        } else {
+            self.backend.draw(logits, vocab, draws, tokens)?;
         }
-        self.backend.draw(logits, vocab, draws, tokens)
+        self.model.count_decisions(&self.store)
     }
 }
 

@@ -23,18 +23,36 @@ params! {
 
 const THREADS: u32 = 256;
 
-/// Copies pages in order, all layers and heads.
+/// Pages that lie as those of keys and values do.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiers {
+    pub(crate) device: Address,
+    /// Where slots behind the device's are, and how many.
+    pub(crate) host: Address,
+    pub(crate) n_host: u32,
+    /// Of one head's page.
+    pub(crate) page_bytes: usize,
+}
+
+impl Tiers {
+    fn of(kv: &CudaKv) -> Self {
+        Tiers {
+            device: kv.arena.address(),
+            host: kv.host.as_ref().map_or(0, PinnedMemory::address),
+            n_host: kv.slots.host,
+            page_bytes: kv.page.bytes(),
+        }
+    }
+}
+
+/// Copies pages of keys and values in order, all layers and heads.
 pub(crate) fn copy_pages(
     device: &Device,
     kernel: &Kernel,
     kv: &mut CudaKv,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
-    if copies.is_empty() {
-        return Ok(());
-    }
-    let host = kv.host.as_ref().map_or(0, PinnedMemory::address);
-    copy_between(device, kernel, kv, (host, kv.slots.host), copies)
+    copy_between(device, kernel, kv, Tiers::of(kv), copies)
 }
 
 /// Copies a page's bytes to the host, and waits.
@@ -95,36 +113,40 @@ fn pass_gate(
     let gate = Slot(kv.slots.device);
     let (source, target) = if is_out { (slot, gate) } else { (gate, slot) };
     let copy = PageCopy { source, target };
-    copy_between(device, kernel, kv, (kv.gate.address(), 1), &[copy])?;
+    let gate = Tiers { host: kv.gate.address(), n_host: 1, ..Tiers::of(kv) };
+    copy_between(device, kernel, kv, gate, &[copy])?;
     device.wait()
 }
 
-/// Copies pages in order, where slots behind the device's are those of other memory with so many.
-fn copy_between(
+/// Copies pages in order, all layers and heads.
+pub(crate) fn copy_between(
     device: &Device,
     kernel: &Kernel,
     kv: &CudaKv,
-    (host, n_host): (Address, u32),
+    tiers: Tiers,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
+    if copies.is_empty() {
+        return Ok(());
+    }
     let list: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.source.0, copy.target.0]).collect();
-    let n_slots = kv.slots.device + n_host;
+    let n_slots = kv.slots.device + tiers.n_host;
     assert!(list.as_flattened().iter().all(|&slot| slot < n_slots), "slots of the arena");
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
     let params = CopyParams {
-        device: kv.arena.address(),
-        host,
+        device: tiers.device,
+        host: tiers.host,
         copies: on_device.address(),
         n_device: kv.slots.device,
-        n_host,
-        page_bytes: count(kv.page.bytes()),
+        n_host: tiers.n_host,
+        page_bytes: count(tiers.page_bytes),
         n_copies: count(list.len()),
     };
-    let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
+    let heads = count(kv.n_heads());
     #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The list is freed
-    // after the kernel has run, because freeing waits.
+    // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The
+    // list is freed after the kernel has run, because freeing waits.
     unsafe {
         device.launch(kernel, (heads, 1), THREADS, &params)
     }

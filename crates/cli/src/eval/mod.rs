@@ -158,7 +158,12 @@ impl Eval<'_> {
             if self.fetch.interrupt.requested() {
                 return Ok(());
             }
-            results.replace(self.one(&mut runner, &missing, (task, length, sample))?);
+            let Some(records) = self.one(&mut runner, &missing, (task, length, sample))? else {
+                let name = task.name();
+                let _ = writeln!(io::stderr(), "{name} does not fit into {length} tokens: skipped");
+                continue;
+            };
+            results.replace(records);
             let decisions = runner.take_trace();
             overlaps.add(&decisions);
             trace.write(&decisions)?;
@@ -195,18 +200,19 @@ impl Eval<'_> {
         Ok(cells.into_iter().skip(first as usize).step_by(step as usize).collect())
     }
 
+    /// What the policies answer; nothing if the question does not fit.
     fn one<B: Backend>(
         &self,
         runner: &mut Runner<B>,
         missing: &[usize],
         (task, length, sample): (TaskName, u32, u32),
-    ) -> anyhow::Result<Vec<Record>> {
+    ) -> anyhow::Result<Option<Vec<Record>>> {
         // Another seed for each prompt, whatever the other tasks and lengths are.
         let seed = self.args.seed.wrapping_mul(1_000_003).wrapping_add(u64::from(sample));
         if task == TaskName::Perplexity {
-            return self.continue_text(runner, length, sample);
+            return self.continue_text(runner, length, sample).map(Some);
         }
-        let (made, prompt) = self.prompts.fit(task, length, seed)?;
+        let Some((made, prompt)) = self.prompts.fit(task, length, seed)? else { return Ok(None) };
         let n_tokens = made.n_answer as usize;
         let ending = Ending { n_tokens, ends: &self.prompts.text.ends, given: None };
         let found = runner.run(&prompt, missing, &ending)?;
@@ -220,7 +226,7 @@ impl Eval<'_> {
                 ..record(task, (length, sample), policy, &prompt, found)
             }
         });
-        Ok(records.collect())
+        Ok(Some(records.collect()))
     }
 
     /// Continues a part of the text with its own tokens.
@@ -298,16 +304,19 @@ impl Prompts {
         length: u32,
         seed: u64,
     ) -> anyhow::Result<Vec<TokenId>> {
-        self.fit(task, length, seed).map(|(_, prompt)| prompt)
+        let made = self.fit(task, length, seed)?;
+        let (_, prompt) =
+            made.with_context(|| format!("{} does not fit into {length} tokens", task.name()))?;
+        Ok(prompt)
     }
 
-    /// The longest prompt of the task that leaves room for the answer.
+    /// The longest prompt of the task that leaves room for the answer, if there is one.
     fn fit(
         &self,
         task: TaskName,
         length: u32,
         seed: u64,
-    ) -> anyhow::Result<(Sample, Vec<TokenId>)> {
+    ) -> anyhow::Result<Option<(Sample, Vec<TokenId>)>> {
         let build = |size: usize| {
             let sample = task.sample(size, seed, &self.prose);
             self.prompt(&sample).map(|tokens| (sample, tokens))
@@ -316,7 +325,9 @@ impl Prompts {
             tokens.len() + sample.n_answer as usize <= length as usize
         };
         let mut best = build(1)?;
-        ensure!(fits(&best), "{} does not fit into {length} tokens", task.name());
+        if !fits(&best) {
+            return Ok(None);
+        }
         let (mut low, mut high) = (1, 2);
         loop {
             let next = build(high)?;
@@ -335,7 +346,7 @@ impl Prompts {
                 high = middle;
             }
         }
-        Ok(best)
+        Ok(Some(best))
     }
 
     /// The sample as a conversation, with the answer begun.
