@@ -65,12 +65,13 @@ struct AttendParams {
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 
-// How far scores may be above m, as an exponent of two.
-#define MOST_ABOVE 8.0f
+// How far scores may be above m, as an exponent of two. Parts of small p keep all their bits only if m is
+// the maximum itself.
+#define MOST_ABOVE (PARTS == 1 ? 8.0f : 0.0f)
 
 // All p are multiplied with two to this, so that small ones keep their bits and large ones are finite.
 #if KV == KV_F16
-#define P_EXPONENT 7.0f
+#define P_EXPONENT (PARTS == 1 ? 7.0f : 14.0f)
 DEVICE float part_value(u32 bits) { return f16_to_float(bits & 0xFFFF); }
 DEVICE u32 part_pair(float x, float y) { return f16x2(x, y); }
 DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }

@@ -179,8 +179,8 @@ struct Splitter {
         barrier_expect(ready, HALF_BYTES);
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
-            bulk_copy(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES, HALF_PAGE,
-                      ready);
+            bulk_copy_once(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES,
+                           HALF_PAGE, ready);
 #else
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
@@ -207,7 +207,7 @@ struct Splitter {
             const u8* from = source + (u64)slots[i] * HEAD_PAGE_BYTES;
             const u32 to = target + i * HALF_PAGE;
 #if HAS_BULK
-            if (is_seen && lane == 0) bulk_copy(to, from, HALF_PAGE, ready);
+            if (is_seen && lane == 0) bulk_copy_once(to, from, HALF_PAGE, ready);
             if (is_seen) continue;
             for (u32 at = lane * 16; at < HALF_PAGE; at += 512) store_zeros(to + at);
             bulk_fence();
@@ -269,8 +269,8 @@ struct Splitter {
                 *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
             UNROLL
             for (int n = 0; n < TILES; n++)
-                *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
-                    make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);
+                store_kept(p.partials + at * WIDTH + n * 8 + t * 2, lines.o[n][2 * r],
+                           lines.o[n][2 * r + 1]);
         }
     }
 
@@ -326,14 +326,16 @@ struct Splitter {
             const u32 end_step = Work::end_step(p, work);
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
-                score<R, HALF_PAGE>(await(own, ring, place), queries, s);
+                // Once a half is there, the one before it is free.
+                const u8* keys = await(own, ring, place);
                 go_on(place);
-                // The half before this one is free, and the products take a while.
                 bring(p, feed, own, ring);
+                score<R, HALF_PAGE>(keys, queries, s);
                 soften<R>(step * STEP, lines, s, down);
-                mix_values<R, HALF_PAGE>(await(own, ring, place), s, down, lines.o);
+                const u8* values = await(own, ring, place);
                 go_on(place);
                 bring(p, feed, own, ring);
+                mix_values<R, HALF_PAGE>(values, s, down, lines.o);
             }
             store_partial(p, work.part.partial, lines);
         }
@@ -360,7 +362,7 @@ DEVICE Chunks chunks_of(const Cuts& cuts, u32 n_keys, u32 window) {
 // Merges the chunks of the rows that were split, from left to right.
 //
 // Grid: (row that was split, query head and piece of COLUMNS columns). Chunks come in batches through a
-// ring of DEPTH. The weights of a batch are worked out by all threads together, which leaves one operation
+// ring of DEPTH, maxima and sums behind the rest. The weights of a batch are worked out by all threads together, which leaves one operation
 // to each link of the long chain of sums, or two where the maximum moves: that is seldom.
 
 struct MergeParams {
@@ -380,10 +382,12 @@ static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams 
 
 #define MERGE_THREADS 128
 
-template <int COLUMNS, int DEPTH>
+template <int COLUMNS, int DEPTH, int SHARED>
 struct Merger {
     static const int BATCH = MERGE_BATCH_FLOATS / COLUMNS;  // chunks
     static const int BATCH_WARPS = (BATCH + 31) / 32;       // that work out weights
+    static const int STAGE_FLOATS = MERGE_BATCH_FLOATS + 2 * BATCH;
+    static_assert(DEPTH * STAGE_FLOATS * 4 == SHARED, "the host's memory differs");
     static_assert(BATCH <= MERGE_THREADS && BATCH % 4 == 0, "a thread for the weights of a chunk");
 
     // A piece of the chunks of one head of one row.
@@ -397,7 +401,10 @@ struct Merger {
     DEVICE void load(const MergeParams& p, const Piece& piece, u32 batch, u32 ring) {
         const u32 QUADS = COLUMNS / 4, start = batch * BATCH;
         const u32 n = start < piece.n ? min(piece.n - start, (u32)BATCH) : 0;
-        const u32 target = ring + batch % DEPTH * (MERGE_BATCH_FLOATS * 4);
+        const u32 target = ring + batch % DEPTH * (STAGE_FLOATS * 4);
+        if (threadIdx.x < n)
+            copy_eight(target + (MERGE_BATCH_FLOATS + 2 * threadIdx.x) * 4,
+                       p.sums + (piece.first + (start + threadIdx.x) * piece.stride) * 2);
         for (u32 i = threadIdx.x; i < n * QUADS; i += MERGE_THREADS) {
             const u32 chunk = i / QUADS, at = i % QUADS * 4;
             if (at >= piece.n_columns) continue;
@@ -408,15 +415,8 @@ struct Merger {
         copy_commit();
     }
 
-    // Maximum and sum of the thread's chunk of a batch.
-    DEVICE float2 load_sums(const MergeParams& p, const Piece& piece, u32 batch) {
-        const u32 chunk = batch * BATCH + threadIdx.x;
-        if (threadIdx.x >= BATCH || chunk >= piece.n) return make_float2(-INFINITE, 0.0f);
-        return *(const float2*)(p.sums + (piece.first + chunk * piece.stride) * 2);
-    }
-
     DEVICE void run(const MergeParams& p) {
-        extern __shared__ __align__(128) float ring[];  // [DEPTH][MERGE_BATCH_FLOATS]
+        extern __shared__ __align__(128) float ring[];  // [DEPTH][STAGE_FLOATS]
         __shared__ float before[BATCH], maxima[BATCH_WARPS];
         __shared__ __align__(16) float after[BATCH], lengths[BATCH];
         allow_next();
@@ -435,9 +435,13 @@ struct Merger {
         wait_for_previous();
         if (blockIdx.x + blockIdx.y + thread == 0) *p.n_taken = 0;
         for (u32 i = 0; i < DEPTH - 1; i++) load(p, piece, i, shared_address(ring));
-        float2 own = load_sums(p, piece, 0);
         for (u32 i = 0; i < n_batches; i++) {
             const u32 n = min(piece.n - i * BATCH, (u32)BATCH);
+            const float* source = ring + i % DEPTH * STAGE_FLOATS;
+            copy_wait<DEPTH - 2>();
+            __syncthreads();
+            float2 own = make_float2(-INFINITE, 0.0f);
+            if (thread < n) own = ((const float2*)(source + MERGE_BATCH_FLOATS))[thread];
             // The maximum of everything up to this chunk, and of everything before it.
             float upto = own.x;
             for (u32 step = 1; step < 32; step *= 2) {
@@ -457,11 +461,9 @@ struct Merger {
             const Weights w = weigh(lane == 0 ? left : fmaxf(left, inside), own.x);
             if (thread < BATCH)
                 before[thread] = w.before, after[thread] = w.after, lengths[thread] = own.y;
-            own = load_sums(p, piece, i + 1);
-            copy_wait<DEPTH - 1>();
             const bool is_moved = __syncthreads_or(thread < n && w.before != 1.0f);
             if (thread >= piece.n_columns) continue;
-            const float* source = ring + i % DEPTH * MERGE_BATCH_FLOATS + thread;
+            source += thread;
             u32 c = 0;
             if (!is_moved) {
 #pragma unroll 4
@@ -493,8 +495,8 @@ struct Merger {
     }
 };
 
-#define MERGE(name, COLUMNS, DEPTH)                                                            \
+#define MERGE(name, COLUMNS, DEPTH, SHARED)                                                    \
     extern "C" __global__ void __launch_bounds__(MERGE_THREADS) name(MergeParams p) {          \
-        Merger<COLUMNS, DEPTH>::run(p);                                                        \
+        Merger<COLUMNS, DEPTH, SHARED>::run(p);                                                \
     }
 MERGE_ENTRIES

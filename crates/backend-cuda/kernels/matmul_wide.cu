@@ -28,7 +28,7 @@ static_assert(sizeof(WideParams) == WIDE_PARAMS_SIZE, "the host's WideParams dif
 static_assert(CELL_BYTES * WIDE_TILES % 1024 == 0, "tiles of x begin where their pattern does");
 // Blocks of x that follow each other before the next rows of W: they stay in the second-level cache.
 #ifndef WIDE_GROUP
-#define WIDE_GROUP 8
+#define WIDE_GROUP 16
 #endif
 
 // Brings 64 columns of some rows.

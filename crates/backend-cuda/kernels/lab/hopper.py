@@ -92,7 +92,7 @@ def build_few(variant):
     return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu"]))
 
 
-MERGES = dict(MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048, MERGE_ENTRIES="MERGE(merge_few, 32, 8) MERGE(merge_many, 128, 3)")
+MERGES = dict(MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048, MERGE_ENTRIES="MERGE(merge_few, 32, 8, 69632) MERGE(merge_many, 128, 3, 24960)")
 
 
 def attend_shared(d, stages):
@@ -104,7 +104,7 @@ def build_attend(variant):
     _, kv, d, stages = variant
     shared = attend_shared(d, stages)
     constants = dict(
-        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, PARTS=1, SMALL_CHUNK=64, MIDDLE_CHUNK=128, LARGE_CHUNK=256,
+        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, PARTS=1, SMALL_CHUNK=USUAL[0], MIDDLE_CHUNK=USUAL[1], LARGE_CHUNK=USUAL[2],
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 8, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
         WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=120, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
@@ -112,66 +112,11 @@ def build_attend(variant):
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu"]))
 
 
-# Name, warps, stages, what is different: text of attend_split.cu and what takes its place.
-AHEAD = ("        if (p.prefetch > 0 && !feed.is_values) {", """        if (!feed.is_values && lane < STEP_PAGES && page + lane < feed.seen_end)
-            bulk_prefetch(source + (u64)(lane ? slots[1] : slots[0]) * HEAD_PAGE_BYTES + HALF_PAGE, HALF_PAGE);
-        if (p.prefetch > 0 && !feed.is_values) {""")
-EARLY = ("""                score<R, HALF_PAGE>(await(own, ring, place), queries, s);
-                go_on(place);
-                // The half before this one is free, and the products take a while.
-                bring(p, feed, own, ring);
-                soften<R>(step * STEP, lines, s, down);
-                mix_values<R, HALF_PAGE>(await(own, ring, place), s, down, lines.o);
-                go_on(place);
-                bring(p, feed, own, ring);""", """                const u8* keys = await(own, ring, place);
-                go_on(place);
-                bring(p, feed, own, ring);
-                score<R, HALF_PAGE>(keys, queries, s);
-                soften<R>(step * STEP, lines, s, down);
-                const u8* values = await(own, ring, place);
-                go_on(place);
-                bring(p, feed, own, ring);
-                mix_values<R, HALF_PAGE>(values, s, down, lines.o);""")
-IDLE = (EARLY[0], """                s[0][0] = await(own, ring, place)[threadIdx.x % 32];
-                go_on(place);
-                bring(p, feed, own, ring);
-                down[0] = await(own, ring, place)[threadIdx.x % 32];
-                lines.o[0][0] += s[0][0] * down[0];
-                go_on(place);
-                bring(p, feed, own, ring);""")
-# Keys and values of a step, which lie beside each other, are asked for at the same time.
-TOGETHER = [(EARLY[0], """                score<R, HALF_PAGE>(await(own, ring, place), queries, s);
-                go_on(place);
-                soften<R>(step * STEP, lines, s, down);
-                mix_values<R, HALF_PAGE>(await(own, ring, place), s, down, lines.o);
-                go_on(place);
-                __syncwarp();
-                bring(p, feed, own, ring);
-                bring(p, feed, own, ring);"""), ("for (u32 i = 0; i < STAGES - 1; i++) bring", "for (u32 i = 0; i < STAGES; i++) bring")]
-HINT = """DEVICE u64 {0}_policy() {{
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_{0}.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}}
-"""
-# Pages leave the second-level cache first.
-FIRST = [("DEVICE void bulk_copy(", HINT.format("first") + "DEVICE void bulk_copy("),
-         ("bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", "bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"),
-         ('''"l"(global), "r"(n_bytes), "r"(barrier)''', '''"l"(global), "r"(n_bytes), "r"(barrier), "l"(first_policy())''')]
-# Partial results leave it last.
-LAST = [("DEVICE void bulk_copy(", HINT.format("last") + "DEVICE void bulk_copy("),
-        ("""                *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
-                    make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);""",
-         """                asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(
-                                 p.partials + at * WIDTH + n * 8 + t * 2),
-                             "f"(lines.o[n][2 * r]), "f"(lines.o[n][2 * r + 1]), "l"(last_policy())
-                             : "memory");""")]
-SILENT = [("            store_partial(p, work.part.partial, lines);", "            if (lines.total[0].l == 12345.0f) store_partial(p, work.part.partial, lines);")]
+# Warps, stages, keys of chunks (at first, then, at last) and where they get longer.
+USUAL = (64, 192, 512, 896, 8192)
 SPLITS = [
-    ("6x3", 6, 3, []), ("6x4 early", 6, 4, [EARLY]), ("8x3 early", 8, 3, [EARLY]), ("7x3 early", 7, 3, [EARLY]),
-    ("6x4 early, pages leave first", 6, 4, [EARLY, *FIRST]), ("6x4 early, partials leave last", 6, 4, [EARLY, *LAST]),
-    ("6x4 early, both", 6, 4, [EARLY, *FIRST, *LAST]), ("6x4 silent", 6, 4, [EARLY, *SILENT]), ("6x4 silent, idle", 6, 4, [IDLE, *SILENT]),
-    ("6x4 together", 6, 4, TOGETHER),
+    (7, 3, USUAL), (6, 4, USUAL), (7, 3, (64, 128, 256, 1024, 8192)), (6, 4, (64, 128, 256, 1024, 8192)), (7, 3, (64, 192, 384, 896, 8192)),
+    (7, 3, (64, 256, 512, 1024, 8192)),
 ]
 
 
@@ -181,17 +126,13 @@ def split_shared(warps, stages, d=128):
 
 
 def build_split(variant, kv="KV_F16", d=128):
-    _, warps, stages, changes = variant
+    warps, stages, (small, middle, large, _, _) = variant
     constants = dict(
-        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, PARTS=1, SMALL_CHUNK=64, MIDDLE_CHUNK=128, LARGE_CHUNK=256,
+        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, PARTS=1, SMALL_CHUNK=small, MIDDLE_CHUNK=middle, LARGE_CHUNK=large,
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=120, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
-    text = source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu"])
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    return compile_source(text)
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu"]))
 
 
 class Driver:
@@ -384,12 +325,12 @@ class Case:
             tasks = torch.tensor(tasks, dtype=torch.int32, device="cuda")
             self.kernels[kind] = driver.kernel(cubin, f"attend_{kind}", shared[kind]), threads, shared[kind], tasks
         self.split = driver.kernel(cubin, "attend_split_8", shared["split"]), shared["split"]
-        self.merge = driver.kernel(cubin, "merge_few", 65536)
+        self.merge = driver.kernel(cubin, "merge_few", 69632)
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
         return struct.pack("<QQQQQQQQQQIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
                            partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), self.arena.shape[1] * 64 * self.d,
-                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, 1024, 8192, 0, 1.4426950408889634 / self.d**0.5)
+                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], 0, 1.4426950408889634 / self.d**0.5)
 
     def run(self, kind):
         kernel, threads, shared, tasks = self.kernels[kind]
@@ -399,15 +340,15 @@ class Case:
         """The row as if it were alone in its step."""
         n_keys, start, n = self.place + row + 1, 0, 0
         while start < n_keys:
-            start, n = start + (64 if start < 1024 else 128 if start < 8192 else 256), n + 1
+            start, n = start + USUAL[0 if start < USUAL[3] else 1 if start < USUAL[4] else 2], n + 1
         ints = lambda words: torch.tensor(words, dtype=torch.int32, device="cuda")
         parts, counts, split = ints([word for i in range(n) for word in (row | i << 16, n_keys, 0, i)]), ints([n, 0]), ints([row, n_keys, 0, 0])
         partials, sums = [torch.zeros(n * HEADS * width, device="cuda") for width in (self.d, 2)]
         out, (kernel, shared) = torch.full_like(self.out, float("nan")), self.split
         self.driver.launch(kernel, (132, 1, 1), 256, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
-                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 0, 1024, 8192)
-        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 65536, params)
+                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 0, *USUAL[3:])
+        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 69632, params)
         torch.cuda.synchronize()
         return out[row]
 
@@ -451,60 +392,52 @@ def attention(driver, built):
 
 
 def decode(driver, built, kv_heads=8, group=4, d=128):
-    """Times `attend_split` alone, and with `merge`."""
+    """Times `attend_split` with `merge`, for alternatives of both; and alone, where it is the first one."""
     heads, page, layers = kv_heads * group, 64 * d, 4
     ints = lambda words: torch.tensor(words, dtype=torch.int32, device="cuda")
-    for n_seqs, depth in [(1, 8192), (1, 32768), (1, 131072), (8, 8192), (32, 8192)]:
+    for n_seqs, depth in [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (16, 8192), (32, 8192), (32, 32768)]:
         pages = depth // 16
-        n_slots, chunks, start = n_seqs * pages, [], 0
-        while start < depth:
-            size = 64 if start < 1024 else 128 if start < 8192 else 256
-            chunks.append(size)
-            start += size
+        n_slots, n, line, first, layers = n_seqs * pages, 60 if n_seqs * depth < 100000 else 20, [], None, 4 if n_seqs * depth < 500000 else 1
         arena = torch.randn(layers, kv_heads, n_slots * page // 2, device="cuda", dtype=torch.float16)
-        qkv = torch.randn(n_seqs, (heads + 2 * kv_heads) * d, device="cuda")
-        partials, sums = [torch.zeros(n_seqs * len(chunks) * heads * width, device="cuda") for width in (d, 2)]
-        parts = ints([word for size in (256, 128, 64) for row in range(n_seqs) for i, found in enumerate(chunks) if found == size
-                      for word in (row | i << 16, depth, row, row * len(chunks) + i)])
-        splits = ints([word for row in range(n_seqs) for word in (row, depth, row, row * len(chunks))])
-        counts, columns = ints([n_seqs * len(chunks), 0]), 32 if n_seqs * heads < 264 else 128
-        rounded, first = torch.zeros(n_seqs, heads * d, device="cuda", dtype=torch.bfloat16), {}
-        scattered = torch.randperm(n_slots, device="cuda").int()
-        for order, table in [("scattered", scattered), ("ordered", torch.arange(n_slots, device="cuda").int())]:
-            line = []
-            for (name, warps, stages, _), (cubin, _) in zip(SPLITS, built):
-                if order == "ordered" and name not in ("6x3", "6x3 idle"):
-                    continue
-                shared = split_shared(warps, stages, d)
-                merge_shared = 65536 if columns == 32 else 24576
-                merge = driver.kernel(cubin, "merge_few" if columns == 32 else "merge_many", merge_shared)
-                split = driver.kernel(cubin, "attend_split_8", shared)
-                out, turn = torch.full((n_seqs, heads * d), float("nan"), device="cuda"), [0]
+        qkv, table = torch.randn(n_seqs, (heads + 2 * kv_heads) * d, device="cuda"), torch.randperm(n_slots, device="cuda").int()
+        rounded = torch.zeros(n_seqs, heads * d, device="cuda", dtype=torch.bfloat16)
+        is_few = n_seqs * heads * 4 <= 396
+        columns, merge_shared = (32, 69632) if is_few else (128, 24960)
+        for (warps, stages, cuts), (cubin, _) in zip(SPLITS, built):
+            chunks, start = [], 0
+            while start < depth:
+                chunks.append(cuts[0] if start < cuts[3] else cuts[1] if start < cuts[4] else cuts[2])
+                start += chunks[-1]
+            partials, sums = [torch.zeros(n_seqs * len(chunks) * heads * width, device="cuda") for width in (d, 2)]
+            parts = ints([word for size in cuts[2::-1] for row in range(n_seqs) for i, found in enumerate(chunks) if found == size
+                          for word in (row | i << 16, depth, row, row * len(chunks) + i)])
+            splits = ints([word for row in range(n_seqs) for word in (row, depth, row, row * len(chunks))])
+            counts, shared = ints([n_seqs * len(chunks), 0]), split_shared(warps, stages, d)
+            split, merge = driver.kernel(cubin, "attend_split_8", shared), driver.kernel(cubin, "merge_few" if is_few else "merge_many", merge_shared)
+            out, turn = torch.full((n_seqs, heads * d), float("nan"), device="cuda"), [0]
 
-                def run(has_merge=True):
-                    turn[0] = (turn[0] + 1) % layers
-                    params = struct.pack("<QQQQQQQQQQIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                         partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(),
-                                         n_slots * page, qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, 1024, 8192, 0, 1.4426950408889634 / d**0.5)
-                    driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
-                    if has_merge:
-                        params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                             counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, 0, 1024, 8192)
-                        driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, merge_shared, params)
-                    else:
-                        counts[1:].zero_()
+            def run(has_merge=True):
+                turn[0] = (turn[0] + 1) % layers
+                params = struct.pack("<QQQQQQQQQQIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                                     partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), n_slots * page,
+                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], 0, 1.4426950408889634 / d**0.5)
+                driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
+                if not has_merge:
+                    return counts[1:].zero_()
+                params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                                     counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, 0, *cuts[3:])
+                driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, merge_shared, params)
 
-                n = 60 if n_seqs * depth < 100000 else 20
-                us = recorded(run, n) * 1e3
-                if name == "6x3":
-                    line.append(f"without merge {recorded(lambda: run(False), n) * 1e3:.1f} us")
-                turn[0] = 0
-                run()
-                torch.cuda.synchronize()
-                differing = differ(out, first.setdefault(order, out.clone()))
-                n_bytes = n_seqs * depth * kv_heads * d * 4
-                line.append(f"{name} {us:.1f} us {n_bytes / us / 1e3:.0f} GB/s" + (f" ({differing} differ)" if differing else ""))
-            print(f"{kv_heads} x {group} heads, {n_seqs} x {depth}, {order}: {'; '.join(line)}", flush=True)
+            us = recorded(run, n) * 1e3
+            turn[0] = 0
+            run()
+            torch.cuda.synchronize()
+            if first is None:
+                first = out.clone()
+                line.append(f"without merge {recorded(lambda: run(False), n) * 1e3:.1f} us")
+            off = ((out - first).norm() / first.norm()).item()
+            line.append(f"{warps}x{stages} {cuts} {us:.1f} us {n_seqs * depth * kv_heads * d * 4 / us / 1e3:.0f} GB/s off {off:.0e}")
+        print(f"{kv_heads} x {group} heads, {n_seqs} x {depth}: {'; '.join(line)}", flush=True)
         del arena
 
 
@@ -548,7 +481,7 @@ if __name__ == "__main__":
         splits = list(pool.map(build_split, SPLITS)) if {"compile", "decode"} & set(words) else []
         fews = list(pool.map(build_few, FEWS)) if {"compile", "few"} & set(words) else []
     for variant, (_, remarks) in [*zip(WIDES, wides), *zip(ATTENDS, attends), *zip(SPLITS, splits), *zip(FEWS, fews)]:
-        print(variant[0] if isinstance(variant[0], str) else variant, *remarks)
+        print(variant if isinstance(variant[0], int) else variant[0], *remarks)
     if words != ["compile"]:
         import torch
 

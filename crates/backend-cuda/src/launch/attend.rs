@@ -126,8 +126,8 @@ params! {
 
 impl Cuts {
     /// Short sequences of models with few KV heads would leave the device empty with longer chunks;
-    /// every chunk costs a partial result. Measured on one H200: `eval/results` has the
-    /// alternatives.
+    /// every chunk costs a partial result. Measured on one H200 with `kernels/lab/hopper.py decode`:
+    /// `eval/results` has the alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
         let (small_end, middle_end) = if n_kv_heads < 4 { (8192, 32768) } else { (1024, 8192) };
         Cuts { small_end, middle_end }
@@ -287,12 +287,14 @@ impl MergeShape {
 
     /// The kernel, for the compiler.
     pub(crate) fn entry(self) -> String {
-        format!("MERGE({}, {}, {})", self.name, self.columns, self.depth)
+        let MergeShape { name, columns, depth } = self;
+        format!("MERGE({name}, {columns}, {depth}, {})", self.shared_bytes())
     }
 
     /// Dynamic shared memory of a block.
     pub(crate) fn shared_bytes(self) -> usize {
-        self.depth * Self::BATCH_FLOATS * 4
+        let chunks = Self::BATCH_FLOATS / self.columns as usize;
+        self.depth * (Self::BATCH_FLOATS + 2 * chunks) * 4
     }
 }
 
@@ -307,8 +309,8 @@ pub(crate) struct SplitShape {
 
 impl SplitShape {
     /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
-    const ALL: [(usize, usize); 9] =
-        [(12, 3), (8, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
+    const ALL: [(usize, usize); 10] =
+        [(12, 3), (8, 4), (6, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
 
     /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
     /// smallest if none does.
@@ -451,9 +453,10 @@ impl Attention<'_> {
         (splits, n_splits): (Address, u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let is_few = n_splits * self.spec.n_heads < 2 * self.device.n_multiprocessors();
+        let pieces = |shape: MergeShape| count(self.kv.page.width()).div_ceil(shape.columns);
+        let n_few = n_splits * self.spec.n_heads * pieces(few.0);
+        let is_few = n_few <= 3 * self.device.n_multiprocessors();
         let (shape, kernel) = if is_few { few } else { many };
-        let pieces = count(self.kv.page.width()).div_ceil(shape.columns);
         let params = MergeParams {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
@@ -473,7 +476,7 @@ impl Attention<'_> {
         unsafe {
             self.device.launch(
                 kernel,
-                (n_splits, self.spec.n_heads * pieces),
+                (n_splits, self.spec.n_heads * pieces(*shape)),
                 MERGE_THREADS,
                 &params,
             )
