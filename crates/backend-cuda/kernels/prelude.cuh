@@ -120,14 +120,14 @@ DEVICE void copy_async(u32 shared, const void* global, u32 n_bytes) {
                  : "memory");
 }
 
-// The same of eight bytes.
-DEVICE void copy_eight(u32 shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // The same of four bytes.
 DEVICE void copy_word_async(u32 shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// The same of eight bytes.
+DEVICE void copy_eight(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
 
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
