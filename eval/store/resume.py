@@ -30,6 +30,7 @@ VOCAB = 40_000
 PAGE_LEN = 16
 MODEL = "smollm2"
 LENGTHS = [40, 100, 200, 400, 1000, 3000]
+RATES = [1_000_000_000, 50_000_000, 20_000_000, 5_000_000]
 
 
 class Server(Serve):
@@ -104,14 +105,12 @@ def slow_tiers(folder, redis):
     tiers = {
         "disk": ["--kv-disk", f"{folder}/resume:4GiB"],
         "disk, int8": ["--kv-disk", f"{folder}/resume8:4GiB", "--kv-cold-dtype", "int8"],
-        "disk, int4": ["--kv-disk", f"{folder}/resume4:4GiB", "--kv-cold-dtype", "int4"],
         "disk, encrypted": ["--kv-disk", f"{folder}/resumex:4GiB", "--kv-key-file", f"{folder}/key"],
     }
     with open(f"{folder}/key", "wb") as file:
         file.write(bytes(range(32)))
     if redis:
         tiers["redis"] = ["--kv-remote", f"redis://127.0.0.1:{redis}"]
-        tiers["shared directory"] = ["--kv-remote", f"file://{pathlib.Path(folder).resolve()}/shared"]
     return tiers
 
 
@@ -120,28 +119,29 @@ def resumed(binary, folder, n_tokens, rounds, redis):
     tiers = slow_tiers(folder, redis)
     seconds = {name: [] for name in ("recompute", "memory", "host", *tiers)}
     cached = {}
-    for i in range(rounds):
-        prompt, other = prompt_of(("a", i), n_tokens), prompt_of(("b", i), n_tokens)
-        for name, words in tiers.items():
-            with Server(binary, *words) as server:
-                seconds["recompute"].append(server.first_token(prompt)[0])
-                took, cached["memory"] = server.first_token(prompt)
-                seconds["memory"].append(took)
-                server.settle()
+    prompt, other = prompt_of("a", n_tokens), prompt_of("b", n_tokens)
+    for name, words in tiers.items():
+        with Server(binary, *words) as server:
+            seconds["recompute"].append(server.first_token(prompt)[0])
+            took, cached["memory"] = server.first_token(prompt)
+            seconds["memory"].append(took)
+            server.settle()
+        for i in range(rounds):
             with Server(binary, *words) as server:
                 # An engine that has computed something knows what computing costs.
-                server.first_token(prompt_of(("c", i), 600))
+                server.first_token(prompt_of(("c", i), 300))
                 took, cached[name] = server.first_token(prompt)
                 seconds[name].append(took)
-        # Room for one conversation, and the rest on the host.
-        bytes_kv = 23_040 * (n_tokens + 600)
-        with Server(
-            binary, "--max-num-seqs", "1", "--kv-cache-memory-bytes", str(bytes_kv), "--swap-space", "1GiB"
-        ) as server:
-            server.first_token(prompt)
-            server.first_token(other)
-            took, cached["host"] = server.first_token(prompt)
-            seconds["host"].append(took)
+        print(name, {name: seconds[name] for name in ("recompute", name)}, flush=True)
+    # Room for one conversation, and the rest on the host.
+    memory = ["--kv-cache-memory-bytes", 23_040 * (n_tokens + 600), "--swap-space", "1GiB"]
+    with Server(binary, "--max-num-seqs", "1", *memory) as server:
+        server.first_token(prompt)
+        server.first_token(other)
+        for _ in range(rounds):
+            for tokens in (prompt, other):
+                took, cached["host"] = server.first_token(tokens)
+                seconds["host"].append(took)
     for where, tokens in cached.items():
         assert tokens >= n_tokens - 2 * PAGE_LEN, f"{where}: {tokens} of {n_tokens} tokens were cached"
     return {where: median(times) for where, times in seconds.items()} | {"cached_tokens": cached}
@@ -173,7 +173,58 @@ def crossover(binary, folder, lengths, rounds):
     return table
 
 
-def saving(binary, folder, rounds, n_prompts=12, n_tokens=512, n_answer=48):
+class Narrow:
+    """A way to a server through which so many bytes a second come back."""
+
+    def __init__(self, port, bytes_per_s):
+        self.far, self.bytes_per_s, self.free = port, bytes_per_s, time.monotonic()
+        self.lock = threading.Lock()
+        self.gate = socket.create_server(("127.0.0.1", 0))
+        self.port = self.gate.getsockname()[1]
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            near, _ = self.gate.accept()
+            far = socket.create_connection(("127.0.0.1", self.far))
+            for source, target, is_slow in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self.pass_on, args=(source, target, is_slow), daemon=True).start()
+
+    def pass_on(self, source, target, is_slow):
+        try:
+            while data := source.recv(65536):
+                if is_slow:
+                    with self.lock:
+                        self.free = max(self.free, time.monotonic()) + len(data) / self.bytes_per_s
+                        wait = self.free - time.monotonic()
+                    time.sleep(max(wait, 0))
+                target.sendall(data)
+        except OSError:
+            pass
+
+
+def narrowed(binary, redis, rates, n_tokens=1000, n_prompts=4):
+    """For each rate of a store: seconds when computed and when asked of it, one prompt after another."""
+    table = []
+    for rate in rates:
+        prompts = [prompt_of(("n", rate, i), n_tokens) for i in range(n_prompts)]
+        with Server(binary, "--kv-remote", f"redis://127.0.0.1:{redis}") as server:
+            computed = [server.first_token(prompt)[0] for prompt in prompts]
+            server.settle()
+        way = Narrow(redis, rate)
+        with Server(binary, "--kv-remote", f"redis://127.0.0.1:{way.port}") as server:
+            server.first_token(prompt_of(("warm", rate), 300))
+            asked = [server.first_token(prompt) for prompt in prompts]
+        table.append({
+            "bytes_per_s": rate,
+            "computed_s": median(computed),
+            "asked_s": [round(took, 3) for took, _ in asked],
+            "cached_tokens": [cached for _, cached in asked],
+        })
+    return table
+
+
+def saving(binary, folder, rounds, n_prompts=6, n_tokens=512, n_answer=48):
     """Tokens a second with and without a disk tier, in turns, and bytes written for each saved."""
 
     def load(server, i):
@@ -236,6 +287,7 @@ def main():
     parts = {
         "saving": lambda: saving(args.binary, folder, args.rounds + 2),
         "first_token_s": lambda: resumed(args.binary, folder, args.tokens, args.rounds, port),
+        "narrow_store": lambda: narrowed(args.binary, port, RATES),
         "crossover": lambda: crossover(args.binary, folder, LENGTHS, args.rounds),
     }
     result = {

@@ -32,6 +32,10 @@ use crate::executor::Execute;
 const SAVE_SHARE: f64 = 0.02;
 /// The least time before a load is given up, whatever computing its pages would take.
 const PATIENCE_MIN: Duration = Duration::from_millis(200);
+/// The least time before a load or a guess is given up while nobody knows what computing takes, as
+/// right after the start, when conversations come back.
+const PATIENCE_UNMEASURED: Duration = Duration::from_secs(5);
+const GUESS_PATIENCE_UNMEASURED: Duration = Duration::from_secs(1);
 /// How long the engine waits at once for a page when there is nothing to compute, before it looks at
 /// its commands.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -323,10 +327,15 @@ impl Tier {
         let end = start + n_pages * page_len as usize;
         let mut keys = scheduler.cache().keys(salt, &tokens[..end]);
         keys.drain(..first);
-        let compute_nanos = scheduler.rates().compute(load.start..end as u32);
-        let patience = Duration::from_nanos((2.0 * compute_nanos) as u64).max(PATIENCE_MIN);
+        let rates = scheduler.rates();
+        let compute_nanos = rates.compute(load.start..end as u32);
+        let (least, guess_least) = match rates.is_measured() {
+            true => (PATIENCE_MIN, GUESS_PATIENCE_MIN),
+            false => (PATIENCE_UNMEASURED, GUESS_PATIENCE_UNMEASURED),
+        };
+        let patience = Duration::from_nanos((2.0 * compute_nanos) as u64).max(least);
         let guess_patience = Duration::from_nanos((GUESS_SHARE * compute_nanos) as u64);
-        let guess_patience = guess_patience.max(GUESS_PATIENCE_MIN);
+        let guess_patience = guess_patience.max(guess_least);
         let tag = self.n_tags;
         self.n_tags += n_pages as u64;
         Some(Loading {

@@ -14,7 +14,7 @@ use crate::OpenError;
 
 /// How long one try of a request may take. A page is megabytes, and a load that takes longer is given
 /// up by the engine anyway.
-const DEADLINE: Duration = Duration::from_secs(5);
+const DEADLINE: Duration = Duration::from_secs(2);
 /// How often a request is tried again, and how long is waited before that at least and at most.
 const N_RETRIES: usize = 2;
 const DELAYS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
@@ -73,6 +73,8 @@ impl Objects for Remote {
                 Ok(n)
             }
             Err(error) if error.kind() == ErrorKind::NotFound => Err(ObjectError::Absent),
+            // It is shorter.
+            Err(error) if error.kind() == ErrorKind::RangeNotSatisfied => Ok(0),
             Err(error) => Err(ObjectError::Failed(error.to_string())),
         }
     }

@@ -41,7 +41,8 @@ const SECRET: &str = "secret";
 
 /// Objects somewhere else. An object is put whole or not at all, or its checks fail.
 pub trait Objects: Send + Sync {
-    /// Reads the beginning of an object, as much as there is room for and it has; gives the length.
+    /// Reads as much of an object's beginning as there is room for, and gives how much that was: less
+    /// than that, or nothing, if the object is shorter.
     fn get(&self, name: &str, target: &mut [u8]) -> Result<usize, ObjectError>;
     /// Writes an object, instead of what was there.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError>;
