@@ -152,8 +152,9 @@ DEVICE Choice choose(const DecideParams& p, Share& share, u32 k, u32* bins, u32*
         prefix |= bin.number << shift, mask |= digits << shift, rest = bin.rest;
     }
     const u32 last = is_small ? prefix : prefix & 511;
-    u32 n_before = 0;
-    for (u32 i = 0; i < share.index; i++) n_before += __ldcg(&share.tally->own_digits[i][last]);
+    const u32 own = threadIdx.x < share.index ? __ldcg(&share.tally->own_digits[threadIdx.x][last]) : 0;
+    u32 n_before;
+    scan_of(own, shared, n_before);
     return Choice{prefix, rest, n_before};
 }
 
@@ -184,8 +185,10 @@ DEVICE Leaving find_leaving(const DecideParams& p, Share& share, u32 now, u32 k,
     total += k;
     if (total <= capacity) return Leaving{~0u, 0, 0};
     const Bin bin = find_bin(share.tally->ages, total - capacity, shared);
-    u32 n_before = 0;
-    for (u32 i = 0; i < share.index; i++) n_before += __ldcg(&share.tally->own_ages[i][bin.number]);
+    const u32 own =
+        threadIdx.x < share.index ? __ldcg(&share.tally->own_ages[threadIdx.x][bin.number]) : 0;
+    u32 n_before;
+    scan_of(own, shared, n_before);
     return Leaving{bin.number, bin.rest, n_before};
 }
 
@@ -248,7 +251,7 @@ DEVICE Four load_marks(const Share& share, u32 place, bool is_whole) {
 
 // Brings the working set up to date; gives how many rows went and came.
 DEVICE uint2 change_set(const DecideParams& p, Share& share, const HeadState& state, u32 now,
-                        Leaving leaving, uint2* moves, u32* counts) {
+                        Leaving leaving, uint2* moves, u32* counts, u32* gone_before) {
     const bool is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
     u32 n_same = leaving.n_before, n_gone = 0, n_new = 0;
     for (u32 first = share.start; first < share.end; first += TILE) {
@@ -289,12 +292,14 @@ DEVICE uint2 change_set(const DecideParams& p, Share& share, const HeadState& st
     }
     if (threadIdx.x == 0) share.tally->changes[share.index] = make_uint2(n_gone, n_new);
     meet(share);
-    u32 all_gone = 0, all_new = 0, new_before = 0;
-    for (u32 i = 0; i < share.count; i++) {
-        const uint2 change = __ldcg(&share.tally->changes[i]);
-        if (i < share.index) new_before += change.y;
-        all_gone += change.x, all_new += change.y;
-    }
+    // A thread for each block.
+    const u32 block = threadIdx.x;
+    const uint2 change = block < share.count ? __ldcg(&share.tally->changes[block]) : make_uint2(0, 0);
+    u32 all_gone, all_new, new_before;
+    const u32 gone = scan_of(change.x, counts, all_gone);
+    if (block <= share.count) gone_before[block] = gone;
+    scan_of(change.y, counts, all_new);
+    scan_of(block < share.index ? change.y : 0, counts, new_before);
     // A row that comes takes the place of one that goes, in order, and then those behind the last.
     const u32 n_members = is_whole ? 0 : state.n_members;
     const u32 n_pieces = (share.ask.n + PIECE - 1) / PIECE;
@@ -308,12 +313,17 @@ DEVICE uint2 change_set(const DecideParams& p, Share& share, const HeadState& st
         UNROLL
         for (int j = 0; j < 4; j++) {
             if (!four.is_new[j]) continue;
-            u32 i = number, row = n_members + i - all_gone;
-            if (i < all_gone) {
-                u32 block = 0;
-                for (; i >= __ldcg(&share.tally->changes[block]).x; block++)
-                    i -= __ldcg(&share.tally->changes[block]).x;
-                row = __ldcg(share.freed + block * n_pieces / share.count * PIECE + i);
+            u32 row = n_members + number - all_gone;
+            if (number < all_gone) {
+                // The last block before which no more went.
+                u32 low = 0, high = share.count;
+                while (low + 1 < high) {
+                    const u32 middle = (low + high) / 2;
+                    if (gone_before[middle] <= number) low = middle;
+                    else high = middle;
+                }
+                row = __ldcg(share.freed + low * n_pieces / share.count * PIECE + number -
+                             gone_before[low]);
             }
             share.marks[place + j] = make_uint2(now, row);
             moves[number] = make_uint2(place + j, row);
@@ -330,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     __shared__ u32 shared[SCORE_WARPS + 2];
     __shared__ Looks looks;
     __shared__ float2 totals[MAX_GROUP];
+    __shared__ u32 gone_before[MAX_BLOCKS + 1];
     begin();
     u32 number;
     Share share;
@@ -376,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     const u32 capacity = (u32)ceilf(__fmul_rn((float)k, p.working_set));
     const Leaving leaving = find_leaving(p, share, now, k, capacity, bins, shared);
     uint2* moves = p.moves + (u64)number * p.score.stride;
-    const uint2 changes = change_set(p, share, state, now, leaving, moves, shared);
+    const uint2 changes = change_set(p, share, state, now, leaving, moves, shared, gone_before);
     if (share.index > 0) return;
     // Others may still look at what is remembered of this head.
     if (p.flags & FLAG_TOGETHER && thread == 0) {
