@@ -23,7 +23,7 @@
 #define TILES (2 * PAIRS)
 
 // Chunks are short at the beginning, so that short sequences have many: SMALL_CHUNK keys each up to
-// `small_end`, MIDDLE_CHUNK up to `middle_end`, then LARGE_CHUNK. Both ends are multiples of LARGE_CHUNK.
+// `small_end`, MIDDLE_CHUNK up to `middle_end`, then LARGE_CHUNK. Both are whole chunks from the end before.
 struct Cuts {
     u32 small_end, middle_end;
 };

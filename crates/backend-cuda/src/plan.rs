@@ -439,9 +439,9 @@ mod tests {
         tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
         let mut parts = Vec::new();
         let n = tasks.parts(|part| parts.push((part.row_chunk & 0xFFFF, part.row_chunk >> 16)));
-        assert_eq!((n as usize, parts.len()), (84, 84));
-        assert_eq!(parts[..3], [(0, 80), (0, 81), (0, 32)]);
-        assert_eq!(parts[50..52], [(0, 0), (0, 1)]);
-        assert_eq!(parts[82..], [(1, 0), (1, 1)]);
+        assert_eq!((n as usize, parts.len()), (67, 67));
+        assert_eq!(parts[..3], [(0, 64), (0, 32), (0, 33)]);
+        assert_eq!(parts[33..35], [(0, 0), (0, 1)]);
+        assert_eq!(parts[65..], [(1, 0), (1, 1)]);
     }
 }

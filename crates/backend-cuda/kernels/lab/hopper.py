@@ -92,7 +92,7 @@ def build_few(variant):
     return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu"]))
 
 
-MERGES = dict(MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048, MERGE_ENTRIES="MERGE(merge_few, 32, 8, 69632) MERGE(merge_many, 128, 3, 24960)")
+MERGES = dict(MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048, MERGE_ENTRIES="MERGE(merge_few, 32, 3, 26112) MERGE(merge_many, 128, 3, 24960)")
 
 
 def attend_shared(d, stages):
@@ -325,7 +325,7 @@ class Case:
             tasks = torch.tensor(tasks, dtype=torch.int32, device="cuda")
             self.kernels[kind] = driver.kernel(cubin, f"attend_{kind}", shared[kind]), threads, shared[kind], tasks
         self.split = driver.kernel(cubin, "attend_split_8", shared["split"]), shared["split"]
-        self.merge = driver.kernel(cubin, "merge_few", 69632)
+        self.merge = driver.kernel(cubin, "merge_few", 26112)
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
         return struct.pack("<QQQQQQQQQQIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
@@ -348,7 +348,7 @@ class Case:
         self.driver.launch(kernel, (132, 1, 1), 256, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
                              counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 0, *USUAL[3:])
-        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 69632, params)
+        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 26112, params)
         torch.cuda.synchronize()
         return out[row]
 
@@ -402,7 +402,7 @@ def decode(driver, built, kv_heads=8, group=4, d=128):
         qkv, table = torch.randn(n_seqs, (heads + 2 * kv_heads) * d, device="cuda"), torch.randperm(n_slots, device="cuda").int()
         rounded = torch.zeros(n_seqs, heads * d, device="cuda", dtype=torch.bfloat16)
         is_few = n_seqs * heads * 4 <= 396
-        columns, merge_shared = (32, 69632) if is_few else (128, 24960)
+        columns, merge_shared = (32, 26112) if is_few else (128, 24960)
         for (warps, stages, cuts), (cubin, _) in zip(SPLITS, built):
             chunks, start = [], 0
             while start < depth:

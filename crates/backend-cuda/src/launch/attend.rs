@@ -112,8 +112,8 @@ params! {
 
 /// Keys of a chunk at the beginning of a sequence, further on, and then.
 pub(crate) const SMALL_CHUNK: usize = 64;
-pub(crate) const MIDDLE_CHUNK: usize = 128;
-pub(crate) const LARGE_CHUNK: usize = 256;
+pub(crate) const MIDDLE_CHUNK: usize = 192;
+pub(crate) const LARGE_CHUNK: usize = 512;
 
 params! {
     /// Mirrors `Cuts`: where chunks get longer. Each chunk gives one partial softmax, so bits depend
@@ -129,7 +129,7 @@ impl Cuts {
     /// every chunk costs a partial result. Measured on one H200 with `kernels/lab/hopper.py decode`:
     /// `eval/results` has the alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
-        let (small_end, middle_end) = if n_kv_heads < 4 { (8192, 32768) } else { (1024, 8192) };
+        let (small_end, middle_end) = if n_kv_heads < 4 { (8192, 32768) } else { (896, 8192) };
         Cuts { small_end, middle_end }
     }
 
@@ -279,9 +279,10 @@ impl MergeShape {
     /// Floats of a batch.
     pub(crate) const BATCH_FLOATS: usize = 2048;
 
-    /// For few heads, which are cut to fill the device and have a multiprocessor each; and for many.
+    /// For few heads, which are cut to fill the device; and for many. A block finds room beside one of the
+    /// splits, so that it is there when they end.
     pub(crate) const ALL: [Self; 2] = [
-        MergeShape { name: "merge_few", columns: 32, depth: 8 },
+        MergeShape { name: "merge_few", columns: 32, depth: 3 },
         MergeShape { name: "merge_many", columns: 128, depth: 3 },
     ];
 
@@ -310,7 +311,7 @@ pub(crate) struct SplitShape {
 impl SplitShape {
     /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
     const ALL: [(usize, usize); 10] =
-        [(12, 3), (8, 4), (6, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
+        [(12, 3), (8, 4), (7, 3), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
 
     /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
     /// smallest if none does.
