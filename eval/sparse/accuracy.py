@@ -13,6 +13,9 @@ from collections import defaultdict
 from statistics import fmean, pstdev
 
 
+KEYS = ("score", "live_hits", "frozen_hits", "attended", "moved")
+
+
 def records(paths, names):
     """By model, policy and prompt; `names` has the models' names by fingerprint."""
     found = {}
@@ -49,7 +52,7 @@ def main():
         by_cell[model, policy, r["task"], r["length"]].append(r)
     cells = [
         {"model": model, "policy": policy, "task": task, "length": length, "n": len(rs)}
-        | {key: mean(rs, key) for key in ("score", "live_hits", "frozen_hits", "attended", "moved")}
+        | {key: mean(rs, key) for key in KEYS if mean(rs, key) is not None}
         for (model, policy, task, length), rs in sorted(by_cell.items())
     ]
     about = {"what": args.what, "command": args.command, "machine": args.machine}
