@@ -6,7 +6,8 @@
 // into chunks at fixed places from the sequence's start. For each chunk it goes in steps of 32 keys:
 //
 //   s = q K             q is the sum of PARTS 16-bit floats, or rounded to one; a chain along D each
-//   m, p = exp2(s - m)  the running maximum of the chunk; what came before is scaled down
+//   m, p = exp2(s - m)  m is near the chunk's running maximum: it moves, and what came before is scaled
+//                       down, when that is MOST_ABOVE above it
 //   l, o                sums of p and of p V; p is split as q is; one chain along the keys
 //
 // and chunks are merged from left to right. Masked keys have p = 0, and adding zero changes nothing.
@@ -64,14 +65,18 @@ struct AttendParams {
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 
-// What a float is multiplied with before it is taken apart, so that small parts keep their bits.
+// How far scores may be above m, as an exponent of two. Parts of small p keep all their bits only if m is
+// the maximum itself.
+#define MOST_ABOVE (PARTS == 1 ? 8.0f : 0.0f)
+
+// All p are multiplied with two to this, so that small ones keep their bits and large ones are finite.
 #if KV == KV_F16
-#define P_SCALE 16384.0f
+#define P_EXPONENT (PARTS == 1 ? 7.0f : 14.0f)
 DEVICE float part_value(u32 bits) { return f16_to_float(bits & 0xFFFF); }
 DEVICE u32 part_pair(float x, float y) { return f16x2(x, y); }
 DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
 #else
-#define P_SCALE 1.0f
+#define P_EXPONENT 0.0f
 DEVICE float part_value(u32 bits) { return bf16_to_float(bits & 0xFFFF); }
 DEVICE u32 part_pair(float x, float y) { return bf16x2(x, y); }
 DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
@@ -97,7 +102,8 @@ DEVICE float line_factor(float largest) {
 #endif
 }
 
-// What a line knows after some keys: o is kept beside it.
+// What a line knows after some keys: o is kept beside it. Sums are of exp2(s - m), times
+// 2^P_EXPONENT.
 struct Total {
     float m, l;
 };
@@ -143,9 +149,14 @@ struct Lines {
 };
 
 template <int R>
-DEVICE void begin_chunk(Lines<R>& lines) {
+DEVICE void begin_totals(Lines<R>& lines) {
     UNROLL
     for (int r = 0; r < R; r++) lines.total[r].m = -INFINITE, lines.total[r].l = 0.0f;
+}
+
+template <int R>
+DEVICE void begin_chunk(Lines<R>& lines) {
+    begin_totals(lines);
     UNROLL
     for (int n = 0; n < TILES; n++)
         UNROLL
@@ -165,16 +176,14 @@ DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) 
         float x[KT][8];
         float largest = 0.0f;
         UNROLL
-        for (int k = 0; k < KT; k++) {
-            const u32 i = k * 32 + t * 8;
-            float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
-            if (g + 8 * r < lines.n && i < HEAD_DIM) {
-                low = *(const float4*)(q + i);
-                high = *(const float4*)(q + i + 4);
+        for (int k = 0; k < KT; k++)
+            UNROLL
+            for (int pair = 0; pair < 4; pair++) {
+                const u32 i = k * 32 + pair * 8 + t * 2;
+                float2 two = make_float2(0.0f, 0.0f);
+                if (g + 8 * r < lines.n && i < HEAD_DIM) two = *(const float2*)(q + i);
+                x[k][2 * pair] = two.x, x[k][2 * pair + 1] = two.y;
             }
-            x[k][0] = low.x, x[k][1] = low.y, x[k][2] = low.z, x[k][3] = low.w;
-            x[k][4] = high.x, x[k][5] = high.y, x[k][6] = high.z, x[k][7] = high.w;
-        }
         UNROLL
         for (int k = 0; k < KT; k++)
             UNROLL
@@ -209,12 +218,35 @@ struct SharedQueries {
     }
 };
 
+// Four matrices of eight rows of sixteen bytes each, of which each lane names a row: a lane gets of each
+// the elements 2t and 2t + 1 of row g.
+DEVICE uint4 load_matrices(const u8* row) {
+    uint4 b;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
+                 : "r"(shared_address(row))
+                 : "memory");
+    return b;
+}
+
+// Operands for two steps along the columns: those of a piece of 32, of eight tokens of a page.
+DEVICE uint4 key_operand(const u8* keys, u32 k, u32 eight) {
+    const u32 lane = threadIdx.x % 32;
+    return load_matrices(keys + key_piece(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
+}
+
+// Operands for two tiles of eight columns: the values of a page's tokens.
+DEVICE uint4 value_operand(const u8* values, u32 pair) {
+    const u32 lane = threadIdx.x % 32;
+    return load_matrices(values +
+                         value_piece(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16);
+}
+
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
 // of its pages are STRIDE apart.
 template <int R, int STRIDE, typename Queries>
 DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES][2 * R]) {
     const int SETS = Lines<R>::SETS;
-    const u32 lane = threadIdx.x % 32;
     float sums[KEY_TILES][SETS][4];
     UNROLL
     for (int j = 0; j < KEY_TILES; j++)
@@ -228,7 +260,7 @@ DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES]
         UNROLL
         for (int j = 0; j < KEY_TILES; j++) {
             const u8* keys = stage + j / 2 * STRIDE;
-            b[j] = *(const uint4*)(keys + ((k * 2 + j % 2) * 32 + lane) * 16);
+            b[j] = key_operand(keys, k, j % 2);
         }
         UNROLL
         for (int i = 0; i < 2; i++)
@@ -258,11 +290,7 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
     const u32 t = threadIdx.x % 4;
     const bool is_inside =
         first_key >= lines.inside_start && first_key + STEP <= lines.inside_end;
-    float largest[R], base[R], sum[R];
-    UNROLL
-    for (int j = 0; j < KEY_TILES; j++)
-        UNROLL
-        for (int e = 0; e < 2 * R; e++) s[j][e] = __fmul_rn(s[j][e], lines.factor[e / 2]);
+    float minus[R], sum[R];
     if (!is_inside)
         UNROLL
         for (int j = 0; j < KEY_TILES; j++)
@@ -274,15 +302,18 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
             }
     UNROLL
     for (int r = 0; r < R; r++) {
-        largest[r] = -INFINITE;
+        float largest = -INFINITE;
         UNROLL
         for (int j = 0; j < KEY_TILES; j++)
-            largest[r] = fmaxf(largest[r], fmaxf(s[j][2 * r], s[j][2 * r + 1]));
-        largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
-        largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
-        const float m = fmaxf(lines.total[r].m, largest[r]);
-        base[r] = m == -INFINITE ? 0.0f : m;
-        down[r] = exp2_of(lines.total[r].m - base[r]);
+            largest = fmaxf(largest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = __fmul_rn(largest, lines.factor[r]);
+        const float before = lines.total[r].m;
+        const float m = largest > before + MOST_ABOVE ? largest : before;
+        // Where nothing was seen before, there is nothing to scale.
+        down[r] = before == -INFINITE ? 1.0f : exp2_of(before - m);
+        minus[r] = P_EXPONENT - (m == -INFINITE ? 0.0f : m);
         lines.total[r].m = m;
         sum[r] = 0.0f;
     }
@@ -290,7 +321,7 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
     for (int j = 0; j < KEY_TILES; j++)
         UNROLL
         for (int e = 0; e < 2 * R; e++) {
-            s[j][e] = exp2_of(s[j][e] - base[e / 2]);
+            s[j][e] = exp2_of(__fmaf_rn(s[j][e], lines.factor[e / 2], minus[e / 2]));
             sum[e / 2] += s[j][e];
         }
     UNROLL
@@ -301,41 +332,55 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
     }
 }
 
+// Whether the maximum of one of the warp's lines has moved: what is not moved is not touched.
+template <int R>
+DEVICE bool has_moved(const float (&down)[R]) {
+    bool is_moved = down[0] != 1.0f;
+    UNROLL
+    for (int r = 1; r < R; r++) is_moved |= down[r] != 1.0f;
+    return __any_sync(~0u, is_moved);
+}
+
+template <int R>
+DEVICE void scale_down(const float (&down)[R], float (&o)[TILES][4]) {
+    UNROLL
+    for (int n = 0; n < TILES; n++)
+        UNROLL
+        for (int e = 0; e < 2 * R; e++) o[n][e] *= down[e / 2];
+}
+
+// The weights of a page's keys as operands.
+template <int R>
+DEVICE void weight_operands(const float (&s)[KEY_TILES][2 * R], int page, u32 (&a)[PARTS][4]) {
+    UNROLL
+    for (int reg = 0; reg < 4; reg++) {
+        // Registers 0 and 1 are the first eight keys of the page, 2 and 3 the others; odd ones
+        // are the lower rows.
+        const int j = page * 2 + reg / 2, r = reg % 2;
+        if (r < R) {
+            float x = s[j][2 * (r % R)], y = s[j][2 * (r % R) + 1];
+            UNROLL
+            for (int part = 0; part < PARTS; part++) a[part][reg] = take_part(x, y);
+        } else {
+            UNROLL
+            for (int part = 0; part < PARTS; part++) a[part][reg] = 0;
+        }
+    }
+}
+
 // Adds the weighted values of a step. The values of its pages are STRIDE apart.
 template <int R, int STRIDE>
 DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
                        float (&o)[TILES][4]) {
-    const u32 lane = threadIdx.x % 32;
-    // The maximum moves seldom, and what is not moved is not touched.
-    bool is_moved = down[0] != 1.0f;
-    UNROLL
-    for (int r = 1; r < R; r++) is_moved |= down[r] != 1.0f;
-    if (__any_sync(~0u, is_moved))
-        UNROLL
-        for (int n = 0; n < TILES; n++)
-            UNROLL
-            for (int e = 0; e < 2 * R; e++) o[n][e] *= down[e / 2];
+    if (has_moved(down)) scale_down(down, o);
     UNROLL
     for (int page = 0; page < STEP_PAGES; page++) {
         u32 a[PARTS][4];
-        UNROLL
-        for (int reg = 0; reg < 4; reg++) {
-            // Registers 0 and 1 are the first eight keys of the page, 2 and 3 the others; odd ones
-            // are the lower rows.
-            const int j = page * 2 + reg / 2, r = reg % 2;
-            if (r < R) {
-                float x = s[j][2 * (r % R)] * P_SCALE, y = s[j][2 * (r % R) + 1] * P_SCALE;
-                UNROLL
-                for (int part = 0; part < PARTS; part++) a[part][reg] = take_part(x, y);
-            } else {
-                UNROLL
-                for (int part = 0; part < PARTS; part++) a[part][reg] = 0;
-            }
-        }
+        weight_operands<R>(s, page, a);
         const u8* values = stage + page * STRIDE;
         UNROLL
         for (int pair = 0; pair < PAIRS; pair++) {
-            const uint4 b = *(const uint4*)(values + (pair * 32 + lane) * 16);
+            const uint4 b = value_operand(values, pair);
             UNROLL
             for (int part = 0; part < PARTS; part++) {
                 mma(o[2 * pair], a[part], b.x, b.y);

@@ -87,54 +87,9 @@ DEVICE void wait_step(u32 ring, u32 turn) {
 #endif
 }
 
-// Writes the outputs of a warp's lines.
-DEVICE void store_lines(const AttendParams& p, const TileLines& lines, const Total (&total)[2],
-                        const float (&all)[TILES][4]) {
-    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    UNROLL
-    for (int r = 0; r < 2; r++) {
-        if (g + 8 * r >= lines.n) continue;
-        const u32 line = lines.first + g + 8 * r;
-        const u64 row = lines.first_row + line / p.group;
-        const u32 head = lines.kv_head * p.group + line % p.group;
-        const u64 at = (row * p.n_kv_heads * p.group + head) * HEAD_DIM;
-        const float inverse = 1.0f / total[r].l * (1.0f / P_SCALE);
-        UNROLL
-        for (int n = 0; n < TILES; n++) {
-            const u32 i = n * 8 + t * 2;
-            if (i >= HEAD_DIM) continue;
-            const float x = all[n][2 * r] * inverse, y = all[n][2 * r + 1] * inverse;
-            *(float2*)(p.out + at + i) = make_float2(x, y);
-            *(u32*)(p.rounded + at + i) = bf16x2(x, y);
-        }
-    }
-}
-
-// Adds a chunk to what came before it.
-DEVICE void merge_chunk(const TileLines& lines, Total (&total)[2], float (&all)[TILES][4]) {
-    Weights w[2];
-    UNROLL
-    for (int r = 0; r < 2; r++) {
-        w[r] = weigh(total[r].m, lines.total[r].m);
-        total[r].l = mix(total[r].l, lines.total[r].l, w[r]);
-        total[r].m = w[r].m;
-    }
-    UNROLL
-    for (int n = 0; n < TILES; n++)
-        UNROLL
-        for (int e = 0; e < 4; e++) all[n][e] = mix(all[n][e], lines.o[n][e], w[e / 2]);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams p) {
-    extern __shared__ __align__(128) u8 shared[];
-    allow_next();
-    // Tasks and tables were there before the step began.
-    const Task task = ((const Task*)p.tasks)[blockIdx.x];
-    const u32 warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-    const u32 ring = shared_address(shared);
-    u32* operands = (u32*)(shared + TILE_STAGES * STAGE_BYTES + warp * TileLines::Q_BYTES);
-
-    // The warp's lines, and the keys that the whole task and each line of the lane see.
+// The lines of a warp of a task, and the keys that they see.
+DEVICE TileLines tile_lines(const AttendParams& p, const Task& task, u32 warp) {
+    const u32 g = threadIdx.x % 32 / 4;
     TileLines lines;
     lines.first_row = task.first_row, lines.kv_head = blockIdx.y;
     lines.first = task.first_line + warp * 16;
@@ -149,6 +104,61 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
     const u32 last_line = lines.first + max(lines.n, 1u) - 1;
     lines.inside_end = lines.n > 0 ? task.place + lines.first / p.group + 1 : 0;
     lines.inside_start = first_key_of(task.place + last_line / p.group + 1, p.window);
+    return lines;
+}
+
+// Writes the outputs of a warp's lines.
+DEVICE void store_lines(const AttendParams& p, const TileLines& lines, const Total (&total)[2],
+                        const float (&all)[TILES][4]) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        if (g + 8 * r >= lines.n) continue;
+        const u32 line = lines.first + g + 8 * r;
+        const u64 row = lines.first_row + line / p.group;
+        const u32 head = lines.kv_head * p.group + line % p.group;
+        const u64 at = (row * p.n_kv_heads * p.group + head) * HEAD_DIM;
+        const float inverse = 1.0f / total[r].l;
+        UNROLL
+        for (int n = 0; n < TILES; n++) {
+            const u32 i = n * 8 + t * 2;
+            if (i >= HEAD_DIM) continue;
+            const float x = all[n][2 * r] * inverse, y = all[n][2 * r + 1] * inverse;
+            *(float2*)(p.out + at + i) = make_float2(x, y);
+            *(u32*)(p.rounded + at + i) = bf16x2(x, y);
+        }
+    }
+}
+
+// Adds a chunk to what came before it.
+DEVICE void merge_chunk(const TileLines& lines, Total (&total)[2], float (&all)[TILES][4]) {
+    Weights w[2];
+    float before[2];
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        w[r] = weigh(total[r].m, lines.total[r].m);
+        total[r].l = mix(total[r].l, lines.total[r].l, w[r]);
+        total[r].m = w[r].m;
+        before[r] = w[r].before;
+    }
+    if (has_moved(before)) scale_down(before, all);
+    UNROLL
+    for (int n = 0; n < TILES; n++)
+        UNROLL
+        for (int e = 0; e < 4; e++)
+            all[n][e] = __fmaf_rn(lines.o[n][e], w[e / 2].after, all[n][e]);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    allow_next();
+    // Tasks and tables were there before the step began.
+    const Task task = ((const Task*)p.tasks)[blockIdx.x];
+    const u32 warp = threadIdx.x / 32;
+    const u32 ring = shared_address(shared);
+    u32* operands = (u32*)(shared + TILE_STAGES * STAGE_BYTES + warp * TileLines::Q_BYTES);
+
+    TileLines lines = tile_lines(p, task, warp);
     const u32 last_seen = task.place + (task.first_line + task.n_lines - 1) / p.group + 1;
     const u32 start = first_key_of(task.place + task.first_line / p.group + 1, p.window);
     Pages pages;

@@ -1,13 +1,14 @@
 // How keys and values lie in a page of one head, for a fixed KV type and head width.
 //
-// An arena is [layer][kv head][slot][page]. With 16-bit types a page is in the order in which the
-// lanes of a warp need it for the matrix instruction, so that a page is copied as it is and read
-// in pieces of sixteen bytes; the head width is filled up to a multiple of 32 with zeros, which
-// nobody writes:
+// An arena is [layer][kv head][slot][page]. With 16-bit types a page is as the matrix instructions want
+// it in shared memory, so that it is copied as it is; the head width is filled up to a multiple of 32
+// with zeros, which nobody writes:
 //
-//   K   [32 columns][8 tokens: 2][lane 4 g + t][8]     token g, columns 8 t .. 8 t + 8
-//   V   [16 columns][lane 4 g + t][2][4]               column g of eight, tokens 2t, 2t + 1, 2t + 8,
-//                                                      2t + 9
+//   K   [8 tokens: 2][32 columns][token][4 pieces of 8 columns]    piece c is in place c ^ (token / 2)
+//   V   [column][2 pieces of 8 tokens]                             piece c is in place c ^ (column / 4)
+//
+// each modulo the number of places. So eight pieces that are read at once lie in different banks, and
+// Hopper's instructions know both patterns (of 64 and of 32 bytes).
 //
 // With f32 it is K [16][D], then V [16][D].
 
@@ -26,12 +27,21 @@ typedef u16 Element;
 #define PAGE_ELEMENTS (2 * PAGE * WIDTH)
 static_assert(PAGE_ELEMENTS * sizeof(Element) == HEAD_PAGE_BYTES, "the host's page differs");
 
+#if KV != KV_F32
+// Where eight columns of a token's key are; counted in pieces of sixteen bytes.
+DEVICE u32 key_piece(u32 token, u32 c) {
+    return token / 8 * WIDTH + c / 4 * 32 + token % 8 * 4 + (c % 4 ^ token % 8 / 2);
+}
+
+// Where one column of eight tokens' values is, from the first value on.
+DEVICE u32 value_piece(u32 column, u32 c) { return column * 2 + (c ^ column / 4 % 2); }
+#endif
+
 DEVICE u32 key_at(u32 token, u32 i) {
 #if KV == KV_F32
     return token * WIDTH + i;
 #else
-    const u32 lane = token % 8 * 4 + i % 32 / 8;
-    return ((i / 32 * 2 + token / 8) * 32 + lane) * 8 + i % 8;
+    return key_piece(token, i / 8) * 8 + i % 8;
 #endif
 }
 
@@ -39,9 +49,7 @@ DEVICE u32 value_at(u32 token, u32 i) {
 #if KV == KV_F32
     return PAGE * WIDTH + token * WIDTH + i;
 #else
-    const u32 lane = i % 8 * 4 + token % 8 / 2;
-    const u32 n = i / 8;
-    return PAGE * WIDTH + ((n / 2 * 32 + lane) * 2 + n % 2) * 4 + token / 8 * 2 + token % 2;
+    return PAGE * WIDTH + value_piece(i, token / 8) * 8 + token % 8;
 #endif
 }
 

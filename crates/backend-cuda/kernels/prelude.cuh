@@ -109,6 +109,11 @@ DEVICE void copy_async(u32 shared, const void* global, u32 n_bytes) {
                  : "memory");
 }
 
+// The same of eight bytes.
+DEVICE void copy_eight(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+}
+
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -154,6 +159,17 @@ DEVICE void bulk_copy(u32 shared, const void* global, u32 n_bytes, u32 barrier) 
         : "memory");
 }
 
+// The same of what nobody needs again: it leaves the second-level cache first.
+DEVICE void bulk_copy_once(u32 shared, const void* global, u32 n_bytes, u32 barrier) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
+        "l"(global), "r"(n_bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Brings a run into the second-level cache, and tells nobody.
 DEVICE void bulk_prefetch(const void* global, u32 n_bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(n_bytes)
@@ -165,6 +181,15 @@ DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "me
 #else
 #define HAS_BULK 0
 #endif
+
+// Writes what is soon read, and leaves the second-level cache last.
+DEVICE void store_kept(float* target, float x, float y) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(target), "f"(x),
+                 "f"(y), "l"(policy)
+                 : "memory");
+}
 
 DEVICE void store_zeros(u32 shared) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");

@@ -45,10 +45,10 @@ pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{Attend, AttendKernels, AttendShape, Attention, SplitShape};
+use launch::attend::{Attend, AttendKernels, AttendShape, Attention, MergeShape, SplitShape, Tile};
 use launch::draw::Draws;
 use launch::matmul::Target;
-use launch::{attend, copy, embed, gather, norm, roof, rope, shift, swiglu};
+use launch::{copy, embed, gather, norm, roof, rope, shift, swiglu};
 use nvrtc::Compiler;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
@@ -172,12 +172,17 @@ impl AttendKernels {
         let split = |shape: SplitShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
+        let [few, many] = MergeShape::ALL;
+        let merge = |shape: MergeShape| {
+            Ok::<_, DeviceError>((shape, kernel(shape.name, shape.shared_bytes())?))
+        };
+        let shape = attend.tile(device.describe().1.0);
         let attend = match attend.page.dtype {
             nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
                 splits: [split(small)?, split(large)?],
-                tile: kernel("attend_tile", attend.tile_shared_bytes())?,
-                merge: kernel("merge", attend::MERGE_SHARED_BYTES)?,
+                tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
+                merges: [merge(few)?, merge(many)?],
             },
         };
         Ok(AttendKernels {

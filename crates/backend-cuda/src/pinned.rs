@@ -7,19 +7,23 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::{CudaContext, DriverError, sys};
 use nuthatch_backend::DeviceError;
 
 use crate::device::Device;
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Threads that touch pages; more find no more of the system's memory controllers idle. Guessed.
+/// Threads that touch and register pages; more find no more of the system's memory controllers idle.
+/// Guessed.
 const MAX_THREADS: usize = 16;
 
 /// Pinned memory of the host, all zero at first. Dropping it frees it.
 pub(crate) struct PinnedMemory {
-    address: u64,
     mapping: Mapping,
+    /// Bytes that were registered at a time.
+    share: usize,
+    /// Where those begin that are registered.
+    registered: Vec<usize>,
     context: Arc<CudaContext>,
 }
 
@@ -31,28 +35,68 @@ impl PinnedMemory {
         what: &'static str,
     ) -> Result<Self, DeviceError> {
         device.enter()?;
-        let mapping = Mapping::new(bytes.max(1)).ok_or(DeviceError::OutOfMemory { bytes, what })?;
-        mapping.touch();
+        let out_of_memory = DeviceError::OutOfMemory { bytes, what };
+        let Some(mapping) = Mapping::new(bytes.max(1)) else { return Err(out_of_memory) };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
+        let share = mapping.bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
+        let context = device.context();
+        let mut memory = PinnedMemory { mapping, share, registered: Vec::new(), context };
+        let outcomes = memory.register();
+        let is_registered = |(_, outcome): &(usize, &Result<_, _>)| outcome.is_ok();
+        let firsts = (0..bytes.max(1)).step_by(share).zip(&outcomes).filter(is_registered);
+        memory.registered = firsts.map(|(first, _)| first).collect();
+        for outcome in outcomes {
+            if outcome == Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) {
+                return Err(out_of_memory);
+            }
+            device.check(outcome)?;
+        }
+        Ok(memory)
+    }
+
+    /// Touches and registers all shares, each on a thread of its own, so that some are pinned while others
+    /// are still touched.
+    fn register(&self) -> Vec<Result<(), DriverError>> {
+        let shares = (0..self.mapping.bytes).step_by(self.share);
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = shares
+                .map(|first| {
+                    scope.spawn(move || {
+                        let bytes = self.share.min(self.mapping.bytes - first);
+                        self.mapping.touch(first, bytes);
+                        self.context.bind_to_thread()?;
+                        self.register_share(first, bytes)
+                    })
+                })
+                .collect();
+            let join = |worker: std::thread::ScopedJoinHandle<'_, Result<(), DriverError>>| {
+                worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            workers.into_iter().map(join).collect()
+        })
+    }
+
+    fn register_share(&self, first: usize, bytes: usize) -> Result<(), DriverError> {
+        // SAFETY: inside the mapping.
+        let start = unsafe { self.mapping.start.add(first) };
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the mapping is live, and is unregistered before it ends.
-        let registered =
-            unsafe { sys::cuMemHostRegister_v2(mapping.start.cast(), mapping.bytes, flags) };
-        if registered == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(DeviceError::OutOfMemory { bytes, what });
-        }
-        device.check(registered.result())?;
-        let (context, mut address) = (device.context(), 0);
+        unsafe { sys::cuMemHostRegister_v2(start.cast(), bytes, flags) }.result()?;
+        let mut address = 0;
         // SAFETY: the memory was just registered for the device, and the pointer is to a live integer.
-        let found =
-            unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, mapping.start.cast(), 0) };
-        let memory = PinnedMemory { address, mapping, context };
-        device.check(found.result())?;
-        Ok(memory)
+        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, start.cast(), 0) }.result()?;
+        // Shares follow each other for the device as they do here.
+        if address == start as u64 {
+            return Ok(());
+        }
+        // SAFETY: registered above, and nobody has it.
+        unsafe { sys::cuMemHostUnregister(start.cast()) }.result()?;
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED))
     }
 
     /// Where it is, for a kernel's parameters.
     pub(crate) fn address(&self) -> u64 {
-        self.address
+        self.mapping.start as u64
     }
 
     /// Copies bytes from it; nothing that writes to them may be queued.
@@ -84,9 +128,13 @@ impl Drop for PinnedMemory {
         let is_current = self.context.bind_to_thread().is_ok();
         // What is queued may still use it. After a fault nothing runs any more.
         if is_current && self.context.synchronize().is_ok() {
-            // SAFETY: registered in `new`, and unregistered here only; the mapping is unmapped after.
-            let freed = unsafe { sys::cuMemHostUnregister(self.mapping.start.cast()) };
-            let _ = freed;
+            for &first in &self.registered {
+                // SAFETY: registered in `new`, and unregistered here only; the mapping is unmapped
+                // after.
+                let freed =
+                    unsafe { sys::cuMemHostUnregister(self.mapping.start.add(first).cast()) };
+                let _ = freed;
+            }
         }
     }
 }
@@ -116,21 +164,14 @@ impl Mapping {
         Some(Mapping { start: start.cast(), bytes })
     }
 
-    /// Writes a byte to every page, so that the system finds all of them now and on many threads.
-    fn touch(&self) {
+    /// Writes a byte to every page of a part, so that the system finds all of them now.
+    fn touch(&self, first: usize, bytes: usize) {
         const SMALL_PAGE_BYTES: usize = 4096;
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
-        let share = self.bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
-        std::thread::scope(|scope| {
-            for first in (0..self.bytes).step_by(share) {
-                scope.spawn(move || {
-                    for at in (first..self.bytes.min(first + share)).step_by(SMALL_PAGE_BYTES) {
-                        // SAFETY: inside the mapping, and in no other thread's share.
-                        unsafe { self.start.add(at).write_volatile(0) };
-                    }
-                });
-            }
-        });
+        for at in (first..first + bytes).step_by(SMALL_PAGE_BYTES) {
+            assert!(at < self.bytes, "a part of the mapping");
+            // SAFETY: inside the mapping, and in no other thread's part.
+            unsafe { self.start.add(at).write_volatile(0) };
+        }
     }
 }
 
@@ -148,7 +189,7 @@ mod tests {
     #[test]
     fn a_mapping_is_zero_and_whole() {
         let mapping = Mapping::new(5 * HUGE_PAGE_BYTES + 1).unwrap();
-        mapping.touch();
+        mapping.touch(0, mapping.bytes);
         // SAFETY: the last byte of the mapping.
         assert_eq!(unsafe { mapping.start.add(mapping.bytes - 1).read() }, 0);
         assert!(Mapping::new(usize::MAX / 2).is_none());

@@ -16,7 +16,7 @@ use nuthatch_types::Slot;
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{PAGE_LEN, PageShape};
-use crate::launch::attend::{AttendKernels, Cuts, Part, Split, TILE_LINES, Task};
+use crate::launch::attend::{AttendKernels, Cuts, Part, Split, Task};
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
@@ -112,7 +112,7 @@ impl CudaPlan {
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
         let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
-        let max_tiles = (shape.max_rows * group).div_ceil(TILE_LINES) + shape.max_seqs;
+        let max_tiles = (shape.max_rows * group).div_ceil(kernels.tile_lines()) + shape.max_seqs;
         let words = 5 * shape.max_rows
             + 4
             + SPLIT_WORDS * shape.max_seqs
@@ -245,7 +245,8 @@ impl CudaPlan {
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         let max_partials = self.max_partials;
-        let mut tasks = Tasks::new(self.group(), self.cuts(), max_partials);
+        let tile_lines = self.kernels.tile_lines();
+        let mut tasks = Tasks::new((self.group(), tile_lines), self.cuts(), max_partials);
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;
             let kv_len = layout.kv_len[i] as usize;
@@ -302,6 +303,7 @@ struct Seq {
 /// The attention tasks of a batch.
 struct Tasks {
     group: usize,
+    tile_lines: usize,
     cuts: Cuts,
     max_partials: usize,
     splits: Vec<Split>,
@@ -310,9 +312,9 @@ struct Tasks {
 }
 
 impl Tasks {
-    fn new(group: usize, cuts: Cuts, max_partials: usize) -> Self {
+    fn new((group, tile_lines): (usize, usize), cuts: Cuts, max_partials: usize) -> Self {
         let (splits, tiles) = (Vec::new(), Vec::new());
-        Tasks { group, cuts, max_partials, splits, tiles, n_partials: 0 }
+        Tasks { group, tile_lines, cuts, max_partials, splits, tiles, n_partials: 0 }
     }
 
     /// A split if the sequence has one row and there is room, or else tiles.
@@ -349,11 +351,11 @@ impl Tasks {
     fn tile(&mut self, seq: &Seq) {
         let n_lines = seq.n_rows * self.group;
         // The last tiles see the most keys; starting with them evens out the finish.
-        for first in (0..n_lines).step_by(TILE_LINES).rev() {
+        for first in (0..n_lines).step_by(self.tile_lines).rev() {
             self.tiles.push(Task {
                 first_row: seq.first_row as u32,
                 first_line: first as u32,
-                n_lines: TILE_LINES.min(n_lines - first) as u32,
+                n_lines: self.tile_lines.min(n_lines - first) as u32,
                 place: seq.place as u32,
                 table_row: seq.table_row,
                 padding: [0; 3],
@@ -381,7 +383,7 @@ mod tests {
 
     #[test]
     fn a_row_alone_is_split_and_a_prompt_is_tiled() {
-        let mut tasks = Tasks::new(20, Cuts::of(8), 18);
+        let mut tasks = Tasks::new((20, 64), Cuts::of(8), 18);
         let row = Seq { first_row: 3, n_rows: 1, place: 600, table_row: 9 };
         tasks.push(&row);
         assert_eq!(split_words(&tasks.splits[0]), [3, 601, 9, 0]);
@@ -400,7 +402,7 @@ mod tests {
 
     #[test]
     fn large_chunks_come_first() {
-        let mut tasks = Tasks::new(1, Cuts { small_end: 2048, middle_end: 8192 }, 200);
+        let mut tasks = Tasks::new((1, 64), Cuts { small_end: 2048, middle_end: 8192 }, 200);
         tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8500, table_row: 5 });
         tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
         let mut parts = Vec::new();

@@ -81,8 +81,7 @@ impl Program {
             ("ONE_ROW_BYTES", matmul_one::ROW_BYTES.to_string()),
             ("ONE_PIECES", matmul_one::PIECES.to_string()),
             ("ONE_ENTRY", matmul_one::entry(dtype)),
-            ("WIDE_STAGES", matmul_wide::STAGES.to_string()),
-            ("WIDE_SHARED", matmul_wide::shared_bytes(dtype).to_string()),
+            ("WIDE_ENTRIES", matmul_wide::entries(dtype)),
             ("WIDE_PARAMS_SIZE", size_of::<matmul_wide::WideParams>().to_string()),
             ("PACK_PARAMS_SIZE", size_of::<pack::PackParams>().to_string()),
             ("EMBED_PARAMS_SIZE", size_of::<embed::EmbedParams>().to_string()),
@@ -94,6 +93,7 @@ impl Program {
             ("matmul.cuh", include_str!("../kernels/matmul.cuh")),
             ("matmul.cu", include_str!("../kernels/matmul.cu")),
             ("matmul_one.cu", include_str!("../kernels/matmul_one.cu")),
+            ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
             ("matmul_wide.cu", include_str!("../kernels/matmul_wide.cu")),
         ];
         Program::new(format!("weights-{dtype}"), &constants, &files)
@@ -118,6 +118,8 @@ impl Program {
             ("SPLIT_ENTRIES", splits.map(|split| split.entry(attend)).join(" ")),
             ("TILE_STAGES", attend::TILE_STAGES.to_string()),
             ("TILE_SHARED", attend.tile_shared_bytes().to_string()),
+            ("WIDE_STAGES", attend::WIDE_STAGES.to_string()),
+            ("WIDE_SHARED", attend.wide_shared_bytes().to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
             ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
             ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
@@ -125,6 +127,8 @@ impl Program {
             ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
+            ("MERGE_ENTRIES", attend::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
+            ("MERGE_BATCH_FLOATS", attend::MergeShape::BATCH_FLOATS.to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<attend::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ];
@@ -138,8 +142,10 @@ impl Program {
                 files.push(("attend_f32.cu", include_str!("../kernels/attend_f32.cu")));
             }
             KvDtype::F16 | KvDtype::Bf16 => files.extend([
+                ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
                 ("attend.cuh", include_str!("../kernels/attend.cuh")),
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
+                ("attend_wide.cu", include_str!("../kernels/attend_wide.cu")),
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
             ]),
         }

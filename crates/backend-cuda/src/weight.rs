@@ -18,6 +18,7 @@ use nuthatch_backend::{DeviceError, HostMatrix, WeightType};
 use crate::common::Common;
 use crate::device::{Device, Kernel, Memory};
 use crate::launch::matmul::{Tile, cell_bytes, tiles};
+use crate::launch::matmul_wide::Wide;
 use crate::launch::pack::{FileMatrix, pack};
 use crate::launch::{matmul_one, matmul_wide};
 
@@ -61,7 +62,7 @@ pub(crate) struct WeightKernels {
     /// For one row, where it fits the device.
     pub(crate) one: Option<Kernel>,
     /// For many rows, instead of the last of `matmul`.
-    pub(crate) wide: Option<Kernel>,
+    pub(crate) wide: Vec<(Wide, Kernel)>,
 }
 
 impl WeightKernels {
@@ -80,12 +81,15 @@ impl WeightKernels {
         let one = matmul_one::shared_bytes(dtype);
         let one =
             (one <= device.shared_bytes_max()).then(|| device.kernel(&module, "matmul_one", one));
-        let wide = matmul_wide::is_for(device, dtype)
-            .then(|| device.kernel(&module, "matmul_wide", matmul_wide::shared_bytes(dtype)));
+        let wide = matmul_wide::ALL.into_iter().filter(|_| matmul_wide::is_for(device, dtype));
+        let wide = wide.map(|wide| {
+            let kernel = device.kernel(&module, wide.name, wide.shared_bytes(dtype))?;
+            Ok((wide, kernel))
+        });
         Ok(WeightKernels {
             matmul: matmul.collect::<Result<_, DeviceError>>()?,
             one: one.transpose()?,
-            wide: wide.transpose()?,
+            wide: wide.collect::<Result<_, DeviceError>>()?,
             pack: device.kernel(&module, "pack", 0)?,
             embed: device.kernel(&module, "embed", 0)?,
         })

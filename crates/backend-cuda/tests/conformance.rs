@@ -1,15 +1,19 @@
 //! The suite that judges every device, on this machine's first GPU.
 //!
-//! Without a driver the tests say so and pass: nothing was judged, and the output shows it.
+//! Without a driver the tests say so and pass: nothing was judged, and the output shows it. With
+//! `FEW_CASES=1` checks take few of their cases: under `compute-sanitizer` that is enough.
 
 #![expect(clippy::print_stdout, reason = "a skip must be seen")]
 
 use nuthatch_backend::conformance::{self, Check, checks};
-use nuthatch_backend::{Backend as _, DeviceError};
+use nuthatch_backend::{Backend as _, DeviceError, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 
 /// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.
 fn gpu(is_exact: bool) -> Option<Cuda> {
+    if std::env::var_os("FEW_CASES").is_some() {
+        conformance::take_few_cases();
+    }
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     match Cuda::open(0, CudaConfig { cache_dir, is_exact, ..CudaConfig::default() }) {
         Ok(cuda) => Some(cuda),
@@ -98,4 +102,80 @@ fn more_memory_than_there_is_is_an_error_and_no_fault() {
     assert!(matches!(error, DeviceError::OutOfMemory { .. }), "{error}");
     cuda.alloc(100).unwrap();
     cuda.wait().unwrap();
+}
+
+/// Products that fill the device have kernels of their own; the suite's are too small for them.
+#[test]
+fn large_products_have_the_bits_of_small_ones() {
+    const COLS: usize = 192;
+    /// Sixteen more than whole tiles, and more than one round of small ones on an H200.
+    const OUT: usize = 4240;
+    for is_exact in [false, true] {
+        let Some(cuda) = gpu(is_exact) else { return };
+        let mut bytes = Vec::new();
+        for row in numbers(OUT * COLS).chunks_exact(COLS) {
+            quant::quantize_row(WeightType::BF16, row, &mut bytes);
+        }
+        let bias = numbers(OUT);
+        let half = |part: usize| HostMatrix {
+            dtype: WeightType::BF16,
+            rows: OUT / 2,
+            cols: COLS,
+            bytes: &bytes[part * bytes.len() / 2..(part + 1) * bytes.len() / 2],
+            bias: Some(&bias[part * OUT / 2..(part + 1) * OUT / 2]),
+        };
+        let plain =
+            cuda.load(&[HostMatrix { rows: OUT, bytes: &bytes, bias: Some(&bias), ..half(0) }]);
+        let (plain, gated) = (plain.unwrap(), cuda.load_gated(half(0), half(1)).unwrap());
+        let is_little = std::env::var_os("FEW_CASES").is_some();
+        for rows in [384, 700, 1537].into_iter().take(if is_little { 1 } else { 3 }) {
+            let (x, before) = (numbers(rows * COLS), numbers(rows * OUT));
+            let products = |range: std::ops::Range<usize>| {
+                let n = range.len();
+                let upload = |values: &[f32]| {
+                    let mut buf = cuda.alloc(values.len()).unwrap();
+                    cuda.write(&mut buf, values).unwrap();
+                    buf
+                };
+                let x = upload(&x[range.start * COLS..range.end * COLS]);
+                let mut outs = [
+                    upload(&vec![f32::NAN; n * OUT]),
+                    upload(&before[range.start * OUT..range.end * OUT]),
+                    upload(&vec![f32::NAN; n * OUT / 2]),
+                ];
+                let mut scratch = upload(&vec![f32::NAN; n * OUT]);
+                cuda.matmul(&plain, &x, n, &mut outs[0]).unwrap();
+                cuda.matmul_add(&plain, &x, n, &mut outs[1]).unwrap();
+                cuda.gated_matmul(&gated, &x, OUT / 2, n, &mut scratch, &mut outs[2]).unwrap();
+                [(0, OUT), (1, OUT), (2, OUT / 2)].map(|(i, width)| {
+                    let mut values = vec![0.0; n * width];
+                    cuda.read(&outs[i], &mut values).unwrap();
+                    values.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+                })
+            };
+            let whole = products(0..rows);
+            let parts = [60, 27].into_iter().flat_map(|size| {
+                (0..rows).step_by(size).map(move |start| (start, rows.min(start + size)))
+            });
+            for (start, end) in parts {
+                for (whole, part) in whole.iter().zip(products(start..end)) {
+                    let width = part.len() / (end - start);
+                    assert!(
+                        whole[start * width..end * width] == part,
+                        "rows {start}..{end} of {rows}, exact: {is_exact}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Numbers between -1 and 1 that repeat.
+fn numbers(n: usize) -> Vec<f32> {
+    let mut state = 9u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
 }

@@ -1,4 +1,4 @@
-//! `attend_split.cu`, `attend_tile.cu` and `attend_f32.cu`: attention over pages.
+//! `attend_split.cu`, `attend_tile.cu`, `attend_wide.cu` and `attend_f32.cu`: attention over pages.
 
 use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
@@ -85,7 +85,7 @@ params! {
         n_kv_heads: u32,
         group: u32,
         window: u32,
-        columns: u32,
+        padding: u32,
         cuts: Cuts,
     }
 }
@@ -126,8 +126,8 @@ params! {
 
 impl Cuts {
     /// Short sequences of models with few KV heads would leave the device empty with longer chunks;
-    /// every chunk costs a partial result. Measured on one H200: `eval/results` has the
-    /// alternatives.
+    /// every chunk costs a partial result. Measured on one H200 with `kernels/lab/hopper.py decode`:
+    /// `eval/results` has the alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
         let (small_end, middle_end) = if n_kv_heads < 4 { (8192, 32768) } else { (1024, 8192) };
         Cuts { small_end, middle_end }
@@ -147,16 +147,17 @@ impl Cuts {
 const WARP_LINES: usize = 16;
 /// Warps of a block of `attend_tile`; `TEAM` there.
 const TEAM: usize = 4;
-/// Lines of a block of `attend_tile`.
-pub(crate) const TILE_LINES: usize = WARP_LINES * TEAM;
+/// Warps of a block of `attend_wide` that compute; `WIDE_TEAM` there.
+const WIDE_TEAM: usize = 8;
+/// Keys that a stage of `attend_wide` has, and stages of a block; `SPAN` there.
+const SPAN: usize = 64;
+pub(crate) const WIDE_STAGES: usize = 4;
 /// Steps in a block's shared memory of `attend_tile`.
 pub(crate) const TILE_STAGES: usize = 2;
 /// Threads of a block of `merge`.
 const MERGE_THREADS: u32 = 128;
 /// Keys of one step; `STEP` of `attend.cuh`.
 const STEP: usize = 32;
-/// Floats of one batch of `merge`; `BATCH_FLOATS` of `attend_split.cu`.
-const BATCH_FLOATS: usize = 4096;
 
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
@@ -174,10 +175,37 @@ pub(crate) enum Attend {
         /// Rows alone in their sequences, chunk by chunk; for groups that one of them takes.
         splits: [(SplitShape, Kernel); 2],
         /// Many lines, all chunks.
-        tile: Kernel,
-        /// Brings the splits together.
-        merge: Kernel,
+        tile: Tile,
+        /// Bring few splits together, and many.
+        merges: [(MergeShape, Kernel); 2],
     },
+}
+
+/// A kernel that takes many lines of one sequence.
+pub(crate) struct Tile {
+    pub(crate) kernel: Kernel,
+    pub(crate) shape: TileShape,
+}
+
+/// How a block takes many lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TileShape {
+    pub(crate) name: &'static str,
+    /// Lines of a block.
+    pub(crate) lines: usize,
+    threads: usize,
+    pub(crate) shared_bytes: usize,
+}
+
+impl AttendKernels {
+    /// Lines that are one task of many.
+    pub(crate) fn tile_lines(&self) -> usize {
+        match &self.attend {
+            // Its tasks are not looked at.
+            Attend::F32(_) => WARP_LINES * TEAM,
+            Attend::Mma { tile, .. } => tile.shape.lines,
+        }
+    }
 }
 
 /// What decides the kernels.
@@ -217,10 +245,55 @@ impl AttendShape {
     pub(crate) fn tile_shared_bytes(self) -> usize {
         TILE_STAGES * self.step_bytes() + TEAM * self.query_bytes(WARP_LINES) + 64
     }
+
+    /// The same of `attend_wide`.
+    pub(crate) fn wide_shared_bytes(self) -> usize {
+        let span = SPAN / PAGE_LEN * self.page.bytes();
+        WIDE_STAGES * (span + 16) + WIDE_TEAM * self.query_bytes(WARP_LINES)
+    }
+
+    /// How many lines are taken at a time on a device of this generation.
+    pub(crate) fn tile(self, capability: i32) -> TileShape {
+        if capability == 9 && self.parts == 1 && matches!(self.page.width(), 64 | 128) {
+            let (lines, threads) = (WARP_LINES * WIDE_TEAM, 32 * WIDE_TEAM + 128);
+            let (name, shared_bytes) = ("attend_wide", self.wide_shared_bytes());
+            return TileShape { name, lines, threads, shared_bytes };
+        }
+        let (lines, threads) = (WARP_LINES * TEAM, 32 * TEAM);
+        TileShape { name: "attend_tile", lines, threads, shared_bytes: self.tile_shared_bytes() }
+    }
 }
 
-/// Dynamic shared memory of a block of `merge`.
-pub(crate) const MERGE_SHARED_BYTES: usize = 2 * BATCH_FLOATS * 4;
+/// A block of `merge`: columns of a head, and batches of chunks on their way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MergeShape {
+    pub(crate) name: &'static str,
+    columns: u32,
+    depth: usize,
+}
+
+impl MergeShape {
+    /// Floats of a batch.
+    pub(crate) const BATCH_FLOATS: usize = 2048;
+
+    /// For few heads, which are cut to fill the device and have a multiprocessor each; and for many.
+    pub(crate) const ALL: [Self; 2] = [
+        MergeShape { name: "merge_few", columns: 32, depth: 8 },
+        MergeShape { name: "merge_many", columns: 128, depth: 3 },
+    ];
+
+    /// The kernel, for the compiler.
+    pub(crate) fn entry(self) -> String {
+        let MergeShape { name, columns, depth } = self;
+        format!("MERGE({name}, {columns}, {depth}, {})", self.shared_bytes())
+    }
+
+    /// Dynamic shared memory of a block.
+    pub(crate) fn shared_bytes(self) -> usize {
+        let chunks = Self::BATCH_FLOATS / self.columns as usize;
+        self.depth * (Self::BATCH_FLOATS + 2 * chunks) * 4
+    }
+}
 
 /// A block of `attend_split`: warps that each have a ring of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,8 +306,8 @@ pub(crate) struct SplitShape {
 
 impl SplitShape {
     /// Warps and stages, fast ones first: warps hide each other's latencies, stages that of memory.
-    const ALL: [(usize, usize); 9] =
-        [(12, 3), (8, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
+    const ALL: [(usize, usize); 10] =
+        [(12, 3), (8, 4), (6, 4), (6, 3), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2)];
 
     /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; the
     /// smallest if none does.
@@ -291,19 +364,19 @@ impl Attention<'_> {
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels.attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
-            Attend::Mma { splits: [small, large], tile, merge } => {
+            Attend::Mma { splits: [small, large], tile, merges } => {
                 let (splits, n_splits) = plan.splits();
                 if n_splits > 0 {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let grid = (self.device.n_multiprocessors(), 1);
                     let threads = count(32 * shape.warps);
                     self.attend(kernel, plan.split_parts(), (grid, threads), out)?;
-                    self.merge(merge, (splits, n_splits), out)?;
+                    self.merge(merges, (splits, n_splits), out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
                     let grid = (n_tiles, kv.shape.n_kv_heads);
-                    self.attend(tile, tiles, (grid, count(32 * TEAM)), out)?;
+                    self.attend(&tile.kernel, tiles, (grid, count(tile.shape.threads)), out)?;
                 }
                 Ok(())
             }
@@ -370,14 +443,14 @@ impl Attention<'_> {
     /// Brings the splits of each row together.
     fn merge(
         &self,
-        kernel: &Kernel,
+        [few, many]: &[(MergeShape, Kernel); 2],
         (splits, n_splits): (Address, u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        // Heads are cut only where there are too few of them to fill the device.
-        let blocks = n_splits * self.spec.n_heads;
-        let columns = if blocks < 2 * self.device.n_multiprocessors() { 32 } else { 128 };
-        let pieces = count(self.kv.page.width()).div_ceil(columns);
+        let pieces = |shape: MergeShape| count(self.kv.page.width()).div_ceil(shape.columns);
+        let n_few = n_splits * self.spec.n_heads * pieces(few.0);
+        let is_few = n_few <= 3 * self.device.n_multiprocessors();
+        let (shape, kernel) = if is_few { few } else { many };
         let params = MergeParams {
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
@@ -388,7 +461,7 @@ impl Attention<'_> {
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            columns,
+            padding: 0,
             cuts: self.plan.cuts(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
@@ -397,7 +470,7 @@ impl Attention<'_> {
         unsafe {
             self.device.launch(
                 kernel,
-                (n_splits, self.spec.n_heads * pieces),
+                (n_splits, self.spec.n_heads * pieces(*shape)),
                 MERGE_THREADS,
                 &params,
             )

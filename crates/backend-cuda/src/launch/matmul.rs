@@ -62,19 +62,24 @@ pub(crate) struct Tile {
     stages: usize,
 }
 
-/// Tiles, for few rows of activations first. All of them compute the same bits.
-pub(crate) fn tiles(dtype: WeightType) -> [Tile; 5] {
+/// Tiles, for few rows of activations first. All of them compute the same bits. A tall one follows the one
+/// that it stands for where that would take two rounds.
+pub(crate) fn tiles(dtype: WeightType) -> Vec<Tile> {
     let is_float = dtype.block_len() == 1;
     let few = |name, tiles, stages| Tile { name, warps: None, tiles, stages };
     // Cells of quantised weights are small, so more of them have to be on their way.
     let (deepest, deep) = if is_float { (4, 3) } else { (6, 4) };
-    [
+    let mut tiles = vec![
         few("matmul_8", [1, 1], deepest),
         few("matmul_16", [1, 2], deep),
         few("matmul_32", [2, 4], 3),
         few("matmul_64", [2, 8], 2),
         Tile { name: "matmul_many", warps: Some([2, 4]), tiles: [4, 4], stages: 3 },
-    ]
+    ];
+    if is_float {
+        tiles.insert(3, few("matmul_32_tall", [3, 4], 2));
+    }
+    tiles
 }
 
 impl Tile {
@@ -123,7 +128,7 @@ pub(crate) fn entries(dtype: WeightType) -> String {
             Some([wm, wn]) => format!("MANY({name}, {wm}, {wn}, {mt}, {nt}, {stages}, {shared})"),
         }
     };
-    tiles(dtype).map(entry).join(" ")
+    tiles(dtype).into_iter().map(entry).collect::<Vec<_>>().join(" ")
 }
 
 /// Activations as the packed kernels read them: bf16, each row padded to `stride`.
@@ -230,14 +235,23 @@ fn launch(
         return matmul_one::launch(device, one, params);
     }
     let fits = |(tile, _): &&(Tile, Kernel)| params.n_x <= count(tile.shape().1);
+    // Of the tiles that have a tall one behind them, a block fills a multiprocessor.
+    let is_one_round =
+        |tile: &Tile| params.rows.div_ceil(count(tile.shape().0)) <= device.n_multiprocessors();
+    let is_better = |tall: &Tile, tile: &Tile| {
+        tall.shape().1 == tile.shape().1 && is_one_round(tall) && !is_one_round(tile)
+    };
     let (last, few) = kernels.matmul.split_last().expect("one tile fits every device");
-    let (tile, kernel) = match (few.iter().find(fits), &kernels.wide) {
-        (None, Some(wide)) if matmul_wide::fills(device, params) => {
-            return matmul_wide::launch(device, wide, params);
+    let mut fitting = few.iter().filter(fits);
+    let (tile, kernel) = match (fitting.next(), fitting.next()) {
+        (Some(found), Some(tall)) if is_better(&tall.0, &found.0) => tall,
+        (Some(found), _) => found,
+        (None, _) if kernels.wide.is_empty() => last,
+        (None, _) if matmul_wide::fills(device, params) => {
+            return matmul_wide::launch(device, &kernels.wide, params);
         }
         // Few rows at a time read the weight again and again, but by many blocks.
-        (None, Some(_)) => few.last().unwrap_or(last),
-        (found, _) => found.unwrap_or(last),
+        (None, _) => few.last().unwrap_or(last),
     };
     let (tile_rows, tile_columns) = tile.shape();
     let grid = (params.rows.div_ceil(count(tile_rows)), params.n_x.div_ceil(count(tile_columns)));
@@ -308,16 +322,18 @@ mod tests {
     #[test]
     fn tiles_fit_a_hopper_and_one_of_them_every_device() {
         for dtype in WeightType::ALL.into_iter().filter(|&dtype| dtype != WeightType::F32) {
-            let bytes = tiles(dtype).map(|tile| tile.shared_bytes(dtype));
+            let bytes: Vec<usize> =
+                tiles(dtype).iter().map(|tile| tile.shared_bytes(dtype)).collect();
             assert!(bytes.iter().all(|&bytes| bytes <= 227 * 1024), "{dtype}: {bytes:?}");
-            assert!(bytes[4] <= 99 * 1024, "{dtype}: {bytes:?}");
+            assert!(bytes.last().is_some_and(|&last| last <= 99 * 1024), "{dtype}: {bytes:?}");
         }
     }
 
     #[test]
     fn tiles_take_ever_more_rows() {
         for dtype in [WeightType::BF16, WeightType::Q4_1] {
-            let columns = tiles(dtype).map(|tile| tile.shape().1);
+            let mut columns: Vec<usize> = tiles(dtype).iter().map(|tile| tile.shape().1).collect();
+            columns.dedup();
             assert_eq!(columns, [8, 16, 32, 64, 128]);
         }
     }

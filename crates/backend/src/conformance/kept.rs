@@ -5,6 +5,7 @@ use nuthatch_types::{KvDtype, Slot};
 
 use crate::{Backend, RopeStyle};
 
+use super::at_most;
 use super::attend_bits::{cases, in_steps, rig_and_slots};
 use super::compare::same_bits;
 use super::inputs::Random;
@@ -21,7 +22,7 @@ pub fn attend_freed_agrees<B: Backend>(b: &B) {
     cases.retain(|case| case.window.is_some());
     cases.push(Case::new(KvDtype::F32, 2, 1, 64).windowed(33));
     cases.push(Case::new(KvDtype::F16, 3, 1, 64).rotated(RopeStyle::Pairs, 64).windowed(256));
-    for case in &cases {
+    for case in &cases[..at_most(3, cases.len())] {
         let window = case.window.expect("only such were kept") as usize;
         let seq = Sequence::new(&mut random, case, ROWS);
         let (mut rig, slots) = rig_and_slots(b, case, &mut random, (2, ROWS));

@@ -34,6 +34,8 @@ mod swiglu;
 mod topk;
 mod truth;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::Backend;
 
 pub use attend::{
@@ -99,6 +101,21 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_freed_agrees", attend_freed_agrees::<B>),
         ("attend_places_are_not_positions", attend_places_are_not_positions::<B>),
     ]
+}
+
+static TAKES_FEW: AtomicBool = AtomicBool::new(false);
+
+/// Has all checks take few of their cases from now on.
+///
+/// Tools that watch every access to a device's memory make it hundreds of times slower. They need
+/// every kernel, not every size.
+pub fn take_few_cases() {
+    TAKES_FEW.store(true, Ordering::Relaxed);
+}
+
+/// How many of a check's cases run.
+fn at_most(few: usize, all: usize) -> usize {
+    if TAKES_FEW.load(Ordering::Relaxed) { few } else { all }
 }
 
 /// Runs every check.
