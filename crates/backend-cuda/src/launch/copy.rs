@@ -123,8 +123,8 @@ fn copy_between(
     };
     let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
     #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The list is freed
-    // after the kernel has run, because freeing waits.
+    // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The
+    // list is freed after the kernel has run, because freeing waits.
     unsafe {
         device.launch(kernel, (heads, 1), THREADS, &params)
     }
