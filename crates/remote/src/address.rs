@@ -100,7 +100,7 @@ mod tests {
         for bad in [
             "",
             "kv",
-            "/tmp/kv",
+            "/var/kv",
             "ftp://host/kv",
             "s3://",
             "s3://kv?acl=public",

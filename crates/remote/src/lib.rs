@@ -68,3 +68,13 @@ pub fn open(address: &str) -> Result<Arc<dyn Objects>, OpenError> {
 pub fn open(_address: &str) -> Result<Arc<dyn Objects>, OpenError> {
     Err(OpenError::NotBuilt)
 }
+
+#[cfg(all(test, not(feature = "stores")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_stores_it_is_said() {
+        assert!(matches!(open("redis://127.0.0.1"), Err(OpenError::NotBuilt)));
+    }
+}

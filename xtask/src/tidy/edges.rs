@@ -27,7 +27,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("backend-cpu", &["backend", "types"]),
     ("backend-cuda", &["backend", "types"]),
     ("store", &["backend", "types"]),
-    ("remote", &["store"]),
+    ("remote", &["store", "types"]),
     ("attention", &["store", "backend", "types"]),
     ("model", &["attention", "store", "backend", "types"]),
     ("engine", &["scheduler", "cache", "model", "attention", "store", "backend", "types"]),
