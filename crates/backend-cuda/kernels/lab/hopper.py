@@ -19,11 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Name, rows of x of a tile, stages, tiles of x that follow each other, columns whose old values are read at once.
-WIDES = [
-    ("w128", 128, 6, 16, 4), ("w192", 192, 5, 16, 4), ("w192g8", 192, 5, 8, 4), ("w192g8b8", 192, 5, 8, 8), ("w192g8b12", 192, 5, 8, 12),
-    ("w192g8b24", 192, 5, 8, 24), ("w192g4b12", 192, 5, 4, 12), ("w192g6b12", 192, 5, 6, 12),
-]
+# Name, rows of x of a tile, stages, tiles of x that follow each other.
+WIDES = [("w128", 128, 6, 16), ("w192", 192, 5, 16), ("w192g8", 192, 5, 8), ("w192g32", 192, 5, 32)]
 # Name, type of keys and values, head width, stages.
 ATTENDS = [("f16", "KV_F16", 128, 4), ("bf16", "KV_BF16", 128, 4), ("f16d64", "KV_F16", 64, 4), ("f16s3", "KV_F16", 128, 3)]
 FEW_SHARED = (2048 + 1024) * 4 * 8
@@ -62,15 +59,13 @@ def wide_shared(nx, stages):
 
 
 def build_wide(variant):
-    _, nx, stages, group, batch = variant
+    _, nx, stages, group = variant
     constants = dict(
         TYPE="BF16", CELL_BYTES=2048, SEGMENTS=8, MATMUL_PARAMS_SIZE=96, PACK_PARAMS_SIZE=48, WIDE_PARAMS_SIZE=256,
         WIDE_GROUP=group, MATMUL_ENTRIES=f"FEW(matmul_8, 1, 1, 4, {FEW_SHARED})",
         WIDE_ENTRIES=f"WIDE_ENTRY(matmul_wide, {nx}, {stages}, {wide_shared(nx, stages)})",
     )
-    text = source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu", "hopper.cuh", "matmul_wide.cu"])
-    assert "const int BATCH = 4;" in text
-    return compile_source(text.replace("const int BATCH = 4;", f"const int BATCH = {batch};"))
+    return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu", "hopper.cuh", "matmul_wide.cu"]))
 
 
 # Tiles of sixteen rows of a weight, tiles of eight rows of x, stages.
@@ -220,7 +215,7 @@ def products(driver, built):
         driver.launch(few, ((n + 15) // 16, (x.shape[0] + 7) // 8, 1), 256, FEW_SHARED, params(packed, x, out, n, **how))
 
     def run(variant, kernel):
-        _, columns, stages, _, _ = variant
+        _, columns, stages, _ = variant
 
         def run(packed, x, out, n, **how):
             block = tile_map(x, columns) + params(packed, x, out, n, **how)
