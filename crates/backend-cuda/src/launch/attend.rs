@@ -151,6 +151,7 @@ pub(crate) struct AttendKernels {
 }
 
 /// How attention is computed.
+#[expect(clippy::large_enum_variant, reason = "there is one for each kind of pages")]
 pub(crate) enum Attend {
     /// One kernel for everything.
     F32(Kernel),
