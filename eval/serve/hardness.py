@@ -9,36 +9,24 @@ say what was measured. `cargo xtask clients` runs it.
 import argparse
 import json
 import os
+import pathlib
 import re
 import resource
 import socket
 import ssl
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
-CHECKS = 0
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve, check, n_checks  # noqa: E402
 
 
-def check(is_fine, what):
-    global CHECKS
-    CHECKS += 1
-    if not is_fine:
-        raise AssertionError(what)
-
-
-class Server:
+class Server(Serve):
     def __init__(self, binary, *words):
-        command = [binary, "serve", "--port", "0", "-c", "2K", *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            found = re.search(r"served at https?://([^:]+):(\d+)", line)
-            if found:
-                self.place = (found.group(1), int(found.group(2)))
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
-                return
-        raise RuntimeError("the server did not start")
+        super().__init__(binary, "-c", "2K", *words)
 
     def connect(self, timeout=60):
         return socket.create_connection(self.place, timeout)
@@ -65,10 +53,6 @@ class Server:
         while self.metric(name) != value:
             check(time.time() < end, f"{name} is {self.metric(name)}, not {value}")
             time.sleep(0.1)
-
-    def end(self):
-        self.process.terminate()
-        check(self.process.wait(timeout=60) == 0, "the server did not end well")
 
 
 def request(method, path, body=None, close=False):
@@ -218,7 +202,7 @@ def main():
     encrypted(args.binary)
     slow(args.binary)
     crowd(args.binary, args.connections)
-    print(f"{CHECKS} checks: all fine")
+    print(f"{n_checks()} checks: all fine")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ environment.
 """
 
 import json
-import re
-import subprocess
+import pathlib
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,38 +19,24 @@ import urllib.request
 import msgpack
 import zmq
 
-CHECKS = 0
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve, check, n_checks  # noqa: E402
+
 PAGE_BYTES = 368_640  # of the default model: 30 layers, 3 KV heads, 64 wide, 16 tokens, f16
 TOPIC = "kv@here@small"
 
 
-def check(is_fine, what):
-    global CHECKS
-    CHECKS += 1
-    if not is_fine:
-        raise AssertionError(what)
-
-
-class Server:
+class Server(Serve):
     def __init__(self, binary, encoding, **more):
         config = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": TOPIC,
                   "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0",
                   "encoding": encoding, **more}
-        words = [binary, "serve", "--port", "0", "--admin-key", "admin", "-c", "512",
-                 "--kv-cache-memory-bytes", str(64 * PAGE_BYTES),
-                 "--swap-space", f"{24 * PAGE_BYTES}B", "--kv-events-config", json.dumps(config)]
-        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        self.url = self.find(r"served at (http://[^,\s]+)").group(1)
-        found = self.find(r"published at (tcp://[^,\s]+), replayed at (tcp://[^,\s]+)")
-        self.live, self.desk = found.groups()
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
-
-    def find(self, pattern):
-        for line in self.process.stderr:
-            found = re.search(pattern, line)
-            if found:
-                return found
-        raise RuntimeError(f"the server did not say {pattern}")
+        super().__init__(binary, "--admin-key", "admin", "-c", "512",
+                         "--kv-cache-memory-bytes", 64 * PAGE_BYTES,
+                         "--swap-space", f"{24 * PAGE_BYTES}B",
+                         "--kv-events-config", json.dumps(config),
+                         patterns=[r"published at (tcp://[^,\s]+), replayed at (tcp://[^,\s]+)"])
+        [(self.live, self.desk)] = self.said
 
     def ask(self, path, body=None, method=None):
         data = None if body is None else json.dumps(body).encode()
@@ -70,10 +54,6 @@ class Server:
         listed = self.ask("/kv_cache_blocks")
         check(listed["block_size"] == 16, listed["block_size"])
         return {(b["block_hash"], b["medium"]): b["parent_block_hash"] for b in listed["blocks"]}
-
-    def end(self):
-        self.process.terminate()
-        check(self.process.wait(timeout=60) == 0, "the server did not end well")
 
 
 class Reader:
@@ -303,7 +283,7 @@ def main():
         run(sys.argv[1], encoding)
     forgotten(sys.argv[1])
     called(sys.argv[1])
-    print(f"{CHECKS} checks with pyzmq {zmq.__version__} and msgpack "
+    print(f"{n_checks()} checks with pyzmq {zmq.__version__} and msgpack "
           f"{'.'.join(map(str, msgpack.version))}: all fine")
 
 

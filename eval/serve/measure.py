@@ -23,40 +23,27 @@ import argparse
 import datetime
 import json
 import os
-import re
+import pathlib
 import resource
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve  # noqa: E402
 
 EXTRAS = ["fastapi", "uvicorn", "pydantic-settings", "sse-starlette", "starlette-context", "pyyaml"]
 MODEL = os.path.expanduser("~/.cache/nuthatch/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-class Nuthatch:
+class Nuthatch(Serve):
     name = "nuthatch"
 
     def __init__(self, args, words=()):
-        command = [args.binary, "serve", args.model, "--port", "0", "-t", str(args.threads),
-                   "-c", "2K", *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            found = re.search(r"served at (http://[^,\s]+)", line)
-            if found:
-                self.url = found.group(1)
-                # What it says later must not fill the pipe.
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
-                return
-        sys.exit(f"the server did not start: {' '.join(command)}")
-
-    def end(self):
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=120)
+        super().__init__(args.binary, args.model, "-t", args.threads, "-c", "2K", *words)
 
 
 class LlamaServer:

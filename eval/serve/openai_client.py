@@ -7,35 +7,20 @@ is an assertion; the last line says how many there were. `cargo xtask clients` m
 """
 
 import json
+import pathlib
 import re
-import subprocess
 import sys
-import threading
 
 import openai
 from pydantic import BaseModel
 
-CHECKS = 0
-
-
-def check(is_fine, what):
-    global CHECKS
-    CHECKS += 1
-    if not is_fine:
-        raise AssertionError(what)
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve, check, n_checks  # noqa: E402
 
 
 def start(binary):
-    words = [binary, "serve", "--port", "0", "--served-model-name", "small", "--api-key", "secret",
-             "--tool-call-parser", "hermes", "-c", "2K"]
-    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    for line in server.stderr:
-        found = re.search(r"served at (http://[^,\s]+)", line)
-        if found:
-            # What it says later must not fill the pipe.
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            return server, found.group(1)
-    raise RuntimeError("the server did not start")
+    return Serve(binary, "--served-model-name", "small", "--api-key", "secret", "--tool-call-parser",
+                 "hermes", "-c", "2K")
 
 
 def chat(client):
@@ -174,7 +159,8 @@ def leaving(client):
 
 
 def main():
-    server, url = start(sys.argv[1])
+    server = start(sys.argv[1])
+    url = server.url
     try:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         check([model.id for model in client.models.list()] == ["small"], "models")
@@ -186,9 +172,8 @@ def main():
         errors(client, url)
         leaving(client)
     finally:
-        server.terminate()
-    check(server.wait(timeout=60) == 0, "the server did not end well")
-    print(f"{CHECKS} checks with openai {openai.__version__}: all fine")
+        server.end()
+    print(f"{n_checks()} checks with openai {openai.__version__}: all fine")
 
 
 if __name__ == "__main__":

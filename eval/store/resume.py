@@ -1,51 +1,41 @@
-"""What a conversation costs that comes back: from memory, from the host, from the disk, or computed.
+"""What a conversation costs that comes back: from memory, the host, the disk, a store, or computed.
 
-    python3 eval/store/resume.py target/release/nuthatch [--tokens 6000] [--json FILE]
+    python3 eval/store/resume.py target/release/nuthatch [--tokens 6000] [--redis PROGRAM] [--json FILE]
 
 Measures the time to the first token of a prompt of random tokens, the length from which loading beats
 computing and whether the engine knows it, the throughput that saving costs, and the bytes that are
-written for each byte that is saved. Needs nothing but Python; the machine should be quiet.
+written for each byte that is saved. With a `redis-server`, and a binary that has stores, also what comes
+from there. Needs nothing but Python; the machine should be quiet.
 """
 
 import argparse
-import http.client
 import json
+import pathlib
 import platform
 import random
 import re
 import shutil
+import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from server import Serve  # noqa: E402
+
 VOCAB = 40_000
 PAGE_LEN = 16
 MODEL = "smollm2"
+LENGTHS = [40, 100, 200, 400, 1000, 3000]
+RATES = [1_000_000_000, 50_000_000, 20_000_000, 5_000_000]
 
 
-class Server:
-    """`nuthatch serve` with these words, for as long as the block lasts."""
-
+class Server(Serve):
     def __init__(self, binary, *words):
-        names = ["--served-model-name", MODEL]
-        command = [binary, "serve", "--port", "0", "--device", "cpu", *names, *words]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            found = re.search(r"served at https?://([^:]+):(\d+)", line)
-            if found:
-                self.place = (found.group(1), int(found.group(2)))
-                threading.Thread(target=self.process.stderr.read, daemon=True).start()
-                return
-        raise RuntimeError("the server did not start")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
+        super().__init__(binary, "--device", "cpu", "--served-model-name", MODEL, *words)
 
     def first_token(self, prompt):
         """Seconds to the first token, and how many tokens of the prompt were cached."""
@@ -57,41 +47,23 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = http.client.HTTPConnection(*self.place, timeout=600)
         begin = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
         first, cached = None, 0
-        for line in answer:
+        for line in self.post("/v1/completions", body):
             if not line.startswith(b"data: {"):
                 continue
             first = first or time.monotonic() - begin
             usage = json.loads(line[6:]).get("usage")
             if usage:
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
-        connection.close()
         return first, cached
-
-    def metrics(self):
-        connection = http.client.HTTPConnection(*self.place, timeout=60)
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-        connection.close()
-        found = {}
-        for line in page.splitlines():
-            name, _, value = line.rpartition(" ")
-            if not name.startswith("nuthatch:"):
-                continue
-            label = re.search(r'(?:end|reason)="([^"]*)"', name)
-            found[name.partition("{")[0] + (f":{label.group(1)}" if label else "")] = float(value)
-        return found
 
     def settle(self):
         """Waits until nothing more is saved."""
         before = -1
         while True:
-            saved = self.metrics().get("nuthatch:disk_saves_total:saved", 0)
+            metrics = self.metrics()
+            saved = sum(metrics.get(f"nuthatch:{tier}_saves_total:saved", 0) for tier in ("disk", "remote"))
             if saved == before:
                 return
             before = saved
@@ -103,6 +75,22 @@ class Server:
             return int(re.search(r"^wchar: (\d+)", file.read(), re.M).group(1))
 
 
+def start_redis(program):
+    """A server on a free port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["--port", str(port), "--save", "", "--bind", "127.0.0.1"]
+    process = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL)
+    for _ in range(100):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return process, port
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError("redis-server did not start")
+
+
 def prompt_of(seed, n_tokens):
     draw = random.Random(repr(seed))
     return [draw.randrange(100, VOCAB) for _ in range(n_tokens)]
@@ -112,32 +100,48 @@ def median(values):
     return round(statistics.median(values), 4)
 
 
-def resumed(binary, folder, n_tokens, rounds):
+def slow_tiers(folder, redis):
+    """The words for each slower tier."""
+    tiers = {
+        "disk": ["--kv-disk", f"{folder}/resume:4GiB"],
+        "disk, int8": ["--kv-disk", f"{folder}/resume8:4GiB", "--kv-cold-dtype", "int8"],
+        "disk, encrypted": ["--kv-disk", f"{folder}/resumex:4GiB", "--kv-key-file", f"{folder}/key"],
+    }
+    with open(f"{folder}/key", "wb") as file:
+        file.write(bytes(range(32)))
+    if redis:
+        tiers["redis"] = ["--kv-remote", f"redis://127.0.0.1:{redis}"]
+    return tiers
+
+
+def resumed(binary, folder, n_tokens, rounds, redis):
     """Seconds to the first token of a conversation, by where it comes from."""
-    seconds = {"recompute": [], "memory": [], "host": [], "disk": []}
+    tiers = slow_tiers(folder, redis)
+    seconds = {name: [] for name in ("recompute", "memory", "host", *tiers)}
     cached = {}
-    disk = ["--kv-disk", f"{folder}/resume:4GiB"]
-    for i in range(rounds):
-        prompt, other = prompt_of(("a", i), n_tokens), prompt_of(("b", i), n_tokens)
-        with Server(binary, *disk) as server:
+    prompt, other = prompt_of("a", n_tokens), prompt_of("b", n_tokens)
+    for name, words in tiers.items():
+        with Server(binary, *words) as server:
             seconds["recompute"].append(server.first_token(prompt)[0])
             took, cached["memory"] = server.first_token(prompt)
             seconds["memory"].append(took)
             server.settle()
-        with Server(binary, *disk) as server:
-            # An engine that has computed something knows what computing costs.
-            server.first_token(prompt_of(("c", i), 600))
-            took, cached["disk"] = server.first_token(prompt)
-            seconds["disk"].append(took)
-        # Room for one conversation, and the rest on the host.
-        bytes_kv = 23_040 * (n_tokens + 600)
-        with Server(
-            binary, "--max-num-seqs", "1", "--kv-cache-memory-bytes", str(bytes_kv), "--swap-space", "1GiB"
-        ) as server:
-            server.first_token(prompt)
-            server.first_token(other)
-            took, cached["host"] = server.first_token(prompt)
-            seconds["host"].append(took)
+        for i in range(rounds):
+            with Server(binary, *words) as server:
+                # An engine that has computed something knows what computing costs.
+                server.first_token(prompt_of(("c", i), 300))
+                took, cached[name] = server.first_token(prompt)
+                seconds[name].append(took)
+        print(name, {name: seconds[name] for name in ("recompute", name)}, flush=True)
+    # Room for one conversation, and the rest on the host.
+    memory = ["--kv-cache-memory-bytes", 23_040 * (n_tokens + 600), "--swap-space", "1GiB"]
+    with Server(binary, "--max-num-seqs", "1", *memory) as server:
+        server.first_token(prompt)
+        server.first_token(other)
+        for _ in range(rounds):
+            for tokens in (prompt, other):
+                took, cached["host"] = server.first_token(tokens)
+                seconds["host"].append(took)
     for where, tokens in cached.items():
         assert tokens >= n_tokens - 2 * PAGE_LEN, f"{where}: {tokens} of {n_tokens} tokens were cached"
     return {where: median(times) for where, times in seconds.items()} | {"cached_tokens": cached}
@@ -169,7 +173,58 @@ def crossover(binary, folder, lengths, rounds):
     return table
 
 
-def saving(binary, folder, rounds, n_prompts=12, n_tokens=512, n_answer=48):
+class Narrow:
+    """A way to a server through which so many bytes a second come back."""
+
+    def __init__(self, port, bytes_per_s):
+        self.far, self.bytes_per_s, self.free = port, bytes_per_s, time.monotonic()
+        self.lock = threading.Lock()
+        self.gate = socket.create_server(("127.0.0.1", 0))
+        self.port = self.gate.getsockname()[1]
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            near, _ = self.gate.accept()
+            far = socket.create_connection(("127.0.0.1", self.far))
+            for source, target, is_slow in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self.pass_on, args=(source, target, is_slow), daemon=True).start()
+
+    def pass_on(self, source, target, is_slow):
+        try:
+            while data := source.recv(65536):
+                if is_slow:
+                    with self.lock:
+                        self.free = max(self.free, time.monotonic()) + len(data) / self.bytes_per_s
+                        wait = self.free - time.monotonic()
+                    time.sleep(max(wait, 0))
+                target.sendall(data)
+        except OSError:
+            pass
+
+
+def narrowed(binary, redis, rates, n_tokens=1000, n_prompts=4):
+    """For each rate of a store: seconds when computed and when asked of it, one prompt after another."""
+    table = []
+    for rate in rates:
+        prompts = [prompt_of(("n", rate, i), n_tokens) for i in range(n_prompts)]
+        with Server(binary, "--kv-remote", f"redis://127.0.0.1:{redis}") as server:
+            computed = [server.first_token(prompt)[0] for prompt in prompts]
+            server.settle()
+        way = Narrow(redis, rate)
+        with Server(binary, "--kv-remote", f"redis://127.0.0.1:{way.port}") as server:
+            server.first_token(prompt_of(("warm", rate), 300))
+            asked = [server.first_token(prompt) for prompt in prompts]
+        table.append({
+            "bytes_per_s": rate,
+            "computed_s": median(computed),
+            "asked_s": [round(took, 3) for took, _ in asked],
+            "cached_tokens": [cached for _, cached in asked],
+        })
+    return table
+
+
+def saving(binary, folder, rounds, n_prompts=6, n_tokens=512, n_answer=48):
     """Tokens a second with and without a disk tier, in turns, and bytes written for each saved."""
 
     def load(server, i):
@@ -181,12 +236,7 @@ def saving(binary, folder, rounds, n_prompts=12, n_tokens=512, n_answer=48):
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            connection = http.client.HTTPConnection(*server.place, timeout=600)
-            connection.request("POST", "/v1/completions", json.dumps(body))
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            answer.read()
-            connection.close()
+            server.post("/v1/completions", body).read()
 
         begin = time.monotonic()
         threads = [threading.Thread(target=one, args=(k,)) for k in range(n_prompts)]
@@ -228,28 +278,35 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json")
+    parser.add_argument("--redis", help="a redis-server")
+    parser.add_argument("--parts", nargs="+", default=["saving", "first_token_s", "crossover"])
+    parser.add_argument("--json", help="adds the results to this file")
     args = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="nuthatch-store-", dir=".")
+    redis, port = start_redis(args.redis) if args.redis else (None, None)
+    parts = {
+        "saving": lambda: saving(args.binary, folder, args.rounds + 2),
+        "first_token_s": lambda: resumed(args.binary, folder, args.tokens, args.rounds, port),
+        "narrow_store": lambda: narrowed(args.binary, port, RATES),
+        "crossover": lambda: crossover(args.binary, folder, LENGTHS, args.rounds),
+    }
+    result = {
+        "command": f"python3 eval/store/resume.py NUTHATCH --tokens {args.tokens} --rounds {args.rounds}",
+        "model": "SmolLM2-135M-Instruct, the default; KV in f16, 23,040 bytes a token",
+        "machine": platform.processor() or platform.machine(),
+    }
+    if args.json and pathlib.Path(args.json).exists():
+        result = json.loads(pathlib.Path(args.json).read_text(encoding="utf-8"))
     try:
-        result = {
-            "command": f"python3 eval/store/resume.py NUTHATCH --tokens {args.tokens} --rounds {args.rounds}",
-            "model": "SmolLM2-135M-Instruct, the default; KV in f16, 23,040 bytes a token",
-            "machine": platform.processor() or platform.machine(),
-        }
-        result["saving"] = saving(args.binary, folder, args.rounds + 2)
-        print(json.dumps(result["saving"]), flush=True)
-        result["first_token_s"] = resumed(args.binary, folder, args.tokens, args.rounds)
-        print(json.dumps(result["first_token_s"]), flush=True)
-        result["crossover"] = crossover(args.binary, folder, [40, 100, 200, 400, 1000, 3000], args.rounds)
-        for row in result["crossover"]:
-            print(json.dumps(row), flush=True)
+        for part in args.parts:
+            result[part] = parts[part]()
+            print(part, json.dumps(result[part], indent=1), flush=True)
     finally:
         shutil.rmtree(folder)
+        if redis:
+            redis.kill()
     if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-            file.write("\n")
+        pathlib.Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
 
 /// Runs the clients against a server of this binary.
 pub(crate) fn check(nuthatch: &Path) -> Result<()> {
-    let python = python()?;
+    let python = python("clients", &PACKAGES)?;
     for script in ["openai_client.py", "kv_events.py", "hardness.py"] {
         let script = shell::root().join("eval").join("serve").join(script);
         shell::run(shell::command(&python).arg(script).arg(nuthatch))?;
@@ -28,10 +28,10 @@ pub(crate) fn check(nuthatch: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The interpreter of a virtual environment that has the packages.
-fn python() -> Result<PathBuf> {
-    let folder = shell::target_dir().join("peers").join("clients");
-    let wanted = PACKAGES.join(" ");
+/// The interpreter of a virtual environment of this name that has the packages.
+pub(crate) fn python(name: &str, packages: &[&str]) -> Result<PathBuf> {
+    let folder = shell::target_dir().join("peers").join(name);
+    let wanted = packages.join(" ");
     let python = folder.join("bin").join("python");
     let stamp = folder.join("nuthatch-stamp.txt");
     if std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
@@ -39,7 +39,7 @@ fn python() -> Result<PathBuf> {
     }
     println!("installing {wanted} from the Python registry, once");
     shell::run(shell::command("python3").args(["-m", "venv", "--clear"]).arg(&folder))?;
-    shell::run(shell::command(&python).args(["-m", "pip", "install", "--quiet"]).args(PACKAGES))?;
+    shell::run(shell::command(&python).args(["-m", "pip", "install", "--quiet"]).args(packages))?;
     std::fs::write(&stamp, wanted).with_context(|| stamp.display().to_string())?;
     Ok(python)
 }

@@ -18,6 +18,7 @@ mod golden;
 mod kernels;
 mod peer;
 mod picture;
+mod remote;
 mod shell;
 mod smoke;
 mod test;
@@ -36,6 +37,7 @@ cargo xtask CHORE
   test      unit, integration and doc tests; further words go to the test runner
   smoke     the binary on the real default model [--release]
   clients   OpenAI's Python package, a reader of KV events and rude clients [--release]
+  remote    the remote tier: its tests, and engines that share Redis and S3 servers
   crash     [--rounds 500] [--seed 1]: kills an engine with a disk tier, and checks what is left
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
   kernels   compiles every CUDA kernel, without a GPU
@@ -57,6 +59,7 @@ fn main() -> ExitCode {
         "test" => test::run(args),
         "smoke" => smoke::run(args),
         "clients" => clients::run(args),
+        "remote" => remote::run(args),
         "crash" => crash::run(args),
         "peer" => peer::run(args),
         "kernels" => kernels::run(args),

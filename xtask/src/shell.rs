@@ -100,7 +100,7 @@ pub(crate) fn dev_binary() -> Result<PathBuf> {
     binary_in("debug")
 }
 
-fn binary_in(profile: &str) -> Result<PathBuf> {
+pub(crate) fn binary_in(profile: &str) -> Result<PathBuf> {
     let path = target_dir().join(profile).join(format!("nuthatch{}", std::env::consts::EXE_SUFFIX));
     if !path.is_file() {
         bail!("cargo built no {}", path.display());

@@ -13,6 +13,7 @@
 mod acts;
 mod append;
 mod attend;
+mod codec;
 mod far;
 mod isa;
 mod kv;
@@ -28,17 +29,20 @@ mod topk;
 mod versions;
 
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
-    Pick, PlanShape,
+    PageCodec, Pick, PlanShape,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
+use nuthatch_types::{
+    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
 
 use acts::Acts;
 use append::Append;
 use attend::{Attention, MAX_GROUP};
+use codec::CpuCodec;
 pub use isa::Isa;
 pub use kv::CpuKv;
 use kv::PAGE;
@@ -69,6 +73,9 @@ pub struct Cpu {
     isa: Isa,
     /// Scratch of the matrix products; one product runs at a time.
     acts: Mutex<Acts>,
+    /// Scores of one layer's questions before they are answers; kept, because clearing memory for
+    /// each layer took half as long as the scores.
+    raw_scores: Mutex<Vec<f32>>,
     /// Where KV pages lie, if not in memory.
     kv_file: Option<PathBuf>,
 }
@@ -87,7 +94,8 @@ impl Cpu {
             n => n,
         };
         let acts = Mutex::new(Acts::empty());
-        Ok(Cpu { pool: Pool::new(threads), isa, acts, kv_file: None })
+        let raw_scores = Mutex::default();
+        Ok(Cpu { pool: Pool::new(threads), isa, acts, raw_scores, kv_file: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
@@ -144,7 +152,7 @@ impl Cpu {
         target: Target,
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
-        let mut acts = self.acts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut acts = self.acts.lock().unwrap_or_else(PoisonError::into_inner);
         Product { isa: self.isa, weight, x, rows, target }.run(&self.pool, &mut acts, out)
     }
 }
@@ -217,6 +225,11 @@ impl Backend for Cpu {
 
     fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
         Some(kv.page_image(self.isa))
+    }
+
+    fn page_codec(&self, kv: &CpuKv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        let codec = CpuCodec::new(kv, cold, kv.page_image(self.isa).bytes)?;
+        Some(Arc::new(codec))
     }
 
     fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
@@ -446,7 +459,8 @@ impl Backend for Cpu {
         scores: &mut [u32],
     ) -> Result<(), DeviceError> {
         let attention = self.attention(plan, layer, spec, qkv, kv);
-        Scoring { attention }.run(&self.pool, asks, scores);
+        let mut raw = self.raw_scores.lock().unwrap_or_else(PoisonError::into_inner);
+        Scoring { attention }.run(&self.pool, asks, &mut raw, scores);
         kv.check()
     }
 

@@ -60,7 +60,7 @@ struct AttendParams {
     u32 window;    // keys that a row sees at most
     u32 prefetch;  // steps that splits bring to the second-level cache ahead of their use, or 0
     Cuts cuts;
-    u32 padding;
+    u32 tile_parts;  // blocks that share a task of many lines
     float scale;   // times log2(e)
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
@@ -229,17 +229,35 @@ DEVICE uint4 load_matrices(const u8* row) {
     return b;
 }
 
+// The same turned: a lane gets elements g of rows 2t and 2t + 1.
+DEVICE uint4 load_turned(const u8* row) {
+    uint4 b;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
+                 : "r"(shared_address(row))
+                 : "memory");
+    return b;
+}
+
 // Operands for two steps along the columns: those of a piece of 32, of eight tokens of a page.
 DEVICE uint4 key_operand(const u8* keys, u32 k, u32 eight) {
     const u32 lane = threadIdx.x % 32;
+#if ROWS
+    return load_matrices(keys + piece_at(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
+#else
     return load_matrices(keys + key_piece(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
+#endif
 }
 
 // Operands for two tiles of eight columns: the values of a page's tokens.
 DEVICE uint4 value_operand(const u8* values, u32 pair) {
     const u32 lane = threadIdx.x % 32;
+#if ROWS
+    return load_turned(values + piece_at(lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16) * 16);
+#else
     return load_matrices(values +
                          value_piece(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16);
+#endif
 }
 
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys

@@ -1,7 +1,8 @@
 // Attention of many lines of one sequence to all its chunks.
 //
 // A block takes the lines of a task, sixteen for each warp; its warps share the pages, which come
-// through a ring in shared memory. Grid: (task, KV head). Reads each page of a task once.
+// through a ring in shared memory. Grid: (task, KV head); tasks that have more lines are shared by
+// several blocks. Reads each page of a task once.
 
 struct Task {
     u32 first_row;  // of the batch
@@ -153,7 +154,10 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
     extern __shared__ __align__(128) u8 shared[];
     allow_next();
     // Tasks and tables were there before the step began.
-    const Task task = ((const Task*)p.tasks)[blockIdx.x];
+    Task task = ((const Task*)p.tasks)[blockIdx.x / p.tile_parts];
+    const u32 before = blockIdx.x % p.tile_parts * (16 * TEAM);
+    if (before >= task.n_lines) return;
+    task.first_line += before, task.n_lines = min(task.n_lines - before, 16u * TEAM);
     const u32 warp = threadIdx.x / 32;
     const u32 ring = shared_address(shared);
     u32* operands = (u32*)(shared + TILE_STAGES * STAGE_BYTES + warp * TileLines::Q_BYTES);

@@ -26,9 +26,9 @@ struct RingPlace {
 
 // What the instruction has to know of a matrix in shared memory: rows of 32, 64 or 128 bytes in eights,
 // swizzled, that are `stride` bytes apart.
-template <int ROW_BYTES>
+template <int BYTES>
 DEVICE u64 matrix_descriptor(u32 shared, u32 stride) {
-    const u64 pattern = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
+    const u64 pattern = BYTES == 128 ? 1 : BYTES == 64 ? 2 : 3;
     return pattern << 62 | (u64)(stride >> 4) << 32 | (u64)1 << 16 | (shared & 0x3FFFF) >> 4;
 }
 

@@ -11,6 +11,11 @@
 // Hopper's instructions know both patterns (of 64 and of 32 bytes).
 //
 // With f32 it is K [16][D], then V [16][D].
+//
+// In an arena of which single tokens are read (ROWS) a token's key is one run, and so is its value:
+// K [16][WIDTH], then V [16][WIDTH]. With 16-bit types the pieces of sixteen bytes of a token change
+// places by its number in the page, so that eight tokens' pieces lie in different banks of shared
+// memory when a page is copied there as it is.
 
 #define PAGE 16
 #define KV_F32 0
@@ -27,6 +32,24 @@ typedef u16 Element;
 #define PAGE_ELEMENTS (2 * PAGE * WIDTH)
 static_assert(PAGE_ELEMENTS * sizeof(Element) == HEAD_PAGE_BYTES, "the host's page differs");
 
+#ifndef ROWS
+#define ROWS 0
+#endif
+#define HALF_PAGE_BYTES (HEAD_PAGE_BYTES / 2)  // keys, or values
+#define ROW_BYTES (HALF_PAGE_BYTES / PAGE)     // a key, or a value
+#define ROW_PIECES (ROW_BYTES / 16)
+
+// Where a piece of sixteen bytes of a token's key, or value, is; counted in pieces of its half page.
+DEVICE u32 piece_at(u32 token, u32 piece) {
+#if KV == KV_F32
+    return token * ROW_PIECES + piece;
+#else
+    // Rows whose length is no multiple of 128 bytes begin in two places already.
+    const u32 turn = token / 2 % 4 | (WIDTH % 64 == 0 ? token % 2 * 4 : 0);
+    return token * ROW_PIECES + (piece ^ turn);
+#endif
+}
+
 #if KV != KV_F32
 // Where eight columns of a token's key are; counted in pieces of sixteen bytes.
 DEVICE u32 key_piece(u32 token, u32 c) {
@@ -40,6 +63,8 @@ DEVICE u32 value_piece(u32 column, u32 c) { return column * 2 + (c ^ column / 4 
 DEVICE u32 key_at(u32 token, u32 i) {
 #if KV == KV_F32
     return token * WIDTH + i;
+#elif ROWS
+    return piece_at(token, i / 8) * 8 + i % 8;
 #else
     return key_piece(token, i / 8) * 8 + i % 8;
 #endif
@@ -48,6 +73,8 @@ DEVICE u32 key_at(u32 token, u32 i) {
 DEVICE u32 value_at(u32 token, u32 i) {
 #if KV == KV_F32
     return PAGE * WIDTH + token * WIDTH + i;
+#elif ROWS
+    return PAGE * WIDTH + piece_at(token, i / 8) * 8 + i % 8;
 #else
     return PAGE * WIDTH + value_piece(i, token / 8) * 8 + token % 8;
 #endif

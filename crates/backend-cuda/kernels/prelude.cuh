@@ -49,6 +49,17 @@ DEVICE u32 f16x2(float low, float high) {
     return bits;
 }
 
+// Four signed bytes as f16, the first two of them in `low`. A byte that is flipped to be unsigned is the
+// end of a number from 1024 on.
+DEVICE void f16_of_bytes(u32 bytes, u32& low, u32& high) {
+    bytes ^= 0x80808080u;
+    low = __byte_perm(bytes, 0x64646464u, 0x5140);
+    high = __byte_perm(bytes, 0x64646464u, 0x5342);
+    // Less 1024 + 128.
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(low) : "r"(0x64806480u));
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(high) : "r"(0x64806480u));
+}
+
 // 2^x. Exact for 0, and 0 for minus infinity.
 DEVICE float exp2_of(float x) {
     float y;
@@ -107,6 +118,11 @@ DEVICE void copy_async(u32 shared, const void* global, u32 n_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
                  "l"(global), "r"(n_bytes)
                  : "memory");
+}
+
+// The same of four bytes.
+DEVICE void copy_word_async(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
 // The same of eight bytes.

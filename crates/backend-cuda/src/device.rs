@@ -86,6 +86,11 @@ impl Device {
         self.stream.cu_stream()
     }
 
+    /// The same, to queue on.
+    pub(crate) fn main_stream(&self) -> &CudaStream {
+        &self.stream
+    }
+
     /// The context, for what is freed in it.
     pub(crate) fn context(&self) -> Arc<CudaContext> {
         Arc::clone(&self.context)
@@ -157,6 +162,16 @@ impl Device {
         Ok(memory)
     }
 
+    /// Makes all bytes zero again.
+    pub(crate) fn clear(&self, memory: &Memory) -> Result<(), DeviceError> {
+        self.enter()?;
+        let (address, bytes, stream) = (memory.address, memory.bytes, self.stream.cu_stream());
+        #[expect(unsafe_code, reason = "raw device memory")]
+        // SAFETY: the memory is live and has this size.
+        let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, stream) };
+        self.check(zeroed)
+    }
+
     /// Copies host values into device memory, from byte `start` on.
     pub(crate) fn upload<T: Copy>(
         &self,
@@ -220,6 +235,23 @@ impl Device {
         threads: u32,
         params: &P,
     ) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_on((&self.stream, true), kernel, (grid, threads), params) }
+    }
+
+    /// The same on some stream; unless `is_early`, the kernel begins after all that comes before it.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Device::launch`].
+    #[expect(unsafe_code, reason = "kernels use raw device memory")]
+    pub(crate) unsafe fn launch_on<P: DeviceRepr>(
+        &self,
+        (stream, is_early): (&CudaStream, bool),
+        kernel: &Kernel,
+        (grid, threads): ((u32, u32), u32),
+        params: &P,
+    ) -> Result<(), DeviceError> {
         self.enter()?;
         let mut early = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -234,20 +266,20 @@ impl Device {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: kernel.shared_bytes,
-            hStream: self.stream.cu_stream(),
+            hStream: stream.cu_stream(),
             attrs: &mut early,
             // Older devices have no instruction to wait with.
-            numAttrs: u32::from(self.capability.0 >= 9),
+            numAttrs: u32::from(is_early && self.capability.0 >= 9),
         };
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
         let (function, arguments) = (kernel.function.cu_function(), arguments.as_mut_ptr());
-        let begin = self.check(self.timing.mark(&self.stream))?;
+        let begin = self.check(self.timing.mark(stream))?;
         // SAFETY: the configuration, its attribute and the parameters outlive the call, which copies
         // them; the rest is the caller's promise.
         let launched =
             unsafe { sys::cuLaunchKernelEx(&config, function, arguments, std::ptr::null_mut()) };
         self.check(launched.result())?;
-        if let (Some(begin), Some(end)) = (begin, self.check(self.timing.mark(&self.stream))?) {
+        if let (Some(begin), Some(end)) = (begin, self.check(self.timing.mark(stream))?) {
             self.timing.push(kernel.name, begin, end);
         }
         Ok(())

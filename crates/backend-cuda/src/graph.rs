@@ -15,6 +15,9 @@ use crate::device::Device;
 /// Guessed.
 const MAX_ROWS: usize = 64;
 
+/// Shapes that are remembered; batches whose rows end at different times have many.
+const MAX_SHAPES: usize = 64;
+
 /// A run of kernels, queued by one call. The memory that they use must be there when it is.
 struct Graph {
     exec: sys::CUgraphExec,
@@ -37,9 +40,11 @@ impl Drop for Graph {
 }
 
 /// What decides which kernels a pass queues, and with which parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PassKey {
     pub(crate) n_rows: usize,
+    /// Rules, and how many rows the device decides about by them.
+    pub(crate) deciding: Vec<(usize, usize)>,
     /// Where the tables are, and how long each is.
     pub(crate) tables: (u64, u32),
     /// Where the arena is, and how many slots it has.
@@ -72,7 +77,7 @@ impl Recordings {
     pub(crate) fn begin(&mut self, device: &Device, key: PassKey) -> Result<bool, DeviceError> {
         // What was recorded with other scratch would write to memory that is somebody else's.
         self.known.retain(|known, _| known.scratch == key.scratch);
-        match self.step(key) {
+        match self.step(&key) {
             Step::Queue => Ok(false),
             Step::Record => {
                 self.recording = Some(key);
@@ -113,13 +118,16 @@ impl Recordings {
         Ok(())
     }
 
-    fn step(&mut self, key: PassKey) -> Step {
+    fn step(&mut self, key: &PassKey) -> Step {
         if key.n_rows > MAX_ROWS {
             return Step::Queue;
         }
-        match self.known.get(&key) {
+        match self.known.get(key) {
             None => {
-                self.known.insert(key, None);
+                if self.known.len() >= MAX_SHAPES {
+                    self.known.clear();
+                }
+                self.known.insert(key.clone(), None);
                 Step::Queue
             }
             Some(None) => Step::Record,
@@ -143,12 +151,17 @@ mod tests {
 
     #[test]
     fn a_shape_is_recorded_when_it_comes_again() {
-        let key = PassKey { n_rows: 3, tables: (1, 2), arena: (3, 4), scratch: 0 };
+        let key =
+            PassKey { n_rows: 3, deciding: Vec::new(), tables: (1, 2), arena: (3, 4), scratch: 0 };
         let mut recordings = Recordings::default();
-        assert_eq!(recordings.step(key), Step::Queue);
-        assert_eq!(recordings.step(PassKey { n_rows: 4, ..key }), Step::Queue);
-        assert_eq!(recordings.step(key), Step::Record);
+        assert_eq!(recordings.step(&key), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);
+        assert_eq!(
+            recordings.step(&PassKey { deciding: vec![(0, 1)], ..key.clone() }),
+            Step::Queue
+        );
+        assert_eq!(recordings.step(&key), Step::Record);
         let large = PassKey { n_rows: MAX_ROWS + 1, ..key };
-        assert_eq!([recordings.step(large), recordings.step(large)], [Step::Queue; 2]);
+        assert_eq!([recordings.step(&large), recordings.step(&large)], [Step::Queue; 2]);
     }
 }

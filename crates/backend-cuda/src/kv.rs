@@ -2,10 +2,11 @@
 //! that `kernels/kv.cuh` draws.
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::{KvDtype, KvShape, KvSlots};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
 use crate::pinned::PinnedMemory;
+use crate::sparse::Sparse;
 
 /// Tokens of a page.
 pub(crate) const PAGE_LEN: usize = 16;
@@ -37,14 +38,35 @@ impl PageShape {
     }
 }
 
+/// Where the pages of the device tier are.
+pub(crate) enum Arena {
+    Device(Memory),
+    /// In memory of the host, which kernels read and write at the same addresses: for top-k attention,
+    /// whose working sets are on the device.
+    Host(PinnedMemory),
+}
+
+impl Arena {
+    pub(crate) fn address(&self) -> u64 {
+        match self {
+            Arena::Device(memory) => memory.address(),
+            Arena::Host(memory) => memory.address(),
+        }
+    }
+}
+
 /// The keys and values of all layers.
 pub struct CudaKv {
     pub(crate) shape: KvShape,
     pub(crate) page: PageShape,
     pub(crate) slots: KvSlots,
-    pub(crate) arena: Memory,
+    pub(crate) arena: Arena,
     /// The pages that wait on the host, in the same order.
     pub(crate) host: Option<PinnedMemory>,
+    /// Room for one page on its way out or in: `[layer][kv head]`.
+    pub(crate) gate: PinnedMemory,
+    /// What top-k attention keeps; its pages are of rows.
+    pub(crate) sparse: Option<Sparse>,
 }
 
 impl CudaKv {
@@ -52,6 +74,7 @@ impl CudaKv {
         device: &Device,
         shape: KvShape,
         slots: KvSlots,
+        is_on_host: bool,
     ) -> Result<Self, DeviceError> {
         if shape.page_len as usize != PAGE_LEN {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
@@ -66,12 +89,37 @@ impl CudaKv {
         let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
         let bytes =
             |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
-        let arena = device.alloc(bytes(slots.device), "the KV cache")?;
+        let n_bytes = bytes(slots.device);
+        let arena = if is_on_host {
+            Arena::Host(PinnedMemory::new(device, n_bytes, "the KV cache on the host")?)
+        } else {
+            Arena::Device(device.alloc(n_bytes, "the KV cache")?)
+        };
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
-        Ok(CudaKv { shape, page, slots, arena, host })
+        let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
+        Ok(CudaKv { shape, page, slots, arena, host, gate, sparse: None })
+    }
+
+    /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
+    pub(crate) fn page_image(&self, arch: &str, is_exact: bool) -> PageImage {
+        let bytes = self.page.bytes() * self.n_heads();
+        let layout = format!("cuda 1, {arch}, exact {is_exact}, {:?}", self.shape);
+        PageImage { bytes, layout }
+    }
+
+    /// Heads of all layers.
+    pub(crate) fn n_heads(&self) -> usize {
+        self.shape.n_layers as usize * self.shape.n_kv_heads as usize
+    }
+
+    /// Where each head's part of a page of the host starts.
+    pub(crate) fn host_starts(&self, slot: Slot) -> impl Iterator<Item = usize> + use<> {
+        let (n_host, place) = (self.slots.host as usize, (slot.0 - self.slots.device) as usize);
+        let page = self.page.bytes();
+        (0..self.n_heads()).map(move |head| (head * n_host + place) * page)
     }
 
     /// Bytes of all device slots of one head.

@@ -1,39 +1,43 @@
 //! NVIDIA GPUs as a device: CUDA loaded at run time, kernels compiled by NVRTC at first use.
 //!
-//! - `device`, `pinned`: the driver, one stream, memory, the host's too, and the fault that ends it
+//! - `open`: how a GPU is used; `device`, `pinned`: the driver, one stream, memory, the host's too, and the fault that ends it
 //! - `nvrtc`, `program`, `compile`: compiling kernels, keeping them on disk, what is compiled
 //!   together, and compiling all of it to see that it can be
 //! - `common`: the kernels that every model needs
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
 //! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
 //!   products
-//! - `graph`: passes that are queued again by one call; `timing`: what each kernel takes
+//! - `kernels`: kernels that are loaded when they are first needed; `sparse`: top-k attention
+//! - `graph`: passes that are queued again by one call; `branch`: what runs beside them; `timing`: what each kernel takes
 //!
 //! Nothing at build time needs CUDA, and a machine without a driver gets an error, not a crash.
 
+mod branch;
 mod buf;
 mod common;
 mod compile;
 mod device;
 mod error;
 mod graph;
+mod kernels;
 mod kv;
 mod launch;
 mod nvrtc;
+mod open;
 mod pinned;
 mod plan;
 mod product;
 mod program;
+mod sparse;
 mod timing;
 mod weight;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::{
-    AttnSpec, Backend, BatchLayout, DeviceError, Draw, HostMatrix, Norm, Pass, PlanShape,
-    WeightType,
+    Ask, AttnSpec, Backend, BatchLayout, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
+    Draw, HostMatrix, Norm, Pass, Pick, PlanShape, Rules, WeightType,
 };
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
@@ -45,33 +49,18 @@ pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{Attend, AttendKernels, AttendShape, Attention, SplitShape, Tile};
+use launch::attend::{AttendKernels, Attention};
 use launch::draw::Draws;
 use launch::matmul::Target;
-use launch::merge::MergeShape;
-use launch::{copy, embed, gather, norm, roof, rope, shift, swiglu};
+use launch::{copy, embed, gather, norm, rope, shift, swiglu};
 use nvrtc::Compiler;
+pub use open::CudaConfig;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
-use program::Program;
+use sparse::SparseLayer;
 pub use timing::KernelTime;
 pub use weight::{CudaWeight, weight_bytes};
-use weight::{Kernels, Part, WeightKernels, check_size};
-
-/// How a GPU is used.
-#[derive(Clone, Debug, Default)]
-pub struct CudaConfig {
-    /// Where compiled kernels are kept; nowhere if not given.
-    pub cache_dir: Option<PathBuf>,
-    /// Whether products and attention take all bits of the activations, at two or three times the
-    /// arithmetic; if not, activations are rounded to bf16 before they are multiplied with weights, and
-    /// queries to the type of keys and values, as is usual on GPUs.
-    pub is_exact: bool,
-    /// Steps of 32 keys that decoding brings to the second-level cache ahead of their use; none if 0.
-    pub l2_prefetch: u32,
-    /// Whether every kernel is queued by itself, and no pass is recorded.
-    pub is_eager: bool,
-}
+use weight::{Part, WeightKernels, check_size};
 
 /// A GPU as a device.
 pub struct Cuda {
@@ -80,118 +69,13 @@ pub struct Cuda {
     compiler: Compiler,
     common: Arc<Common>,
     weights: Mutex<BTreeMap<WeightType, Arc<WeightKernels>>>,
-    attention: Mutex<BTreeMap<PageShape, Arc<AttendKernels>>>,
+    /// By the page's shape, and whether it is of rows.
+    attention: Mutex<BTreeMap<(PageShape, bool), Arc<AttendKernels>>>,
     is_exact: bool,
     l2_prefetch: u32,
     is_eager: bool,
+    kv_on_host: bool,
     scratch: Mutex<Scratch>,
-}
-
-impl Cuda {
-    /// Opens a device and compiles what every model needs.
-    pub fn open(ordinal: usize, config: CudaConfig) -> Result<Self, OpenError> {
-        let device = Device::open(ordinal)?;
-        let compiler = Compiler::new(device.arch(), config.cache_dir)?;
-        let cubin = compiler.cubin(&Program::common())?;
-        let common = Common::new(&device, cubin).map_err(|e| OpenError::Driver(e.to_string()))?;
-        Ok(Cuda {
-            device,
-            ordinal,
-            compiler,
-            common: Arc::new(common),
-            weights: Mutex::new(BTreeMap::new()),
-            attention: Mutex::new(BTreeMap::new()),
-            is_exact: config.is_exact,
-            l2_prefetch: config.l2_prefetch,
-            is_eager: config.is_eager,
-            scratch: Mutex::new(Scratch::default()),
-        })
-    }
-
-    /// Free and total bytes of the device.
-    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
-        self.device.memory()
-    }
-
-    /// Reads all floats of `source` and does nothing with them: what this takes is the least that
-    /// anything takes that has to read as much. `out` may be changed.
-    pub fn read_all(&self, source: &CudaBuf, out: &mut CudaBuf) -> Result<(), DeviceError> {
-        roof::read_all(&self.device, &self.common.read_all, source, out)
-    }
-
-    /// From now on every kernel is timed, and queued by itself.
-    pub fn begin_timing(&self) {
-        self.device.timing.begin();
-    }
-
-    /// The kernels since then, in the order in which they ran.
-    pub fn end_timing(&self) -> Result<Vec<KernelTime>, DeviceError> {
-        self.device.enter()?;
-        self.device.check(self.device.timing.end())
-    }
-
-    fn weight_kernels(&self, dtype: WeightType) -> Result<Kernels, DeviceError> {
-        if dtype == WeightType::F32 {
-            return Ok(Kernels::F32(Arc::clone(&self.common)));
-        }
-        let mut known = self.weights.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernels) = known.get(&dtype) {
-            return Ok(Kernels::Packed(Arc::clone(kernels)));
-        }
-        let cubin = self.cubin(&Program::weights(dtype))?;
-        let kernels = Arc::new(WeightKernels::new(&self.device, cubin, dtype)?);
-        known.insert(dtype, Arc::clone(&kernels));
-        Ok(Kernels::Packed(kernels))
-    }
-
-    fn attend_kernels(&self, page: PageShape) -> Result<Arc<AttendKernels>, DeviceError> {
-        let mut known = self.attention.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernels) = known.get(&page) {
-            return Ok(Arc::clone(kernels));
-        }
-        let attend = AttendShape::new(page, self.is_exact);
-        let splits = SplitShape::fitting(attend, self.device.shared_bytes_max());
-        let cubin = self.cubin(&Program::attention(attend, splits))?;
-        let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (attend, splits))?);
-        known.insert(page, Arc::clone(&kernels));
-        Ok(kernels)
-    }
-
-    fn cubin(&self, program: &Program) -> Result<Vec<u8>, DeviceError> {
-        self.compiler.cubin(program).map_err(|e| DeviceError::Fault(e.to_string()))
-    }
-}
-
-impl AttendKernels {
-    fn new(
-        device: &Device,
-        cubin: Vec<u8>,
-        (attend, [small, large]): (AttendShape, [SplitShape; 2]),
-    ) -> Result<Self, DeviceError> {
-        let module = device.load(cubin)?;
-        let kernel = |name, shared| device.kernel(&module, name, shared);
-        let split = |shape: SplitShape| {
-            Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
-        };
-        let [few, many] = MergeShape::ALL;
-        let merge = |shape: MergeShape| {
-            Ok::<_, DeviceError>((shape, kernel(shape.name, shape.shared_bytes())?))
-        };
-        let shape = attend.tile(device.describe().1.0);
-        let attend = match attend.page.dtype {
-            nuthatch_types::KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
-            nuthatch_types::KvDtype::F16 | nuthatch_types::KvDtype::Bf16 => Attend::Mma {
-                splits: [split(small)?, split(large)?],
-                tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
-                merges: [merge(few)?, merge(many)?],
-            },
-        };
-        Ok(AttendKernels {
-            rope: kernel("rope_append", 0)?,
-            shift: kernel("shift_pages", 0)?,
-            attend,
-        })
-    }
 }
 
 impl Backend for Cuda {
@@ -270,7 +154,7 @@ impl Backend for Cuda {
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
-        CudaKv::new(&self.device, shape, slots)
+        CudaKv::new(&self.device, shape, slots, self.kv_on_host)
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<CudaTables, DeviceError> {
@@ -293,15 +177,30 @@ impl Backend for Cuda {
         kv: &mut CudaKv,
         shifts: &[PageShift],
     ) -> Result<(), DeviceError> {
-        shift::shift_pages(&self.device, plan, kv, shifts)
+        shift::shift_pages(&self.device, plan, kv, shifts)?;
+        self.digest_pages(kv, shifts)
     }
 
     fn copy_pages(&self, kv: &mut CudaKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
-        copy::copy_pages(&self.device, &self.common.copy, kv, copies)
+        copy::copy_pages(&self.device, &self.common.copy, kv, copies)?;
+        self.copy_digests(kv, copies)
+    }
+
+    fn page_image(&self, kv: &CudaKv) -> Option<nuthatch_types::PageImage> {
+        // Digests would have to be made again, which nothing asks for yet.
+        kv.sparse.is_none().then(|| kv.page_image(&self.device.arch(), self.is_exact))
+    }
+
+    fn read_page(&self, kv: &CudaKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        copy::read_page(&self.device, &self.common.copy, kv, slot, target)
+    }
+
+    fn write_page(&self, kv: &mut CudaKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        copy::write_page(&self.device, &self.common.copy, kv, slot, source)
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {
-        let kernels = self.attend_kernels(PageShape::of(&shape.kv))?;
+        let kernels = self.attend_kernels(PageShape::of(&shape.kv), false)?;
         CudaPlan::new(&self.device, shape, kernels)
     }
 
@@ -322,6 +221,7 @@ impl Backend for Cuda {
         }
         let key = PassKey {
             n_rows: plan.n_rows(),
+            deciding: plan.deciding.clone(),
             tables: (plan.tables, plan.table_len),
             arena: (kv.arena.address(), kv.slots.device),
             scratch: self.scratch_generation(),
@@ -444,7 +344,8 @@ impl Backend for Cuda {
         qkv: &mut CudaBuf,
         kv: &mut CudaKv,
     ) -> Result<(), DeviceError> {
-        rope::rope_append(&self.device, plan, layer, spec, qkv, kv)
+        rope::rope_append(&self.device, plan, layer, spec, qkv, kv)?;
+        self.digest_rows(plan, layer, spec, kv)
     }
 
     fn attend(
@@ -479,6 +380,96 @@ impl Backend for Cuda {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let room = scratch.draws(&self.device, draws.bytes())?;
         draws.run(&self.device, &self.common.draw, (logits, vocab), room, tokens)
+    }
+
+    fn keep_digests(&self, kv: &mut CudaKv, digests: &[Digest]) -> Result<(), DeviceError> {
+        self.keep(kv, digests)
+    }
+
+    fn read_keys(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        kv: &CudaKv,
+        of: (u32, u32, u32),
+    ) -> Result<Vec<f32>, DeviceError> {
+        self.keys_of(plan, layer, kv, of)
+    }
+
+    fn score(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &CudaBuf,
+        kv: &CudaKv,
+        asks: &[Ask],
+        scores: &mut [u32],
+    ) -> Result<(), DeviceError> {
+        self.answer(&SparseLayer { plan, layer, spec, qkv, kv }, asks, scores)
+    }
+
+    fn attend_picks(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &CudaBuf,
+        kv: &CudaKv,
+        picks: &[Pick<'_>],
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        self.attend_picked(&SparseLayer { plan, layer, spec, qkv, kv }, picks, out)
+    }
+
+    fn decide_by(
+        &self,
+        plan: &CudaPlan,
+        kv: &mut CudaKv,
+        rules: &[Rules],
+        n_tables: u32,
+    ) -> Result<bool, DeviceError> {
+        self.prepare_deciding(plan, kv, rules, n_tables)
+    }
+
+    fn begin_deciding(
+        &self,
+        plan: &mut CudaPlan,
+        kv: &CudaKv,
+        rows: &[Deciding],
+    ) -> Result<(), DeviceError> {
+        self.prepare_rows(plan, kv, rows)
+    }
+
+    fn attend_deciding(
+        &self,
+        plan: &CudaPlan,
+        (idx, layer): (usize, LayerIdx),
+        spec: &AttnSpec<'_, Self>,
+        qkv: &CudaBuf,
+        kv: &CudaKv,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        self.attend_decided(&SparseLayer { plan, layer, spec, qkv, kv }, idx, out)
+    }
+
+    fn decide_ahead(
+        &self,
+        plan: &CudaPlan,
+        (idx, layer): (usize, LayerIdx),
+        spec: &AttnSpec<'_, Self>,
+        qkv: &CudaBuf,
+        kv: &CudaKv,
+    ) -> Result<(), DeviceError> {
+        self.decide_meanwhile(&SparseLayer { plan, layer, spec, qkv, kv }, idx)
+    }
+
+    fn decided(&self, kv: &CudaKv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {
+        self.decisions(kv, table_row)
+    }
+
+    fn decided_places(&self, kv: &CudaKv, of: (u32, usize)) -> Result<DecidedPlaces, DeviceError> {
+        self.places_of(kv, of)
     }
 
     fn swiglu(

@@ -98,6 +98,29 @@ impl PinnedMemory {
     pub(crate) fn address(&self) -> u64 {
         self.mapping.start as u64
     }
+
+    /// Copies bytes from it; nothing that writes to them may be queued.
+    pub(crate) fn read(&self, start: usize, target: &mut [u8]) {
+        let end = start.checked_add(target.len()).expect("a place in memory");
+        assert!(end <= self.mapping.bytes, "inside the memory");
+        // SAFETY: the range is inside the live mapping, and the other one is the caller's own.
+        unsafe {
+            let source = self.mapping.start.add(start);
+            source.copy_to_nonoverlapping(target.as_mut_ptr(), target.len());
+        }
+    }
+
+    /// Copies bytes to it; nothing that reads or writes them may be queued.
+    pub(crate) fn write(&mut self, start: usize, source: &[u8]) {
+        let end = start.checked_add(source.len()).expect("a place in memory");
+        assert!(end <= self.mapping.bytes, "inside the memory");
+        // SAFETY: the range is inside the live mapping, which nobody else writes to through `self`,
+        // and the other one is the caller's own.
+        unsafe {
+            let target = self.mapping.start.add(start);
+            target.copy_from_nonoverlapping(source.as_ptr(), source.len());
+        }
+    }
 }
 
 impl Drop for PinnedMemory {

@@ -15,7 +15,7 @@ use nuthatch_types::Slot;
 
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
-use crate::kv::{PAGE_LEN, PageShape};
+use crate::kv::{CudaKv, PAGE_LEN, PageShape};
 use crate::launch::attend::{AttendKernels, Cuts, Part, Split, Task};
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
@@ -77,7 +77,7 @@ struct Parts {
 pub struct CudaPlan {
     pub(crate) shape: PlanShape,
     pub(crate) page: PageShape,
-    pub(crate) kernels: Arc<AttendKernels>,
+    kernels: Arc<AttendKernels>,
     /// `[rotated width / 2]`
     pub(crate) inv_freq: Memory,
     /// `[T][rotated width / 2]` cosine and sine.
@@ -95,6 +95,12 @@ pub struct CudaPlan {
     /// How many parts of splits there are, and how many were taken.
     counts: Memory,
     host: Vec<u32>,
+    /// The sequences of the batch.
+    pub(crate) seqs: Vec<Seq>,
+    /// Rules, and how many rows of the batch the device decides about by them.
+    pub(crate) deciding: Vec<(usize, usize)>,
+    /// Layers that were decided about before their turn: an even one, and an odd one.
+    pub(crate) ahead: [Cell<Option<usize>>; 2],
     parts: Parts,
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
@@ -128,6 +134,9 @@ impl CudaPlan {
             words: device.alloc(words * 4, WHAT)?,
             counts: device.alloc(8, WHAT)?,
             host: Vec::with_capacity(words),
+            seqs: Vec::new(),
+            deciding: Vec::new(),
+            ahead: Default::default(),
             shape: shape.clone(),
             page,
             kernels,
@@ -171,6 +180,16 @@ impl CudaPlan {
     /// Where chunks of keys get longer.
     pub(crate) fn cuts(&self) -> Cuts {
         Cuts::of(self.shape.kv.n_kv_heads)
+    }
+
+    /// The kernels for an arena: one whose pages are of rows has its own.
+    pub(crate) fn kernels_of<'a>(&'a self, kv: &'a CudaKv) -> &'a AttendKernels {
+        kv.sparse.as_ref().map_or(&self.kernels, |sparse| &sparse.attend)
+    }
+
+    /// Lines of a task of many.
+    pub(crate) fn tile_lines(&self) -> usize {
+        self.kernels.tile_lines()
     }
 
     /// Query heads that share a key/value head.
@@ -244,8 +263,11 @@ impl CudaPlan {
         assert!(layout.output_rows.iter().all(|&row| (row as usize) < n_rows), "rows of the batch");
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
+        self.seqs.clear();
+        self.deciding.clear();
+        self.ahead.iter().for_each(|ahead| ahead.set(None));
         let max_partials = self.max_partials;
-        let tile_lines = self.kernels.tile_lines();
+        let tile_lines = self.tile_lines();
         let mut tasks = Tasks::new((self.group(), tile_lines), self.cuts(), max_partials);
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;
@@ -258,7 +280,9 @@ impl CudaPlan {
                 (places[row], table_rows[row]) = (place, layout.table_row[i]);
             }
             let (first_row, n_rows, table_row) = (rows.start, rows.len(), layout.table_row[i]);
-            tasks.push(&Seq { first_row, n_rows, place: first, table_row });
+            let seq = Seq { first_row, n_rows, place: first, table_row };
+            tasks.push(&seq);
+            self.seqs.push(seq);
         }
         self.host.clear();
         self.host.extend(&layout.tokens);
@@ -292,12 +316,20 @@ impl CudaPlan {
 }
 
 /// One sequence of the batch.
-struct Seq {
-    first_row: usize,
-    n_rows: usize,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seq {
+    pub(crate) first_row: usize,
+    pub(crate) n_rows: usize,
     /// Of the first row.
-    place: usize,
-    table_row: u32,
+    pub(crate) place: usize,
+    pub(crate) table_row: u32,
+}
+
+impl Seq {
+    /// Tokens of the sequence, the batch's included.
+    pub(crate) fn kv_len(&self) -> usize {
+        self.place + self.n_rows
+    }
 }
 
 /// The attention tasks of a batch.

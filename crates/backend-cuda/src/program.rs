@@ -11,7 +11,7 @@ use crate::compile::Extent;
 use crate::kv::PageShape;
 use crate::launch::{
     attend, copy, draw, embed, gather, matmul, matmul_one, matmul_wide, merge, norm, pack, roof,
-    rope, round, shift, swiglu,
+    rope, round, shift, sparse, swiglu,
 };
 
 /// One compilation.
@@ -101,20 +101,9 @@ impl Program {
 
     /// Appending and attending for one KV type and head width.
     pub(crate) fn attention(attend: attend::AttendShape, splits: [attend::SplitShape; 2]) -> Self {
-        let attend::AttendShape { page, parts } = attend;
-        let kv = match page.dtype {
-            KvDtype::F32 => "KV_F32",
-            KvDtype::F16 => "KV_F16",
-            KvDtype::Bf16 => "KV_BF16",
-        };
-        let constants = [
-            ("KV", kv.to_owned()),
-            ("HEAD_DIM", page.head_dim.to_string()),
-            ("HEAD_PAGE_BYTES", page.bytes().to_string()),
-            ("PARTS", parts.to_string()),
-            ("SMALL_CHUNK", attend::SMALL_CHUNK.to_string()),
-            ("MIDDLE_CHUNK", attend::MIDDLE_CHUNK.to_string()),
-            ("LARGE_CHUNK", attend::LARGE_CHUNK.to_string()),
+        let attend::AttendShape { page, parts, by_rows } = attend;
+        let mut constants = page_constants(attend);
+        constants.extend([
             ("SPLIT_ENTRIES", splits.map(|split| split.entry(attend)).join(" ")),
             ("TILE_STAGES", attend::TILE_STAGES.to_string()),
             ("TILE_SHARED", attend.tile_shared_bytes().to_string()),
@@ -124,14 +113,13 @@ impl Program {
             ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
             ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
-            ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
             ("MERGE_ENTRIES", merge::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
             ("MERGE_BATCH_FLOATS", merge::MergeShape::BATCH_FLOATS.to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<merge::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
-        ];
+        ]);
         let mut files = vec![
             ("kv.cuh", include_str!("../kernels/kv.cuh")),
             ("rope.cu", include_str!("../kernels/rope.cu")),
@@ -147,10 +135,34 @@ impl Program {
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
                 ("attend_wide.cu", include_str!("../kernels/attend_wide.cu")),
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
+                ("attend_merge.cu", include_str!("../kernels/attend_merge.cu")),
             ]),
         }
-        let name = format!("attention-{}-{}-{parts}", page.dtype, page.head_dim);
+        let rows = if by_rows { "-rows" } else { "" };
+        let name = format!("attention-{}-{}-{parts}{rows}", page.dtype, page.head_dim);
         Program::new(name, &constants, &files)
+    }
+
+    /// Top-k attention for one KV type and head width, on a device with so much shared memory.
+    pub(crate) fn sparse(attend: attend::AttendShape, shared_bytes_max: usize) -> Self {
+        let attend::AttendShape { page, parts, .. } = attend;
+        let mut constants = page_constants(attend);
+        constants.extend(sparse::constants(attend, shared_bytes_max));
+        let mut files = vec![("kv.cuh", include_str!("../kernels/kv.cuh"))];
+        if page.dtype != KvDtype::F32 {
+            files.push(("attend.cuh", include_str!("../kernels/attend.cuh")));
+        }
+        files.extend([
+            ("sparse.cuh", include_str!("../kernels/sparse.cuh")),
+            ("sparse_digest.cu", include_str!("../kernels/sparse_digest.cu")),
+            ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
+            ("sparse_score.cu", include_str!("../kernels/sparse_score.cu")),
+            ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
+            ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
+            ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
+            ("sparse_attend.cu", include_str!("../kernels/sparse_attend.cu")),
+        ]);
+        Program::new(format!("sparse-{}-{}-{parts}", page.dtype, page.head_dim), &constants, &files)
     }
 
     /// The programs, for a device with so much shared memory.
@@ -162,6 +174,7 @@ impl Program {
             (F16, 32),
             (F16, 80),
             (F16, 96),
+            (Bf16, 24),
             (Bf16, 32),
             (Bf16, 64),
             (Bf16, 80),
@@ -177,19 +190,46 @@ impl Program {
             Extent::Every => (packed.collect(), [FEW, USUAL, EVERY].concat()),
         };
         let attention = |page: PageShape, is_exact: bool| {
-            let attend = attend::AttendShape::new(page, is_exact);
-            Program::attention(attend, attend::SplitShape::fitting(attend, shared_bytes_max))
+            let usual = attend::AttendShape::new(page, is_exact);
+            let rows = attend::AttendShape { by_rows: true, ..usual };
+            let splits = attend::SplitShape::fitting(usual, shared_bytes_max);
+            [
+                Program::attention(usual, splits),
+                Program::attention(rows, splits),
+                Program::sparse(rows, shared_bytes_max),
+            ]
         };
         let mut programs = vec![Program::common()];
         programs.extend(weights.into_iter().map(Program::weights));
         for (dtype, head_dim) in pages {
             let page = PageShape { dtype, head_dim };
-            programs.push(attention(page, true));
+            programs.extend(attention(page, true));
             // Wider floats are never rounded.
             if dtype != F32 {
-                programs.push(attention(page, false));
+                programs.extend(attention(page, false));
             }
         }
         programs
     }
+}
+
+/// What every program about pages is told.
+fn page_constants(attend: attend::AttendShape) -> Vec<(&'static str, String)> {
+    let attend::AttendShape { page, parts, by_rows } = attend;
+    let kv = match page.dtype {
+        KvDtype::F32 => "KV_F32",
+        KvDtype::F16 => "KV_F16",
+        KvDtype::Bf16 => "KV_BF16",
+    };
+    vec![
+        ("KV", kv.to_owned()),
+        ("HEAD_DIM", page.head_dim.to_string()),
+        ("HEAD_PAGE_BYTES", page.bytes().to_string()),
+        ("ROWS", u32::from(by_rows).to_string()),
+        ("PARTS", parts.to_string()),
+        ("SMALL_CHUNK", attend::SMALL_CHUNK.to_string()),
+        ("MIDDLE_CHUNK", attend::MIDDLE_CHUNK.to_string()),
+        ("LARGE_CHUNK", attend::LARGE_CHUNK.to_string()),
+        ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
+    ]
 }

@@ -81,6 +81,25 @@ judged! {
     attend_places_are_not_positions,
 }
 
+/// Top-k attention, which not every device has.
+macro_rules! judged_topk {
+    ($($check:ident,)*) => {
+        $(
+            #[test]
+            fn $check() {
+                on_the_gpu(stringify!($check), conformance::$check);
+            }
+        )*
+    };
+}
+
+judged_topk! {
+    row_pages_agree,
+    scores_match,
+    picks_match,
+    picks_rows_agree,
+}
+
 #[test]
 fn the_whole_suite_is_judged_here() {
     let all: Vec<&str> = checks::<Cuda>().into_iter().map(|(name, _)| name).collect();

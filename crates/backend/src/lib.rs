@@ -8,6 +8,7 @@
 //! heads, `G` key/value heads, `D` head width, `S` tokens per page, `F` feed-forward width, `V`
 //! vocabulary.
 
+pub mod cold;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod draw;
@@ -18,13 +19,18 @@ pub mod quant;
 pub mod topk;
 mod weight;
 
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
+use std::sync::Arc;
 
+use nuthatch_types::{
+    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
+
+pub use cold::PageCodec;
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
 pub use near::{Bring, Near, NearCounts, NearHead};
-pub use topk::{Ask, Digest, DigestKind, Pick, ScoreBy};
+pub use topk::{Ask, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy};
 pub use weight::{HostMatrix, WeightType};
 
 /// A device that can run the model.
@@ -108,6 +114,11 @@ pub trait Backend: Send + Sync + 'static {
     /// How a page's bytes lie when they leave the device; `None` where they cannot.
     fn page_image(&self, kv: &Self::Kv) -> Option<PageImage> {
         let _ = kv;
+        None
+    }
+    /// What turns pages of this arena into fewer bits and back; `None` where nothing does.
+    fn page_codec(&self, kv: &Self::Kv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        let _ = (kv, cold);
         None
     }
     /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,
@@ -411,5 +422,80 @@ pub trait Backend: Send + Sync + 'static {
     {
         let _ = (plan, layer, spec, qkv, kv, picks, out);
         Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+    }
+
+    // Top-k attention that the device decides about by itself, see [`topk::Rules`].
+
+    /// Decides by these rules from now on, about sequences in up to `n_tables` tables; false if this
+    /// device cannot. Digests are kept already.
+    fn decide_by(
+        &self,
+        plan: &Self::Plan,
+        kv: &mut Self::Kv,
+        rules: &[Rules],
+        n_tables: u32,
+    ) -> Result<bool, DeviceError> {
+        let _ = (plan, kv, rules, n_tables);
+        Ok(false)
+    }
+    /// Says about which rows of the planned batch the device decides; before [`Backend::begin_pass`].
+    fn begin_deciding(
+        &self,
+        plan: &mut Self::Plan,
+        kv: &Self::Kv,
+        rows: &[Deciding],
+    ) -> Result<(), DeviceError> {
+        let _ = (plan, kv, rows);
+        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+    }
+    /// As [`Backend::attend`] in the model's layer `idx`, but rows that the device decides about see what
+    /// it has decided.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn attend_deciding(
+        &self,
+        plan: &Self::Plan,
+        (idx, layer): (usize, LayerIdx),
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Self::Buf,
+        kv: &Self::Kv,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized,
+    {
+        let _ = (plan, idx, layer, spec, qkv, kv, out);
+        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+    }
+    /// Decides about the model's layer `idx` by queries that were made for it before its turn, and brings
+    /// rows while other operations run; [`Backend::attend_deciding`] of that layer then attends to what
+    /// was decided. `qkv` is laid out as the layer's own.
+    fn decide_ahead(
+        &self,
+        plan: &Self::Plan,
+        (idx, layer): (usize, LayerIdx),
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Self::Buf,
+        kv: &Self::Kv,
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized,
+    {
+        let _ = (plan, idx, layer, spec, qkv, kv);
+        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+    }
+    /// What was last decided about the sequence of a table, `[layer][G]`; waits.
+    fn decided(&self, kv: &Self::Kv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {
+        let _ = (kv, table_row);
+        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+    }
+    /// The places of one head, counting all layers', of the sequence of a table; waits. To look at, not
+    /// for steps.
+    fn decided_places(
+        &self,
+        kv: &Self::Kv,
+        (table_row, head): (u32, usize),
+    ) -> Result<DecidedPlaces, DeviceError> {
+        let _ = (kv, table_row, head);
+        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
     }
 }

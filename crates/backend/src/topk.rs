@@ -117,6 +117,127 @@ pub struct Pick<'a> {
     pub rows: &'a [u32],
 }
 
+/// How the similarities of a group's query heads become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mix {
+    /// The harmonic mean, weighted by importance.
+    Harmonic,
+    /// The least.
+    Least,
+    /// The mean.
+    Mean,
+}
+
+/// When a selection is made again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReuseRule {
+    /// How a group's similarities become one.
+    pub mix: Mix,
+    /// After so many steps in any case.
+    pub max_age: Option<u32>,
+}
+
+/// What decides about one key/value head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadNumbers {
+    /// The similarity that a query must keep.
+    pub threshold: f32,
+    /// Its share of rows, as a multiple of the average head's.
+    pub weight: f32,
+    /// `[group]` importances of its query heads.
+    pub importances: Vec<f32>,
+}
+
+/// What a device decides by that decides by itself. What is to be decided is said by the functions of
+/// `attention::topk`, to the last bit where scores are equal.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rules {
+    /// By what places are scored.
+    pub by: ScoreBy,
+    /// Percent of the places between sinks and tail that a selection has,
+    pub percent: f64,
+    /// but at least so many,
+    pub k_min: u32,
+    /// and at most.
+    pub k_max: u32,
+    /// First places, always attended.
+    pub sinks: u32,
+    /// Last places, always attended.
+    pub recent: u32,
+    /// Rows that stay, in selections.
+    pub working_set: f32,
+    /// Whether all rows of a selection move, and not only those that are not there.
+    pub is_whole: bool,
+    /// When a selection is made again; at each step if nothing is said.
+    pub reuse: Option<ReuseRule>,
+    /// Whether anything is chosen, and not only sinks and the last places attended.
+    pub has_choice: bool,
+    /// Layers before this one see everything.
+    pub first_layer: u32,
+    /// `[layer][G]`, all layers of the model.
+    pub heads: Vec<HeadNumbers>,
+}
+
+/// A sequence of the batch about whose only row the device decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deciding {
+    /// Its number in the batch.
+    pub seq: u32,
+    /// Its table.
+    pub table_row: u32,
+    /// By which of the rules, in the order in which the device was given them.
+    pub rules: u32,
+    /// Whether what is remembered of the table's sequence is to be forgotten first.
+    pub is_new: bool,
+}
+
+/// What the last look at a selection found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// There is nothing to choose from.
+    Nothing,
+    /// There was no selection yet.
+    First,
+    /// It serves.
+    Hit,
+    /// The query has turned away.
+    Turned,
+    /// The query has turned by a right angle or more.
+    TurnedFar,
+    /// The selection is too old.
+    Aged,
+    /// Nobody asked.
+    Always,
+}
+
+/// What was last decided about one head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Decided {
+    /// Whether the last selection served,
+    pub found: Found,
+    /// and how similar the query was.
+    pub similarity: f32,
+    /// Rows of the selection, 0 if none was made.
+    pub n_chosen: u32,
+    /// Rows that moved.
+    pub n_moved: u32,
+    /// Rows of the working set.
+    pub n_members: u32,
+    /// Places before this are seen.
+    pub n_first: u32,
+    /// Places from here on are seen.
+    pub tail: u32,
+}
+
+/// Places of one head.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DecidedPlaces {
+    /// The last selection, ascending.
+    pub chosen: Vec<u32>,
+    /// The working set, ascending.
+    pub members: Vec<u32>,
+}
+
 /// The `k` places with the largest scores among `first..scores.len()`, ascending; of equal scores
 /// the first. All of them if there are not more than `k`.
 pub fn select(scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {

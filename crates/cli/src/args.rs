@@ -18,6 +18,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use nuthatch_engine::DiskOptions;
 use nuthatch_model::{ConfigError, RopeKind};
+use nuthatch_types::{ColdDtype, ColdKv};
 
 use crate::size::{parse_bytes, parse_disk, parse_swap, parse_tokens};
 
@@ -235,6 +236,17 @@ pub(crate) enum KvDtypeArg {
     F32,
 }
 
+/// How keys and values are stored on a disk; `Auto` is as in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ColdDtypeArg {
+    #[default]
+    Auto,
+    Int8,
+    #[value(alias = "fp8_e4m3")]
+    Fp8,
+    Int4,
+}
+
 /// How positions beyond the trained context are rotated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RopeScalingArg {
@@ -242,6 +254,24 @@ pub(crate) enum RopeScalingArg {
     Named(RopeKind),
     /// As a JSON object says.
     Json(String),
+}
+
+impl EngineArgs {
+    /// What is stored in fewer bits on a disk.
+    pub(crate) fn cold_kv(&self) -> Option<ColdKv> {
+        self.cold_kv_as(self.kv_cold_dtype)
+    }
+
+    /// The same with another type.
+    pub(crate) fn cold_kv_as(&self, dtype: ColdDtypeArg) -> Option<ColdKv> {
+        let dtype = match dtype {
+            ColdDtypeArg::Auto => return None,
+            ColdDtypeArg::Int8 => ColdDtype::Int8,
+            ColdDtypeArg::Fp8 => ColdDtype::Fp8,
+            ColdDtypeArg::Int4 => ColdDtype::Int4,
+        };
+        Some(ColdKv { dtype, exact_layers: self.kv_cold_skip_layers.clone() })
+    }
 }
 
 fn parse_rope_scaling(text: &str) -> Result<RopeScalingArg, ConfigError> {
@@ -302,6 +332,20 @@ pub(crate) struct EngineArgs {
     /// ./kv-cache:20GiB. Only one engine at a time may use it
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
     pub(crate) kv_disk: Option<DiskOptions>,
+    /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
+    /// redis://HOST:PORT or file:///FOLDER
+    #[arg(long, value_name = "URL")]
+    pub(crate) kv_remote: Option<String>,
+    /// Encrypt stored pages with the key in this file: 32 bytes, or 64 hexadecimal digits
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kv_key_file: Option<PathBuf>,
+    /// How keys and values are stored there: as they are (auto), or in fewer bits, which changes
+    /// answers a little
+    #[arg(long, value_enum, default_value_t, value_name = "TYPE")]
+    pub(crate) kv_cold_dtype: ColdDtypeArg,
+    /// Layers that are stored as they are all the same, such as 0,29
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
+    pub(crate) kv_cold_skip_layers: Vec<u32>,
     /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
     /// llama3, or an object as config.json has it under rope_scaling
     #[arg(long, value_name = "KIND|JSON", value_parser = parse_rope_scaling)]

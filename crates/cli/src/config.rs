@@ -4,7 +4,7 @@
 
 use nuthatch_engine::{DiskOptions, EngineOptions, Policy};
 use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeOverride};
-use nuthatch_types::{BeamParams, EarlyStopping, KvDtype, Sampling, SamplingError};
+use nuthatch_types::{BeamParams, ColdKv, EarlyStopping, KvDtype, Sampling, SamplingError};
 
 use crate::args::{
     BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
@@ -109,9 +109,13 @@ pub(crate) struct EngineConfig {
     pub(crate) kv_bytes: Option<u64>,
     /// Share of the available memory that may be used for everything.
     pub(crate) memory_share: Option<f64>,
-    /// Memory of the host tier, and the disk tier.
+    /// Memory of the host tier.
     pub(crate) host_bytes: u64,
+    /// The disk tier, the address of the remote one, how both store pages, and the key if they encrypt.
     pub(crate) disk: Option<DiskOptions>,
+    pub(crate) remote: Option<String>,
+    pub(crate) cold: Option<ColdKv>,
+    pub(crate) key_file: Option<std::path::PathBuf>,
     /// Tokens of one step.
     pub(crate) max_rows: u32,
     /// Sequences that the engine knows at one time.
@@ -272,6 +276,9 @@ impl EngineConfig {
             memory_share: memory_share(args)?,
             host_bytes: args.swap_space,
             disk: args.kv_disk.clone(),
+            remote: args.kv_remote.clone(),
+            cold: args.cold_kv(),
+            key_file: args.kv_key_file.clone(),
             max_rows: batch.max_rows,
             max_seqs,
             sparse: args.sparse.clone(),

@@ -4,16 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError, NearCounts};
+use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 use nuthatch_engine::topk::{NearPlan, Stats};
 use nuthatch_engine::{
-    Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, SharedClock, Sizes,
+    Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, Pages, SharedClock, Sizes,
     TopKOptions,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles};
-use nuthatch_types::{HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
+use nuthatch_types::{ColdKv, HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -205,11 +205,20 @@ impl Execute for AnyExecutor {
             AnyExecutor::Cuda(executor) => executor.detach(seq),
         }
     }
+}
 
+impl Pages for AnyExecutor {
     fn page_image(&self) -> Option<PageImage> {
         match self {
             AnyExecutor::Cpu(executor) => executor.page_image(),
             AnyExecutor::Cuda(executor) => executor.page_image(),
+        }
+    }
+
+    fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.page_codec(cold),
+            AnyExecutor::Cuda(executor) => executor.page_codec(cold),
         }
     }
 

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use nuthatch_engine::topk::{NearPlan, digest_page_bytes};
 use nuthatch_engine::{
-    Budget, DiskOptions, EngineOptions, SharedClock, SizeRequest, Sizes, TopKOptions,
+    Budget, DiskOptions, EngineOptions, SharedClock, SizeRequest, Sizes, SlowOptions, StoreKey,
+    TopKOptions,
 };
 use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
@@ -28,7 +29,7 @@ pub(crate) struct Prepared {
     pub(crate) sizes: Sizes,
     options: EngineOptions,
     topk: Option<TopKOptions>,
-    disk: Option<DiskOptions>,
+    slow: SlowOptions,
     /// Whether the engine does without a disk tier that another one uses.
     is_disk_optional: bool,
     device: Device,
@@ -105,15 +106,23 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
-        let disk = config.disk.clone();
+        let slow = SlowOptions {
+            disk: config.disk.clone(),
+            remote: match &config.remote {
+                Some(url) => Some(nuthatch_remote::open(url).context("cannot use --kv-remote")?),
+                None => None,
+            },
+            cold: config.cold.clone(),
+            key: config.key_file.as_deref().map(read_key).transpose()?,
+        };
         let (options, is_disk_optional) = (config.options, false);
-        Ok(Prepared { files, sizes, options, topk, disk, is_disk_optional, device })
+        Ok(Prepared { files, sizes, options, topk, slow, is_disk_optional, device })
     }
 
     /// Keeps pages in this directory, unless the user named another one, or another engine uses it.
     pub(crate) fn keep_if_free(&mut self, disk: DiskOptions) {
-        if self.disk.is_none() {
-            (self.disk, self.is_disk_optional) = (Some(disk), true);
+        if self.slow.disk.is_none() && self.slow.remote.is_none() {
+            (self.slow.disk, self.is_disk_optional) = (Some(disk), true);
         }
     }
 
@@ -136,35 +145,44 @@ impl Prepared {
         if let Some((near, _)) = engine.executor().near() {
             tracing::info!("near: {}", describe_near(near));
         }
-        self.open_disk(&mut engine)?;
+        self.open_slow(&mut engine)?;
         Ok(Loaded { engine, clock, device, threads })
     }
 }
 
 impl Prepared {
-    fn open_disk(&self, engine: &mut AnyEngine) -> anyhow::Result<()> {
-        let Some(disk) = &self.disk else { return Ok(()) };
+    fn open_slow(&self, engine: &mut AnyEngine) -> anyhow::Result<()> {
+        if self.slow.disk.is_none() && self.slow.remote.is_none() {
+            return Ok(());
+        }
         if self.topk.as_ref().is_some_and(|topk| topk.offload.is_some()) {
-            let why = "--kv-disk does not go with --kv-offload, which has pages elsewhere already";
+            let why = "--kv-disk and --kv-remote do not go with --kv-offload, which has pages \
+                       elsewhere already";
             anyhow::ensure!(self.is_disk_optional, why);
             return Ok(());
         }
-        match engine.keep_on_disk(disk) {
+        match engine.keep_pages(&self.slow) {
             Err(error) if self.is_disk_optional => {
                 tracing::warn!("pages are not kept: {error}");
                 return Ok(());
             }
             result => result?,
         }
-        let held = engine.stats().tier.unwrap_or_default().disk;
-        let (bytes, bytes_max) = (Bytes(held.bytes), Bytes(held.bytes_max));
-        tracing::info!(
-            "disk: {} pages, {bytes} of {bytes_max} in {}",
-            held.pages,
-            disk.dir.display()
-        );
+        let held = engine.stats().tier.and_then(|tier| tier.disk);
+        if let (Some(disk), Some(held)) = (&self.slow.disk, held) {
+            let (bytes, bytes_max) = (Bytes(held.bytes), Bytes(held.bytes_max));
+            let dir = disk.dir.display();
+            tracing::info!("disk: {} pages, {bytes} of {bytes_max} in {dir}", held.pages);
+        }
         Ok(())
     }
+}
+
+/// The key in a file.
+fn read_key(path: &Path) -> anyhow::Result<StoreKey> {
+    let in_file = || format!("--kv-key-file {}", path.display());
+    let bytes = std::fs::read(path).with_context(in_file)?;
+    StoreKey::read(&bytes).with_context(in_file)
 }
 
 /// How tokens are chosen where a request says nothing: what the model's makers recommend, then

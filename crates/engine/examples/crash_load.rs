@@ -18,7 +18,7 @@ use std::sync::Arc;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
     Budget, DiskOptions, Engine, EngineHandle, EngineOptions, Output, SizeRequest, Sizes,
-    Submission, Ticket,
+    SlowOptions, Submission, Ticket,
 };
 use nuthatch_model::ModelFiles;
 use nuthatch_types::{KvDtype, Limits, Sampling, SystemClock, TokenId};
@@ -45,8 +45,9 @@ fn main() -> Result<(), Failure> {
     };
     let bytes_max = args.next().ok_or("the size is missing")?.parse()?;
     let mut random: u64 = args.next().ok_or("the seed is missing")?.parse()?;
-    engine.keep_on_disk(&DiskOptions { dir: dir.into(), bytes_max })?;
-    let disk = engine.stats().tier.unwrap_or_default().disk;
+    let disk = Some(DiskOptions { dir: dir.into(), bytes_max });
+    engine.keep_pages(&SlowOptions { disk, ..SlowOptions::default() })?;
+    let disk = engine.stats().tier.unwrap_or_default().disk.unwrap_or_default();
     println!("open {} {} {}", disk.pages, disk.bytes, disk.segments);
     std::io::stdin().read_line(&mut String::new())?;
     let handle = engine.spawn()?;

@@ -23,7 +23,7 @@ use crate::{
     Attachment, EngineError, Form, Hints, Pooling, PromptReader, Sink, Submission, SubmitError,
 };
 
-pub use self::disk::DiskOptions;
+pub use self::disk::{DiskOptions, SlowOptions};
 pub use self::stats::{CachePicture, EngineStats};
 
 /// A clock that the engine and its callers read.

@@ -6,22 +6,23 @@
 mod prompt;
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use nuthatch_backend::{BatchLayout, DeviceError, Draw};
+use nuthatch_backend::{BatchLayout, DeviceError, Draw, PageCodec};
 use nuthatch_types::{
-    FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot, StepPlan,
-    StepResult, TokenId,
+    ColdKv, FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot,
+    StepPlan, StepResult, TokenId,
 };
 
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
-use crate::{Attachment, Capacity, SharedClock};
+use crate::{Attachment, Capacity, Pages, SharedClock};
 
 pub use prompt::{PromptReader, PromptScores, ScoredToken};
 
 /// What can carry out plans.
-pub trait Execute {
+pub trait Execute: Pages {
     /// Tokens of the vocabulary.
     fn vocab(&self) -> u32;
 
@@ -37,27 +38,10 @@ pub trait Execute {
 
     /// The opposite of [`Execute::attach`]. Nothing happens if the sequence has nothing of its own.
     fn detach(&mut self, seq: SeqId);
-
-    /// How a page's bytes lie when they leave the device; `None` where they cannot.
-    fn page_image(&self) -> Option<PageImage> {
-        None
-    }
-
-    /// Copies a page's bytes from a slot, between two plans.
-    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        let _ = (slot, target);
-        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
-    }
-
-    /// Copies a page's bytes to a slot, between two plans.
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        let _ = (slot, source);
-        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
-    }
 }
 
 /// A model with its KV arena and tables: what a forward pass needs of a device.
-pub trait Forward {
+pub trait Forward: Pages {
     /// Tokens of the vocabulary.
     fn vocab(&self) -> u32;
     /// A sequence whose first `n_prompt` tokens are its prompt takes the table `row`.
@@ -70,20 +54,6 @@ pub trait Forward {
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
     /// Writes whole pages from others inside the arena with their keys at other positions, in order.
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError>;
-    /// How a page's bytes lie when they leave the device; `None` where they cannot.
-    fn page_image(&self) -> Option<PageImage> {
-        None
-    }
-    /// Copies a page's bytes from a slot, and waits for the end.
-    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        let _ = (slot, target);
-        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
-    }
-    /// Copies a page's bytes to a slot.
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        let _ = (slot, source);
-        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
-    }
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
@@ -464,9 +434,15 @@ impl<F: Forward> Execute for Executor<F> {
         self.readers.remove(&seq);
         self.attachments.remove(&seq);
     }
+}
 
+impl<F: Forward> Pages for Executor<F> {
     fn page_image(&self) -> Option<PageImage> {
         self.forward.page_image()
+    }
+
+    fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        self.forward.page_codec(cold)
     }
 
     fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

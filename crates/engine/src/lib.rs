@@ -28,12 +28,15 @@ mod loaded;
 mod memory;
 mod options;
 mod output;
+mod pages;
 mod requests;
 pub mod sample;
 mod tier;
 
 pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink, Pooling};
-pub use engine::{CacheListener, CachePicture, DiskOptions, Engine, EngineStats, SharedClock};
+pub use engine::{
+    CacheListener, CachePicture, DiskOptions, Engine, EngineStats, SharedClock, SlowOptions,
+};
 pub use error::{EngineError, SubmitError};
 pub use executor::{Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
@@ -48,6 +51,9 @@ pub use nuthatch_scheduler::{
     Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,
 };
 pub use nuthatch_store::disk::{DiskCounters, DiskError, DiskStats};
+pub use nuthatch_store::remote::{ObjectError, Objects, RemoteCounters};
+pub use nuthatch_store::{KeyError, StoreKey};
 pub use options::EngineOptions;
 pub use output::{Hints, Output, Sink, Submission, Timings, best_of};
+pub use pages::Pages;
 pub use tier::{TierCounters, TierStats};

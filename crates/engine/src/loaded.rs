@@ -8,16 +8,16 @@ use nuthatch_attention::topk::{
     Calibration, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
     digest_page_bytes, prefetchable_heads,
 };
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
-use nuthatch_types::{HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
+use nuthatch_types::{ColdKv, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
-use crate::{Engine, EngineOptions, Executor, Forward, SharedClock, Sizes};
+use crate::{Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes};
 
 /// Attention to the tokens that a query needs, instead of to all.
 #[derive(Clone, Debug)]
@@ -261,6 +261,24 @@ impl<B: Backend> LoadedModel<B> {
     }
 }
 
+impl<B: Backend> Pages for LoadedModel<B> {
+    fn page_image(&self) -> Option<PageImage> {
+        self.store.page_image(&self.backend)
+    }
+
+    fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        self.store.page_codec(&self.backend, cold)
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        self.store.read_page(&self.backend, slot, target)
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        self.store.write_page(&self.backend, slot, source)
+    }
+}
+
 impl<B: Backend> Forward for LoadedModel<B> {
     fn vocab(&self) -> u32 {
         self.model.config().vocab
@@ -284,18 +302,6 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.backend.wait()
     }
 
-    fn page_image(&self) -> Option<PageImage> {
-        self.store.page_image(&self.backend)
-    }
-
-    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        self.store.read_page(&self.backend, slot, target)
-    }
-
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        self.store.write_page(&self.backend, slot, source)
-    }
-
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
         self.model.shift_pages(&mut self.store, shifts)
     }
@@ -304,9 +310,11 @@ impl<B: Backend> Forward for LoadedModel<B> {
         let device_logits = self.model.forward(&mut self.store, &self.tables, layout)?;
         if logits.is_empty() {
             // A step takes as long as its computation, whether anybody asks for its result or not.
-            return self.backend.wait();
+            self.backend.wait()?;
+        } else {
+            self.backend.read(device_logits, logits)?;
         }
-        self.backend.read(device_logits, logits)
+        self.model.count_decisions(&self.store)
     }
 
     fn hidden_len(&self) -> usize {
@@ -338,9 +346,11 @@ impl<B: Backend> Forward for LoadedModel<B> {
         let vocab = self.model.config().vocab as usize;
         let logits = self.model.forward(&mut self.store, &self.tables, layout)?;
         if draws.is_empty() {
-            return self.backend.wait();
+            self.backend.wait()?;
+        } else {
+            self.backend.draw(logits, vocab, draws, tokens)?;
         }
-        self.backend.draw(logits, vocab, draws, tokens)
+        self.model.count_decisions(&self.store)
     }
 }
 

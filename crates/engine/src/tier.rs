@@ -1,4 +1,4 @@
-//! The disk tier beside the loop: what is saved when, and what is brought instead of computed.
+//! Slower tiers beside the loop: what is saved when, and what is brought instead of computed.
 //!
 //! ```text
 //!   submit   how much of the prompt is stored, and is it worth loading?  -> Hints::n_stored, prefetch
@@ -9,6 +9,10 @@
 //! The engine's thread copies pages between the device and buffers and waits for no file. A load that
 //! takes too long ends with what has come, and the rest is computed. Copies for saves have a small
 //! share of the time of steps; what is not saved in time is saved when the engine rests.
+//!
+//! What a store somewhere else holds shows only when it is asked. So a load may be a guess: it asks for
+//! one page that nobody knows of, for two more for each that comes, and ends at the first that does
+//! not.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -16,7 +20,9 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{Findable, Load, LoadId, Outcome, Salt};
 use nuthatch_scheduler::Scheduler;
-use nuthatch_store::disk::{Asked, DiskStats, DiskTier, Loaded, PageName};
+use nuthatch_store::disk::{Asked, DiskStats, Loaded, PageName};
+use nuthatch_store::remote::RemoteCounters;
+use nuthatch_store::slow::SlowTiers;
 use nuthatch_types::{PageId, PageKey, Slot, TokenId};
 
 use crate::SharedClock;
@@ -26,16 +32,22 @@ use crate::executor::Execute;
 const SAVE_SHARE: f64 = 0.02;
 /// The least time before a load is given up, whatever computing its pages would take.
 const PATIENCE_MIN: Duration = Duration::from_millis(200);
+/// The least time before a load or a guess is given up while nobody knows what computing takes, as
+/// right after the start, when conversations come back.
+const PATIENCE_UNMEASURED: Duration = Duration::from_secs(5);
+const GUESS_PATIENCE_UNMEASURED: Duration = Duration::from_secs(1);
 /// How long the engine waits at once for a page when there is nothing to compute, before it looks at
 /// its commands.
 const PAUSE: Duration = Duration::from_millis(2);
-/// Pages that the disk reads side by side, for what one of them costs. Guessed.
-const N_SIDE_BY_SIDE: u64 = 2;
+/// How long a guess may go without any page: this share of what computing takes, but not less than
+/// the time after it.
+const GUESS_SHARE: f64 = 0.25;
+const GUESS_PATIENCE_MIN: Duration = Duration::from_millis(20);
 
-/// Pages that are on a disk, on their way there, or on their way back.
+/// Pages that are in slower tiers, on their way there, or on their way back.
 #[derive(Debug)]
 pub(crate) struct Tier {
-    disk: DiskTier,
+    slow: SlowTiers,
     page_len: u32,
     /// Pages that became findable and may not be saved yet.
     unsaved: VecDeque<PageId>,
@@ -49,11 +61,13 @@ pub(crate) struct Tier {
     counters: TierCounters,
 }
 
-/// What the tier did, as far as the disk does not know it.
+/// What was done beside the slower tiers' own work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierCounters {
     /// Loads that were begun.
     pub loads: u64,
+    /// Loads that asked for pages of which nobody knew, and found none of them.
+    pub guesses_missed: u64,
     /// Loads that took too long and ended with a part of their pages.
     pub loads_late: u64,
     /// Pages that were brought to the device.
@@ -62,11 +76,13 @@ pub struct TierCounters {
     pub saves_missed: u64,
 }
 
-/// What the disk tier holds and did.
+/// What the slower tiers hold and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TierStats {
-    /// The files.
-    pub disk: DiskStats,
+    /// The files, if there is a disk tier.
+    pub disk: Option<DiskStats>,
+    /// The store somewhere else, if there is one.
+    pub remote: Option<RemoteCounters>,
     /// The moves between them and the device.
     pub counters: TierCounters,
 }
@@ -83,12 +99,17 @@ struct Loading {
     tag: u64,
     /// Pages that were asked for.
     n_asked: usize,
+    /// The first page of which nobody knew whether it is there, if there is one: from it on, pages are
+    /// guesses.
+    guess: Option<usize>,
     /// `[n_pages]` what is known of each.
     has_come: Vec<Option<bool>>,
     /// Time that was spent on its pages.
     nanos: u64,
     begun: Duration,
     deadline: Duration,
+    /// When it ends if nothing has come and its first page was a guess.
+    guess_deadline: Duration,
 }
 
 impl Loading {
@@ -102,12 +123,29 @@ impl Loading {
         let n_whole = self.n_whole();
         n_whole == self.slots.len() || self.has_come[n_whole] == Some(false)
     }
+
+    /// Whether it took too long.
+    fn is_late(&self, now: Duration) -> bool {
+        let is_vain_guess = self.guess == Some(0) && self.n_whole() == 0;
+        now >= self.deadline || (is_vain_guess && now >= self.guess_deadline)
+    }
+
+    /// Whether the next page may be asked for now, which is stored for all that is known or not.
+    fn may_ask(&mut self, is_stored: bool) -> bool {
+        if self.guess.is_none() && is_stored {
+            return true;
+        }
+        let first = *self.guess.get_or_insert(self.n_asked);
+        let guesses = &self.has_come[first..];
+        let n_right = guesses.iter().filter(|has_come| **has_come == Some(true)).count();
+        self.n_asked - first <= 2 * n_right
+    }
 }
 
 impl Tier {
-    pub(crate) fn new(disk: DiskTier, page_len: u32, n_pages: u32) -> Self {
+    pub(crate) fn new(slow: SlowTiers, page_len: u32, n_pages: u32) -> Self {
         Tier {
-            disk,
+            slow,
             page_len,
             unsaved: VecDeque::new(),
             n_unsaved_max: 2 * n_pages as usize,
@@ -119,8 +157,8 @@ impl Tier {
         }
     }
 
-    /// Tokens at a prompt's beginning that are cached or stored, if more than are cached are; 0 if
-    /// they are not worth loading. What is stored of them is fetched ahead.
+    /// Tokens at a prompt's beginning that are cached or stored, or may be stored, if those are more
+    /// than are cached; 0 if they are not worth loading. What is stored of them is fetched ahead.
     pub(crate) fn n_stored(
         &mut self,
         scheduler: &Scheduler,
@@ -134,12 +172,17 @@ impl Tier {
         let keys = cache.keys(salt, &tokens[..tokens.len().saturating_sub(1)]);
         let (cached, keys) = keys[1..].split_at(n_cached as usize);
         // Or a conversation would lose its beginning on the disk while it goes on in memory.
-        self.disk.touch(cached);
-        let n_stored = self.disk.n_stored(keys);
+        self.slow.touch(cached);
+        let n_known = self.slow.n_stored(keys);
+        let tokens = |n_pages: usize| (n_cached + n_pages as u32) * self.page_len;
+        let unknown = tokens(n_known)..tokens(keys.len());
+        let is_worth_asking =
+            !unknown.is_empty() && self.slow.is_worth_asking(scheduler.rates().compute(unknown));
+        let n_stored = if is_worth_asking { keys.len() } else { n_known };
         if n_stored == 0 || !scheduler.is_worth_loading(n_cached, n_stored as u32) {
             return 0;
         }
-        self.disk.prefetch(&keys[..n_stored]);
+        self.slow.prefetch(&keys[..n_known]);
         (n_cached + n_stored as u32) * self.page_len
     }
 
@@ -169,7 +212,7 @@ impl Tier {
         scheduler: &mut Scheduler,
         clock: &SharedClock,
     ) -> Result<(), DeviceError> {
-        while let Some(loaded) = self.disk.poll() {
+        while let Some(loaded) = self.slow.poll() {
             self.place(loaded, executor, clock)?;
         }
         self.ask();
@@ -183,7 +226,7 @@ impl Tier {
         executor: &mut E,
         clock: &SharedClock,
     ) -> Result<(), DeviceError> {
-        match self.disk.wait(PAUSE) {
+        match self.slow.wait(PAUSE) {
             Some(loaded) => self.place(loaded, executor, clock),
             None => Ok(()),
         }
@@ -228,10 +271,10 @@ impl Tier {
         while let Some(&page) = self.unsaved.front() {
             let has_time = step_time.is_none() || self.save_nanos >= self.copy_nanos;
             let found = scheduler.cache().findable(page);
-            let wanted = found.filter(|found| !self.disk.contains(found.key));
+            let wanted = found.filter(|found| !self.slow.contains(found.key));
             self.counters.saves_missed += u64::from(found.is_none());
             if let Some(found) = wanted {
-                if !has_time || !self.disk.may_save() {
+                if !has_time || !self.slow.may_save() {
                     break;
                 }
                 let begin = clock.now();
@@ -246,18 +289,22 @@ impl Tier {
 
     /// Whether pages are on their way to the disk.
     pub(crate) fn is_saving(&self) -> bool {
-        self.disk.is_busy()
+        self.slow.is_busy()
     }
 
     /// Waits a moment for something on its way to the disk.
     pub(crate) fn wait_saves(&mut self) {
-        if let Some(Loaded { page: Ok(buf), .. }) = self.disk.wait(PAUSE) {
-            self.disk.recycle(buf);
+        if let Some(loaded) = self.slow.wait(PAUSE) {
+            self.slow.recycle(loaded);
         }
     }
 
     pub(crate) fn stats(&self) -> TierStats {
-        TierStats { disk: self.disk.stats(), counters: self.counters }
+        TierStats {
+            disk: self.slow.disk_stats(),
+            remote: self.slow.remote_counters(),
+            counters: self.counters,
+        }
     }
 
     fn save_page<E: Execute>(
@@ -265,10 +312,10 @@ impl Tier {
         executor: &mut E,
         found: &Findable<'_>,
     ) -> Result<(), DeviceError> {
-        let Some(mut buf) = self.disk.begin_save() else { return Ok(()) };
+        let Some(mut buf) = self.slow.begin_save() else { return Ok(()) };
         executor.read_page(found.slot, buf.page_mut())?;
         let name = PageName { key: found.key, parent: found.parent, tokens: found.tokens };
-        self.disk.save(&name, buf);
+        self.slow.save(&name, buf);
         Ok(())
     }
 
@@ -280,8 +327,15 @@ impl Tier {
         let end = start + n_pages * page_len as usize;
         let mut keys = scheduler.cache().keys(salt, &tokens[..end]);
         keys.drain(..first);
-        let compute_nanos = scheduler.rates().compute(load.start..end as u32);
-        let patience = Duration::from_nanos((2.0 * compute_nanos) as u64).max(PATIENCE_MIN);
+        let rates = scheduler.rates();
+        let compute_nanos = rates.compute(load.start..end as u32);
+        let (least, guess_least) = match rates.is_measured() {
+            true => (PATIENCE_MIN, GUESS_PATIENCE_MIN),
+            false => (PATIENCE_UNMEASURED, GUESS_PATIENCE_UNMEASURED),
+        };
+        let patience = Duration::from_nanos((2.0 * compute_nanos) as u64).max(least);
+        let guess_patience = Duration::from_nanos((GUESS_SHARE * compute_nanos) as u64);
+        let guess_patience = guess_patience.max(guess_least);
         let tag = self.n_tags;
         self.n_tags += n_pages as u64;
         Some(Loading {
@@ -292,8 +346,10 @@ impl Tier {
             n_asked: 0,
             has_come: vec![None; n_pages],
             nanos: 0,
+            guess: None,
             begun: now,
             deadline: now + patience,
+            guess_deadline: now + guess_patience,
         })
     }
 
@@ -303,9 +359,12 @@ impl Tier {
         for loading in self.loads.values_mut() {
             while loading.n_asked < loading.slots.len() && !loading.is_over() {
                 let i = loading.n_asked;
+                if !loading.may_ask(self.slow.is_stored(loading.keys[i + 1])) {
+                    break;
+                }
                 let tokens = &loading.tokens[i * page_len..(i + 1) * page_len];
                 let name = PageName { key: loading.keys[i + 1], parent: loading.keys[i], tokens };
-                match self.disk.read(loading.tag + i as u64, &name) {
+                match self.slow.read(loading.tag + i as u64, &name) {
                     Asked::Begun => {}
                     Asked::Busy => return,
                     Asked::Missing => loading.has_come[i] = Some(false),
@@ -322,7 +381,7 @@ impl Tier {
         executor: &mut E,
         clock: &SharedClock,
     ) -> Result<(), DeviceError> {
-        let Loaded { tag, page, nanos } = loaded;
+        let tag = loaded.tag;
         let of_tag = |loading: &&mut Loading| {
             (loading.tag..loading.tag + loading.slots.len() as u64).contains(&tag)
         };
@@ -330,36 +389,39 @@ impl Tier {
         let loading = self.loads.values_mut().find(of_tag);
         if let Some(loading) = loading {
             let i = (tag - loading.tag) as usize;
-            if let Ok(buf) = &page {
+            if let Ok(buf) = &loaded.page {
                 executor.write_page(loading.slots[i], buf.page())?;
             }
-            loading.has_come[i] = Some(page.is_ok());
+            loading.has_come[i] = Some(loaded.page.is_ok());
             let copied = clock.now().saturating_sub(begin).as_nanos() as u64;
-            // Pages are read side by side, and copied one after the other.
-            loading.nanos += nanos / N_SIDE_BY_SIDE + copied;
+            loading.nanos += loaded.nanos + copied;
         }
-        if let Ok(buf) = page {
-            self.disk.recycle(buf);
-        }
+        self.slow.recycle(loaded);
         Ok(())
     }
 
     /// Ends loads that have come, that cannot come, for which nobody waits, or that take too long.
     fn end_loads(&mut self, scheduler: &mut Scheduler, now: Duration) {
         let is_over = |(id, loading): (&LoadId, &Loading)| {
-            let is_late = now >= loading.deadline;
             let is_wanted = scheduler.cache().waits_for(*id).is_some();
-            (loading.is_over() || is_late || !is_wanted).then_some(*id)
+            (loading.is_over() || loading.is_late(now) || !is_wanted).then_some(*id)
         };
         let over: Vec<LoadId> = self.loads.iter().filter_map(is_over).collect();
         for id in over {
             let Some(loading) = self.loads.remove(&id) else { continue };
             let n_pages = loading.n_whole() as u32;
             self.counters.pages_loaded += u64::from(n_pages);
-            if now >= loading.deadline && !loading.is_over() {
+            if let Some(first) = loading.guess {
+                let was_there = loading.has_come[first] == Some(true);
+                self.slow.note_luck(was_there);
+                self.counters.guesses_missed += u64::from(!was_there);
+            }
+            if loading.is_late(now) && !loading.is_over() {
                 self.counters.loads_late += 1;
                 let waited = now.saturating_sub(loading.begun);
-                scheduler.loaded(n_pages.max(1), waited.as_nanos() as u64);
+                // A guess in vain says nothing of what loading takes.
+                let n_waited = if now < loading.deadline { n_pages } else { n_pages.max(1) };
+                scheduler.loaded(n_waited, waited.as_nanos() as u64);
             } else {
                 scheduler.loaded(n_pages, loading.nanos);
             }
@@ -370,12 +432,10 @@ impl Tier {
     /// Takes in what has ended while no load is on its way. With loads, pages that come are for them.
     fn settle(&mut self) {
         while self.loads.is_empty()
-            && let Some(Loaded { page, .. }) = self.disk.poll()
+            && let Some(loaded) = self.slow.poll()
         {
             // Nobody waits for it any more.
-            if let Ok(buf) = page {
-                self.disk.recycle(buf);
-            }
+            self.slow.recycle(loaded);
         }
     }
 }

@@ -60,8 +60,9 @@ pub(crate) struct Activations<B: Backend> {
     /// `[outputs, V]`.
     pub(crate) logits: B::Buf,
     /// Shaped as `qkv`: queries that decide for the next layer, made from the residual stream that
-    /// this one begins with; there if a policy wants them.
-    deciding: Option<B::Buf>,
+    /// this one begins with; there if a policy wants them. Two, because a device may decide while the
+    /// next one's are made.
+    deciding: Option<[B::Buf; 2]>,
 }
 
 impl<B: Backend> Model<B> {
@@ -92,8 +93,10 @@ impl<B: Backend> Model<B> {
         self.backend.keep_digests(store.device_mut(), topk.digests())?;
         if topk.speculates() {
             let len = self.max_rows * (self.config.q_width() + 2 * self.config.kv_width());
-            self.acts.deciding = Some(self.backend.alloc(len)?);
+            self.acts.deciding = Some([self.backend.alloc(len)?, self.backend.alloc(len)?]);
         }
+        let mut topk = topk;
+        topk.decide_on_device(&*self.backend, &self.plan, store)?;
         self.topk = Some(topk);
         Ok(())
     }
@@ -152,7 +155,12 @@ impl<B: Backend> Model<B> {
         layout: &BatchLayout,
     ) -> Result<&mut B::Buf, DeviceError> {
         self.plan_batch(tables, layout)?;
-        if self.backend.begin_pass(&mut self.plan, store.device())? == Pass::Queued {
+        if let Some(topk) = &mut self.topk {
+            topk.begin_on_device(&*self.backend, &mut self.plan, store)?;
+        }
+        // What the host decides layer by layer cannot be queued before.
+        let is_pass = !self.topk.as_ref().is_some_and(TopK::decides_on_host);
+        if is_pass && self.backend.begin_pass(&mut self.plan, store.device())? == Pass::Queued {
             return Ok(&mut self.acts.logits);
         }
         self.embed()?;
@@ -163,8 +171,17 @@ impl<B: Backend> Model<B> {
             self.finish_layer(idx, layout)?;
         }
         self.logits(layout)?;
-        self.backend.end_pass(&mut self.plan)?;
+        if is_pass {
+            self.backend.end_pass(&mut self.plan)?;
+        }
         Ok(&mut self.acts.logits)
+    }
+
+    /// Counts what a device that decides by itself has decided in the step that has ended.
+    pub fn count_decisions(&mut self, store: &KvStore<B>) -> Result<(), DeviceError> {
+        let Some(topk) = &mut self.topk else { return Ok(()) };
+        let layers = &self.weights.layers;
+        topk.count_on_device(&*self.backend, store, |idx| layers[idx].attention.window.is_some())
     }
 
     /// Looks back on the batch that was computed last, of which only `layout.output_rows` are others:
@@ -213,11 +230,12 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), DeviceError> {
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
         let topk = self.topk.as_mut().filter(|topk| topk.is_speculating());
-        let (Some(next), Some(layer), Some(topk)) =
+        let (Some(pair), Some(layer), Some(topk)) =
             (&mut acts.deciding, self.weights.layers.get(idx + 1), topk)
         else {
             return Ok(());
         };
+        let next = &mut pair[idx % 2];
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
         let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
         b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, next)?;

@@ -31,6 +31,11 @@ impl Default for Rates {
 }
 
 impl Rates {
+    /// Whether anything was computed that says what computing takes.
+    pub fn is_measured(&self) -> bool {
+        self.token_nanos != Rates::default().token_nanos
+    }
+
     /// Taking pages to the host and bringing them back.
     pub fn swap(&self, n_pages: u32) -> f64 {
         2.0 * self.page_nanos * f64::from(n_pages)
@@ -183,6 +188,7 @@ mod tests {
     fn rates_are_found_again_and_follow_a_change() {
         let mut meter = Meter::default();
         assert_eq!(meter.rates(), Rates::default());
+        assert!(!meter.rates().is_measured());
         for rates in [(50_000.0, 20.0), (400.0, 3.0)] {
             let (token_nanos, pair_nanos) = rates;
             let truth = Rates { page_nanos: 7e4, load_nanos: 3e5, token_nanos, pair_nanos };
@@ -194,6 +200,7 @@ mod tests {
             meter.copied(3, 210_000);
             meter.loaded(2, 600_000);
             let found = meter.rates();
+            assert!(found.is_measured());
             assert!((found.load_nanos / truth.load_nanos - 1.0).abs() < 1e-9, "{found:?}");
             assert!((found.token_nanos / truth.token_nanos - 1.0).abs() < 0.01, "{found:?}");
             assert!((found.pair_nanos / truth.pair_nanos - 1.0).abs() < 0.01, "{found:?}");

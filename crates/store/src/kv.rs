@@ -1,7 +1,9 @@
 //! Where the bytes of pages are: on the device while a step reads them, on the host meanwhile.
 
-use nuthatch_backend::{Backend, DeviceError};
-use nuthatch_types::{KvShape, KvSlots, PageCopy, PageImage, PageShift, Slot};
+use std::sync::Arc;
+
+use nuthatch_backend::{Backend, DeviceError, PageCodec};
+use nuthatch_types::{ColdKv, KvShape, KvSlots, PageCopy, PageImage, PageShift, Slot};
 
 /// The keys and values of all pages of both tiers.
 ///
@@ -41,6 +43,11 @@ impl<B: Backend> KvStore<B> {
     /// How a page's bytes lie when they leave the device; `None` where they cannot.
     pub fn page_image(&self, backend: &B) -> Option<PageImage> {
         backend.page_image(&self.kv)
+    }
+
+    /// What turns pages into fewer bits and back; `None` where nothing does.
+    pub fn page_codec(&self, backend: &B, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        backend.page_codec(&self.kv, cold)
     }
 
     /// Copies a page's bytes from a slot, and waits.

@@ -34,6 +34,51 @@ impl fmt::Display for KvDtype {
     }
 }
 
+/// How keys and values are stored far away, in fewer bits: an approximation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ColdDtype {
+    /// 8-bit integers with a scale for each token and head.
+    Int8,
+    /// 8-bit floats, e4m3, with a scale for each token and head.
+    Fp8,
+    /// 4-bit integers with a scale for each 32 numbers.
+    Int4,
+}
+
+impl ColdDtype {
+    /// All, for tests.
+    pub const ALL: [ColdDtype; 3] = [ColdDtype::Int8, ColdDtype::Fp8, ColdDtype::Int4];
+}
+
+impl fmt::Display for ColdDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ColdDtype::Int8 => "int8",
+            ColdDtype::Fp8 => "fp8",
+            ColdDtype::Int4 => "int4",
+        })
+    }
+}
+
+/// What is stored in fewer bits far away.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ColdKv {
+    /// How keys and values are stored.
+    pub dtype: ColdDtype,
+    /// Layers that are stored as they are.
+    pub exact_layers: Vec<u32>,
+}
+
+impl fmt::Display for ColdKv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.dtype)?;
+        match &self.exact_layers[..] {
+            [] => Ok(()),
+            layers => write!(f, " but for layers {layers:?}"),
+        }
+    }
+}
+
 /// How many pages each tier holds. There is one space of slots: the device's come first, then the
 /// host's.
 ///

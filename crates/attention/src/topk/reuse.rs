@@ -2,16 +2,31 @@
 
 use super::policy::{Aggregate, Qsac};
 
+/// Lanes of a sum: as many as a GPU's warp has, so that its sums have the same bits.
+const LANES: usize = 32;
+
 /// The cosine of the angle between two vectors; 0 if one of them has no direction.
 pub fn cosine(a: &[f32], b: &[f32]) -> f32 {
-    let (mut ab, mut aa, mut bb) = (0.0f32, 0.0f32, 0.0f32);
-    for (&a, &b) in a.iter().zip(b) {
-        ab += a * b;
-        aa += a * a;
-        bb += b * b;
+    let (mut ab, mut aa, mut bb) = ([0.0f32; LANES], [0.0f32; LANES], [0.0f32; LANES]);
+    for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
+        for (lane, (&a, &b)) in a.iter().zip(b).enumerate() {
+            ab[lane] += a * b;
+            aa[lane] += a * a;
+            bb[lane] += b * b;
+        }
     }
-    let cosine = ab / (aa * bb).sqrt();
+    let cosine = sum(ab) / (sum(aa) * sum(bb)).sqrt();
     if cosine.is_finite() { cosine } else { 0.0 }
+}
+
+/// The sum of all lanes, by halves.
+fn sum(mut lanes: [f32; LANES]) -> f32 {
+    for half in [16, 8, 4, 2, 1] {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+    }
+    lanes[0]
 }
 
 /// The similarity that a head of this importance must keep.

@@ -43,18 +43,20 @@ pub struct TopK {
     similarities: Vec<f32>,
     /// What is kept near, if pages are far.
     pub(super) near: Option<NearPlan>,
-    rows: Vec<Row>,
+    pub(super) rows: Vec<Row>,
     /// Sequences of the running step that may attend by picks, and their tables.
-    active: Vec<Active>,
+    pub(super) active: Vec<Active>,
     /// What was decided by the queries of the layer before, of layers with even numbers and of those
     /// with odd ones: a layer is decided about before the one before it attends.
-    ahead: [Vec<Work>; 2],
+    pub(super) ahead: [Vec<Work>; 2],
     pub(super) stats: Stats,
-    measures_mass: bool,
+    pub(super) measures_mass: bool,
     /// Decisions since they were last taken, if they are recorded.
     pub(super) trace: Option<Vec<Decision>>,
     clock: Option<Arc<dyn Clock + Send + Sync>>,
     pub(super) scratch: Scratch,
+    /// Whether the device decides by itself.
+    pub(super) on_device: bool,
 }
 
 /// A policy with all that follows from it.
@@ -67,12 +69,14 @@ pub(super) struct PolicyRules {
 
 /// What is remembered of the sequence in one row of the tables.
 #[derive(Default)]
-struct Row {
+pub(super) struct Row {
     policy: usize,
     /// Its first tokens, which are computed exactly.
     n_prompt: u32,
     /// Entries of its table that were written.
     n_pages: u32,
+    /// Whether the device is to forget what it remembers.
+    pub(super) is_new: bool,
     /// `[layer][G]`; empty before the first step that needs them.
     heads: Vec<Vec<Head>>,
 }
@@ -106,7 +110,7 @@ pub struct TopKLayer<'a, B: Backend> {
 
 /// Whose queries decide about a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Deciding {
+pub(super) enum Deciding {
     /// Those that the layer before made for it.
     Ahead,
     /// Its own.
@@ -155,6 +159,7 @@ impl TopK {
             trace: None,
             clock: None,
             scratch: Scratch::default(),
+            on_device: false,
         }
     }
 
@@ -289,6 +294,12 @@ impl TopK {
         store: &KvStore<B>,
         queries: &B::Buf,
     ) -> Result<(), DeviceError> {
+        if self.on_device {
+            self.decide_ahead_on_device(b, plan, layer, store, queries)?;
+            if self.trace.is_none() {
+                return Ok(());
+            }
+        }
         let mut works = self.take_heads(layer, Deciding::Ahead);
         self.decide(b, plan, layer, (store.device(), queries), &mut works)?;
         if self.near.is_some() {
@@ -310,6 +321,9 @@ impl TopK {
         store: &KvStore<B>,
         (qkv, out): (&B::Buf, &mut B::Buf),
     ) -> Result<(), DeviceError> {
+        if self.on_device {
+            return self.attend_on_device(b, plan, layer, store, (qkv, out));
+        }
         let (kv, dense) = (store.device(), layer.dense);
         let mut works = self.take_heads(layer, Deciding::Now);
         self.decide(b, plan, layer, (kv, qkv), &mut works)?;
@@ -329,14 +343,12 @@ impl TopK {
         }
         let picks: Vec<_> = works.iter().map(|work| pick(self, layer.idx, work)).collect();
         b.attend_picks(plan, dense.layer, &dense.spec(), qkv, kv, &picks, out)?;
-        for work in works {
-            self.rows[work.at.row as usize].heads[layer.idx].push(work.head);
-        }
+        self.put_back(layer.idx, works);
         Ok(())
     }
 
     /// Looks up, scores and selects.
-    fn decide<B: Backend>(
+    pub(super) fn decide<B: Backend>(
         &mut self,
         b: &B,
         plan: &B::Plan,
@@ -368,7 +380,7 @@ impl TopK {
     }
 
     /// Takes what is remembered of the layer's heads, of sequences that are decided about now.
-    fn take_heads<B: Backend>(
+    pub(super) fn take_heads<B: Backend>(
         &mut self,
         layer: &TopKLayer<'_, B>,
         deciding: Deciding,
@@ -390,10 +402,18 @@ impl TopK {
         }
         works
     }
+
+    /// Gives back what [`TopK::take_heads`] took.
+    pub(super) fn put_back(&mut self, layer_idx: usize, works: Vec<Work>) {
+        for work in works {
+            self.rows[work.at.row as usize].heads[layer_idx].push(work.head);
+        }
+    }
 }
 
 impl Row {
     fn forget(&mut self) {
+        self.is_new = true;
         self.heads.iter_mut().flatten().for_each(Head::clear);
     }
 }

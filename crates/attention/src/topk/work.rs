@@ -11,12 +11,12 @@ use crate::Dense;
 /// What one head of one sequence does in one layer.
 pub(super) struct Work {
     pub(super) at: Active,
-    head_idx: usize,
+    pub(super) head_idx: usize,
     pub(super) head: Head,
-    lookup: Lookup,
+    pub(super) lookup: Lookup,
     /// Places of the scores, if a selection is made.
-    scores: Option<(usize, usize)>,
-    n_moved: usize,
+    pub(super) scores: Option<(usize, usize)>,
+    pub(super) n_moved: usize,
 }
 
 impl Work {

@@ -19,6 +19,9 @@ pub struct WorkingSet {
     spare: (Vec<u32>, Vec<u32>, Vec<u64>),
 }
 
+/// What was used longer ago than this counts as used this long ago; `AGE_MAX` of the GPU's kernel.
+const AGE_MAX: u32 = 2047;
+
 impl WorkingSet {
     /// The members, ascending.
     pub fn members(&self) -> &[u32] {
@@ -67,7 +70,9 @@ impl WorkingSet {
                     let bit = rest.trailing_zeros();
                     rest &= rest - 1;
                     members.push(start + bit);
-                    used.push(if new >> bit & 1 == 1 { self.now } else { self.used[i_old] });
+                    let oldest = self.now.saturating_sub(AGE_MAX);
+                    let before = self.used[i_old].max(oldest);
+                    used.push(if new >> bit & 1 == 1 { self.now } else { before });
                     i_old += (*old >> bit & 1) as usize;
                 }
                 *old |= new;

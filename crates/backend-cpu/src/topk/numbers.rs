@@ -8,101 +8,124 @@ use crate::versions::{exp, fma, sum16, versions};
 /// Query heads that are scored at a time.
 const GROUP_MAX: usize = 4;
 
+/// Pages that are scored at a time: with more sums than one page has, a product need not wait for
+/// the one before it.
+const PAGES: usize = 2;
+
+/// Products of a few queries with the keys of a few pages.
+type Sums = [[[f32; PAGE]; PAGES]; GROUP_MAX];
+
 /// `raw[g][j]`: products of the channels of key `j` with those of query `g`; `q` is
 /// `[group][width]`.
 pub(super) fn channel_scores<'a>(
     isa: Isa,
-    pages: impl Iterator<Item = &'a [u8]>,
+    mut pages: impl Iterator<Item = &'a [u8]>,
     width: usize,
     q: &[f32],
     raw: &mut [f32],
 ) {
     let n = raw.len() / (q.len() / width);
-    for (i, page) in pages.enumerate() {
-        let places = i * PAGE..n.min((i + 1) * PAGE);
+    let mut start = 0;
+    while let Some(page) = pages.next() {
+        // A last page without a partner is its own.
+        let pages = [page, pages.next().unwrap_or(page)];
+        let places = start..n.min(start + PAGES * PAGE);
+        start = places.end;
         let groups = q.chunks(GROUP_MAX * width).zip(raw.chunks_mut(GROUP_MAX * n));
         for (q, raw) in groups {
-            let mut sums = [[0.0; PAGE]; GROUP_MAX];
+            let mut sums = [[[0.0; PAGE]; PAGES]; GROUP_MAX];
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 #[expect(unsafe_code, reason = "target features")]
                 // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
                 Isa::Avx512 | Isa::Amx => unsafe {
                     match q.len() / width {
-                        4 => vectors::<4>(page, width, q, &mut sums),
-                        3 => vectors::<3>(page, width, q, &mut sums),
-                        2 => vectors::<2>(page, width, q, &mut sums),
-                        _ => vectors::<1>(page, width, q, &mut sums),
+                        4 => vectors::<4>(pages, width, q, &mut sums),
+                        3 => vectors::<3>(pages, width, q, &mut sums),
+                        2 => vectors::<2>(pages, width, q, &mut sums),
+                        _ => vectors::<1>(pages, width, q, &mut sums),
                     }
                 },
-                isa => channel_page(isa, page, width, q, &mut sums),
+                isa => {
+                    for (i, page) in pages.into_iter().enumerate() {
+                        channel_page(isa, i, page, width, q, &mut sums);
+                    }
+                }
             }
             for (row, sums) in raw.chunks_exact_mut(n).zip(&sums) {
-                row[places.clone()].copy_from_slice(&sums[..places.len()]);
+                let (row, sums) = (&mut row[places.clone()], sums.as_flattened());
+                // A copy whose length is known is no call.
+                match row.as_mut_array::<{ PAGES * PAGE }>() {
+                    Some(row) => row.copy_from_slice(sums),
+                    None => row.copy_from_slice(&sums[..row.len()]),
+                }
             }
         }
     }
 }
 
 versions! {
-    /// Products of sixteen keys' channels with those of a few queries.
-    fn channel_page(page: &[u8], width: usize, q: &[f32], sums: &mut [[f32; PAGE]; GROUP_MAX]) = channel_page_inner;
+    /// Products of sixteen keys' channels with those of a few queries; `i` is the page's number.
+    fn channel_page(i: usize, page: &[u8], width: usize, q: &[f32], sums: &mut Sums) = channel_page_inner;
 }
 
 #[inline(always)]
 fn channel_page_inner<const FUSED: bool>(
+    i: usize,
     page: &[u8],
     width: usize,
     q: &[f32],
-    sums: &mut [[f32; PAGE]; GROUP_MAX],
+    sums: &mut Sums,
 ) {
     let (rows, units) = page.as_chunks::<PAGE>().0.split_at(width);
     for (channel, row) in rows.iter().enumerate() {
         let key = row.map(|x| f32::from(x.cast_signed()));
         for (q, sums) in q.chunks_exact(width).zip(&mut *sums) {
-            for (sum, key) in sums.iter_mut().zip(key) {
+            for (sum, key) in sums[i].iter_mut().zip(key) {
                 *sum = fma::<FUSED>(q[channel], key, *sum);
             }
         }
     }
     let (units, _) = units.as_flattened().as_chunks::<2>();
     for sums in &mut *sums {
-        for (sum, &unit) in sums.iter_mut().zip(units) {
+        for (sum, &unit) in sums[i].iter_mut().zip(units) {
             *sum *= f16_to_f32(u16::from_le_bytes(unit));
         }
     }
 }
 
-/// The same for `N` queries: one register holds a channel of sixteen keys.
+/// The same for `N` queries and all pages: one register holds a channel of sixteen keys.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn vectors<const N: usize>(
-    page: &[u8],
-    width: usize,
-    q: &[f32],
-    sums: &mut [[f32; PAGE]; GROUP_MAX],
-) {
+fn vectors<const N: usize>(pages: [&[u8]; PAGES], width: usize, q: &[f32], sums: &mut Sums) {
     use std::arch::x86_64::*;
-    assert!(q.len() == N * width && page.len() >= (width + 2) * PAGE);
-    let mut totals = [_mm512_setzero_ps(); N];
+    assert!(q.len() == N * width && pages.iter().all(|page| page.len() >= (width + 2) * PAGE));
+    let mut totals = [[_mm512_setzero_ps(); PAGES]; N];
     for channel in 0..width {
-        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the page has sixteen bytes for each channel (asserted).
-        let bytes = unsafe { _mm_loadu_si128(page.as_ptr().add(channel * PAGE).cast()) };
-        let keys = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-        for (row, total) in totals.iter_mut().enumerate() {
-            *total = _mm512_fmadd_ps(_mm512_set1_ps(q[row * width + channel]), keys, *total);
+        let keys = pages.map(|page| {
+            #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+            // SAFETY: a page has sixteen bytes for each channel (asserted).
+            let bytes = unsafe { _mm_loadu_si128(page.as_ptr().add(channel * PAGE).cast()) };
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+        });
+        for (row, totals) in totals.iter_mut().enumerate() {
+            let q = _mm512_set1_ps(q[row * width + channel]);
+            for (total, keys) in totals.iter_mut().zip(keys) {
+                *total = _mm512_fmadd_ps(q, keys, *total);
+            }
         }
     }
-    #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-    // SAFETY: sixteen halves follow (asserted).
-    let units = unsafe { _mm256_loadu_si256(page.as_ptr().add(width * PAGE).cast()) };
-    let units = _mm512_cvtph_ps(units);
-    for (sums, total) in sums.iter_mut().zip(totals) {
-        #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-        // SAFETY: sixteen numbers.
-        unsafe {
-            _mm512_storeu_ps(sums.as_mut_ptr(), _mm512_mul_ps(total, units));
+    for (i, page) in pages.into_iter().enumerate() {
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: sixteen halves follow (asserted).
+        let units = unsafe { _mm256_loadu_si256(page.as_ptr().add(width * PAGE).cast()) };
+        let units = _mm512_cvtph_ps(units);
+        for (sums, totals) in sums.iter_mut().zip(totals) {
+            #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+            // SAFETY: sixteen numbers.
+            unsafe {
+                _mm512_storeu_ps(sums[i].as_mut_ptr(), _mm512_mul_ps(totals[i], units));
+            }
         }
     }
 }

@@ -46,14 +46,17 @@ enum Queries {
 }
 
 impl Scoring<'_> {
-    pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], scores: &mut [u32]) {
+    /// Answers; `raw` is memory that calls may share.
+    pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], raw: &mut Vec<f32>, scores: &mut [u32]) {
         let group = self.attention.plan.group();
         let (pieces, n_raw) = self.pieces(asks);
         let queries: Vec<OnceLock<Queries>> = asks.iter().map(|_| OnceLock::new()).collect();
-        let mut raw = vec![0.0f32; n_raw];
+        if raw.len() < n_raw {
+            raw.resize(n_raw, 0.0);
+        }
         let mut sums = vec![(0.0f32, 0.0f32); pieces.len() * group];
         let shared_scores = SharedMut::new(scores);
-        let (shared_raw, shared_sums) = (SharedMut::new(&mut raw), SharedMut::new(&mut sums));
+        let (shared_raw, shared_sums) = (SharedMut::new(raw), SharedMut::new(&mut sums));
         pool.run(pieces.len(), &|i| {
             let Piece { ask, first_page, start, n, raw } = pieces[i];
             let (ask, queries) = (&asks[ask], &queries[ask]);

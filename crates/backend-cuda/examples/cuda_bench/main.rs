@@ -4,9 +4,11 @@
 //!
 //! The words say what: `start`, `matmul` and `decode` (with `short`, little of them), `prefill`, `draw`,
 //! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
-//! which take up to 120 GB of the device; `breakdown` also times steps without each of their stages. `eager`
-//! records nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order,
-//! or, for `decode` with `ordered`, one after the other.
+//! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
+//! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
+//! with `host`, on the host; `breakdown` also times steps without each of their stages. `eager` records
+//! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
+//! `decode` with `ordered`, one after the other.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
 //! Operands are rotated, so that the second-level cache does not serve them.
@@ -16,6 +18,7 @@
 mod rig;
 mod start;
 mod step;
+mod topk;
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -61,7 +64,8 @@ fn main() -> Outcome {
     let has = |word: &str| words.iter().any(|found| found == word);
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let l2_prefetch = if has("l2") { 3 } else { 0 };
-    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager: has("eager") };
+    let (is_eager, kv_on_host) = (has("eager"), has("host"));
+    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager, kv_on_host };
     let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };
@@ -88,6 +92,12 @@ fn main() -> Outcome {
     }
     if has("step") {
         step::steps(&cuda, &mut report, &words)?;
+    }
+    if has("topk") {
+        topk::steps(&cuda, &mut report, &words)?;
+    }
+    if has("bring") {
+        topk::bring(&cuda, &mut report)?;
     }
     if let Some(path) = std::env::args().nth(1) {
         let (device, kernels) = (cuda.name(), report.text);
@@ -243,7 +253,7 @@ fn decode(
 ) -> Outcome {
     let kv = KvShape { n_layers: N_LAYERS, n_kv_heads, head_dim: d, page_len: 16, dtype };
     for &(n_seqs, depth) in batches {
-        let mut rig = Rig::with_order(cuda, (kv, n_heads), (n_seqs, depth, 1), is_ordered)?;
+        let mut rig = Rig::with(cuda, (kv, n_heads), (n_seqs, depth, 1), (is_ordered, None))?;
         let parts: Vec<_> = (0..rig.n_seqs).map(|seq| (seq, depth - 1, 1)).collect();
         rig.lay_out(&parts)?;
         let seconds = rig.time(n_seqs)?;

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use nuthatch_backend::{AttnSpec, Backend, BatchLayout, PlanShape, RopeSpec, RopeStyle};
+use nuthatch_backend::{AttnSpec, Backend, BatchLayout, Digest, PlanShape, RopeSpec, RopeStyle};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, Slot};
 
@@ -29,15 +29,16 @@ impl<'a> Rig<'a> {
         heads: (KvShape, u32),
         sizes: (usize, usize, usize),
     ) -> Result<Self, Box<dyn Error>> {
-        Self::with_order(cuda, heads, sizes, false)
+        Self::with(cuda, heads, sizes, (false, None))
     }
 
-    /// The same, or with the pages of a sequence one after the other.
-    pub(crate) fn with_order(
+    /// The same, with the pages of a sequence one after the other if they are to be ordered, and with
+    /// digests beside them if there are any.
+    pub(crate) fn with(
         cuda: &'a Cuda,
         (shape, n_heads): (KvShape, u32),
         (n_seqs, depth, rows): (usize, usize, usize),
-        is_ordered: bool,
+        (is_ordered, digests): (bool, Option<&[Digest]>),
     ) -> Result<Self, Box<dyn Error>> {
         const FILL: usize = 1024;
         let context = (depth + rows).next_multiple_of(PAGE_LEN);
@@ -65,7 +66,10 @@ impl<'a> Rig<'a> {
             let slots: Vec<Slot> = (0..pages).map(slot).collect();
             cuda.write_table(&mut tables, seq as u32, 0, &slots)?;
         }
-        let kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
+        let mut kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
+        if let Some(digests) = digests {
+            cuda.keep_digests(&mut kv, digests)?;
+        }
         let plan = cuda.alloc_plan(&plan_shape)?;
         let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads, plan_shape };
         let width = (n_heads + 2 * shape.n_kv_heads) as usize * shape.head_dim as usize;

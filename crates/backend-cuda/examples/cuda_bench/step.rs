@@ -11,18 +11,18 @@ use crate::{Outcome, Report, random, time};
 
 /// What decides the cost of a step.
 #[derive(Clone, Copy)]
-struct Shape {
-    name: &'static str,
-    n_layers: u32,
-    hidden: usize,
-    ff: usize,
-    vocab: usize,
-    n_heads: u32,
-    n_kv_heads: u32,
-    head_dim: u32,
+pub(crate) struct Shape {
+    pub(crate) name: &'static str,
+    pub(crate) n_layers: u32,
+    pub(crate) hidden: usize,
+    pub(crate) ff: usize,
+    pub(crate) vocab: usize,
+    pub(crate) n_heads: u32,
+    pub(crate) n_kv_heads: u32,
+    pub(crate) head_dim: u32,
 }
 
-const LLAMA3_8B: Shape = Shape {
+pub(crate) const LLAMA3_8B: Shape = Shape {
     name: "llama3-8b",
     n_layers: 32,
     hidden: 4096,
@@ -57,15 +57,15 @@ const SMOLLM2_135M: Shape = Shape {
 
 type Weight = <Cuda as Backend>::Weight;
 
-struct Layer {
+pub(crate) struct Layer {
     qkv: Weight,
     out: Weight,
     gate_up: Weight,
     down: Weight,
 }
 
-struct Model {
-    shape: Shape,
+pub(crate) struct Model {
+    pub(crate) shape: Shape,
     layers: Vec<Layer>,
     table: Weight,
 }
@@ -112,7 +112,7 @@ impl Model {
         (2 * self.shape.vocab * self.shape.hidden) as f64
     }
 
-    fn new(cuda: &Cuda, shape: Shape) -> Result<Self, Box<dyn Error>> {
+    pub(crate) fn new(cuda: &Cuda, shape: Shape) -> Result<Self, Box<dyn Error>> {
         let qkv = ((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim) as usize;
         let heads = (shape.n_heads * shape.head_dim) as usize;
         let largest = shape.hidden * shape.vocab.max(2 * shape.ff);
@@ -140,7 +140,7 @@ impl Model {
     }
 
     /// Bytes that a step must read: the weights once, and the keys and values.
-    fn bytes(&self, kv: &KvShape, tokens: usize) -> f64 {
+    pub(crate) fn bytes(&self, kv: &KvShape, tokens: usize) -> f64 {
         let Shape { hidden, ff, vocab, n_heads, n_kv_heads, head_dim, n_layers, .. } = self.shape;
         let heads = ((2 * n_heads + 2 * n_kv_heads) * head_dim) as usize;
         let layer = hidden * (heads + 3 * ff);
@@ -204,22 +204,47 @@ impl Model {
         acts: &mut Acts,
         without: Option<Stage>,
     ) -> Outcome {
+        self.pass_with(cuda, rig, acts, (without, None, false))
+    }
+
+    /// The same; with queries, the device decides what they see, and before a layer's turn if it is to
+    /// decide ahead.
+    pub(crate) fn pass_with(
+        &self,
+        cuda: &Cuda,
+        rig: &mut Rig<'_>,
+        acts: &mut Acts,
+        (without, queries, is_ahead): (Option<Stage>, Option<&Buf>, bool),
+    ) -> Outcome {
         let Shape { hidden, ff, n_heads, head_dim, .. } = self.shape;
         let spec = spec(n_heads, head_dim);
-        let Acts { n, outputs, norm, x, h, qkv, attended, gate_up, gated, last, logits } = acts;
+        let Acts { n, outputs, norm, x, h, qkv, ahead, attended, gate_up, gated, last, logits } =
+            acts;
         let (n, outputs) = (*n, *outputs);
         let has = |stage: Stage| without != Some(stage);
         cuda.embed(&self.table, &rig.plan, x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let at = LayerIdx(i as u32);
+            if let (Some(queries), Some(next), true) = (queries, self.layers.get(i + 1), is_ahead) {
+                let (of, next_at) = (Norm { x, weight: norm, eps: 1e-5 }, LayerIdx(i as u32 + 1));
+                cuda.norm_matmul(&of, &next.qkv, n, h, ahead)?;
+                cuda.rope_append(&rig.plan, next_at, &spec, ahead, &mut rig.kv)?;
+                cuda.decide_ahead(&rig.plan, (i + 1, next_at), &spec, queries, &rig.kv)?;
+            }
             if has(Stage::Qkv) {
                 cuda.norm_matmul(&Norm { x, weight: norm, eps: 1e-5 }, &layer.qkv, n, h, qkv)?;
             }
             if has(Stage::Rope) {
                 cuda.rope_append(&rig.plan, at, &spec, qkv, &mut rig.kv)?;
             }
-            if has(Stage::Attention) {
-                cuda.attend(&rig.plan, at, &spec, qkv, &rig.kv, attended)?;
+            match queries.filter(|_| has(Stage::Attention)) {
+                Some(queries) => {
+                    cuda.attend_deciding(&rig.plan, (i, at), &spec, queries, &rig.kv, attended)?;
+                }
+                None if has(Stage::Attention) => {
+                    cuda.attend(&rig.plan, at, &spec, qkv, &rig.kv, attended)?;
+                }
+                None => {}
             }
             if has(Stage::Out) {
                 cuda.matmul_add(&layer.out, attended, n, x)?;
@@ -243,7 +268,7 @@ impl Model {
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+pub(crate) enum Stage {
     Qkv,
     Rope,
     Attention,
@@ -265,10 +290,10 @@ impl Stage {
     ];
 }
 
-type Buf = <Cuda as Backend>::Buf;
+pub(crate) type Buf = <Cuda as Backend>::Buf;
 
 /// The buffers of a step of `n` rows.
-struct Acts {
+pub(crate) struct Acts {
     n: usize,
     /// Rows that logits are computed for.
     outputs: usize,
@@ -276,6 +301,8 @@ struct Acts {
     x: Buf,
     h: Buf,
     qkv: Buf,
+    /// Queries of the layer after.
+    ahead: Buf,
     attended: Buf,
     gate_up: Buf,
     gated: Buf,
@@ -284,7 +311,7 @@ struct Acts {
 }
 
 impl Acts {
-    fn new(cuda: &Cuda, shape: &Shape, n: usize) -> Result<Self, Box<dyn Error>> {
+    pub(crate) fn new(cuda: &Cuda, shape: &Shape, n: usize) -> Result<Self, Box<dyn Error>> {
         let &Shape { hidden, ff, vocab, n_heads, n_kv_heads, head_dim, .. } = shape;
         let heads = |n: u32| (n * head_dim) as usize;
         let mut norm = cuda.alloc(hidden)?;
@@ -296,6 +323,7 @@ impl Acts {
             x: cuda.alloc(n * hidden)?,
             h: cuda.alloc(n * hidden)?,
             qkv: cuda.alloc(n * heads(n_heads + 2 * n_kv_heads))?,
+            ahead: cuda.alloc(n * heads(n_heads + 2 * n_kv_heads))?,
             attended: cuda.alloc(n * heads(n_heads))?,
             gate_up: cuda.alloc(n * 2 * ff)?,
             gated: cuda.alloc(n * ff)?,

@@ -104,7 +104,7 @@ def build_attend(variant):
         WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=120, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
-    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu"]))
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu", "attend_merge.cu"]))
 
 
 # Warps, stages, keys of chunks (at first, then, at last) and where they get longer.
@@ -127,7 +127,7 @@ def build_split(variant, kv="KV_F16", d=128):
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=120, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
-    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu"]))
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu", "attend_merge.cu"]))
 
 
 class Driver:

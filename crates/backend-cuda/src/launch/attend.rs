@@ -69,7 +69,7 @@ params! {
         window: u32,
         prefetch: u32,
         cuts: Cuts,
-        padding: u32,
+        tile_parts: u32,
         scale: f32,
     }
 }
@@ -200,6 +200,8 @@ pub(crate) struct AttendShape {
     /// Floats of the pages' type that stand for an element of a query, and for a weight of a value;
     /// `PARTS` of `attend.cuh`.
     pub(crate) parts: usize,
+    /// Whether a token's key is one run of its page; `ROWS` of `kv.cuh`.
+    pub(crate) by_rows: bool,
 }
 
 impl AttendShape {
@@ -212,16 +214,16 @@ impl AttendShape {
             KvDtype::F16 => 2,
             KvDtype::Bf16 => 3,
         };
-        AttendShape { page, parts }
+        AttendShape { page, parts, by_rows: false }
     }
 
     /// Bytes of the pages of one step.
-    fn step_bytes(self) -> usize {
+    pub(crate) fn step_bytes(self) -> usize {
         STEP / PAGE_LEN * self.page.bytes()
     }
 
     /// Bytes of the queries of a warp of eight or sixteen lines; `Q_BYTES` of `attend.cuh`.
-    fn query_bytes(self, lines: usize) -> usize {
+    pub(crate) fn query_bytes(self, lines: usize) -> usize {
         let sets = if lines == 8 { self.parts.div_ceil(2) } else { self.parts };
         self.page.width() / 16 * sets * 512
     }
@@ -239,7 +241,8 @@ impl AttendShape {
 
     /// How many lines are taken at a time on a device of this generation.
     pub(crate) fn tile(self, capability: i32) -> TileShape {
-        if capability == 9 && self.parts == 1 && matches!(self.page.width(), 64 | 128) {
+        let is_wide = self.parts == 1 && matches!(self.page.width(), 64 | 128) && !self.by_rows;
+        if capability == 9 && is_wide {
             let (lines, threads) = (WARP_LINES * WIDE_TEAM, 32 * WIDE_TEAM + 128);
             let (name, shared_bytes) = ("attend_wide", self.wide_shared_bytes());
             return TileShape { name, lines, threads, shared_bytes };
@@ -316,7 +319,7 @@ impl Attention<'_> {
         assert!(plan.page == kv.page, "the plan is for this arena");
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
-        match &plan.kernels.attend {
+        match &plan.kernels_of(kv).attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
             Attend::Mma { splits: [small, large], tile, merges } => {
                 let (splits, n_splits) = plan.splits();
@@ -324,13 +327,16 @@ impl Attention<'_> {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let grid = (self.device.n_multiprocessors(), 1);
                     let threads = count(32 * shape.warps);
-                    self.attend(kernel, plan.split_parts(), (grid, threads), out)?;
+                    self.attend(kernel, (plan.split_parts(), 1), (grid, threads), out)?;
                     self.merge(merges, (splits, n_splits), out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
-                    let grid = (n_tiles, kv.shape.n_kv_heads);
-                    self.attend(&tile.kernel, tiles, (grid, count(tile.shape.threads)), out)?;
+                    // The plan is made before it is known how pages lie, and so which kernel it is for.
+                    let parts = count(plan.tile_lines().div_ceil(tile.shape.lines));
+                    let grid = (n_tiles * parts, kv.shape.n_kv_heads);
+                    let threads = count(tile.shape.threads);
+                    self.attend(&tile.kernel, (tiles, parts), (grid, threads), out)?;
                 }
                 Ok(())
             }
@@ -360,7 +366,7 @@ impl Attention<'_> {
     fn attend(
         &self,
         kernel: &Kernel,
-        tasks: Address,
+        (tasks, tile_parts): (Address, u32),
         (grid, threads): ((u32, u32), u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
@@ -382,7 +388,7 @@ impl Attention<'_> {
             window: self.window(),
             prefetch: self.prefetch,
             cuts: self.plan.cuts(),
-            padding: 0,
+            tile_parts,
             scale: self.scale(),
         };
         #[expect(unsafe_code, reason = "a kernel")]

@@ -1,7 +1,7 @@
 //! `copy.cu`: whole pages inside a tier and between tiers.
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::PageCopy;
+use nuthatch_types::{PageCopy, Slot};
 
 use super::{Address, count, params};
 use crate::device::{Device, Kernel};
@@ -23,33 +23,130 @@ params! {
 
 const THREADS: u32 = 256;
 
-/// Copies pages in order, all layers and heads.
+/// Pages that lie as those of keys and values do.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiers {
+    pub(crate) device: Address,
+    /// Where slots behind the device's are, and how many.
+    pub(crate) host: Address,
+    pub(crate) n_host: u32,
+    /// Of one head's page.
+    pub(crate) page_bytes: usize,
+}
+
+impl Tiers {
+    fn of(kv: &CudaKv) -> Self {
+        Tiers {
+            device: kv.arena.address(),
+            host: kv.host.as_ref().map_or(0, PinnedMemory::address),
+            n_host: kv.slots.host,
+            page_bytes: kv.page.bytes(),
+        }
+    }
+}
+
+/// Copies pages of keys and values in order, all layers and heads.
 pub(crate) fn copy_pages(
     device: &Device,
     kernel: &Kernel,
     kv: &mut CudaKv,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
+    copy_between(device, kernel, kv, Tiers::of(kv), copies)
+}
+
+/// Copies a page's bytes to the host, and waits.
+pub(crate) fn read_page(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    slot: Slot,
+    target: &mut [u8],
+) -> Result<(), DeviceError> {
+    let page = kv.page.bytes();
+    assert_eq!(target.len(), page * kv.n_heads(), "a page's bytes");
+    if slot.0 < kv.slots.device {
+        pass_gate(device, kernel, kv, slot, true)?;
+        kv.gate.read(0, target);
+        return Ok(());
+    }
+    device.wait()?;
+    let host = kv.host.as_ref().expect("a slot of the arena");
+    for (part, start) in target.chunks_exact_mut(page).zip(kv.host_starts(slot)) {
+        host.read(start, part);
+    }
+    Ok(())
+}
+
+/// Writes a page from bytes of the host, and waits.
+pub(crate) fn write_page(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &mut CudaKv,
+    slot: Slot,
+    source: &[u8],
+) -> Result<(), DeviceError> {
+    let page = kv.page.bytes();
+    assert_eq!(source.len(), page * kv.n_heads(), "a page's bytes");
+    if slot.0 < kv.slots.device {
+        // Nothing that uses the gate is queued, because everything that did was waited for.
+        kv.gate.write(0, source);
+        return pass_gate(device, kernel, kv, slot, false);
+    }
+    device.wait()?;
+    let starts = kv.host_starts(slot);
+    let host = kv.host.as_mut().expect("a slot of the arena");
+    for (part, start) in source.chunks_exact(page).zip(starts) {
+        host.write(start, part);
+    }
+    Ok(())
+}
+
+/// Copies a page of the device to the gate, or from it, and waits.
+fn pass_gate(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    slot: Slot,
+    is_out: bool,
+) -> Result<(), DeviceError> {
+    let gate = Slot(kv.slots.device);
+    let (source, target) = if is_out { (slot, gate) } else { (gate, slot) };
+    let copy = PageCopy { source, target };
+    let gate = Tiers { host: kv.gate.address(), n_host: 1, ..Tiers::of(kv) };
+    copy_between(device, kernel, kv, gate, &[copy])?;
+    device.wait()
+}
+
+/// Copies pages in order, all layers and heads.
+pub(crate) fn copy_between(
+    device: &Device,
+    kernel: &Kernel,
+    kv: &CudaKv,
+    tiers: Tiers,
+    copies: &[PageCopy],
+) -> Result<(), DeviceError> {
     if copies.is_empty() {
         return Ok(());
     }
     let list: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.source.0, copy.target.0]).collect();
-    assert!(list.as_flattened().iter().all(|&slot| slot < kv.slots.total()), "slots of the arena");
+    let n_slots = kv.slots.device + tiers.n_host;
+    assert!(list.as_flattened().iter().all(|&slot| slot < n_slots), "slots of the arena");
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
     let params = CopyParams {
-        device: kv.arena.address(),
-        host: kv.host.as_ref().map_or(0, PinnedMemory::address),
+        device: tiers.device,
+        host: tiers.host,
         copies: on_device.address(),
         n_device: kv.slots.device,
-        n_host: kv.slots.host,
-        page_bytes: count(kv.page.bytes()),
+        n_host: tiers.n_host,
+        page_bytes: count(tiers.page_bytes),
         n_copies: count(list.len()),
     };
-    let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
+    let heads = count(kv.n_heads());
     #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: block `i` touches the asserted slots of head `i` of both tiers. The list is freed
-    // after the kernel has run, because freeing waits.
+    // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The
+    // list is freed after the kernel has run, because freeing waits.
     unsafe {
         device.launch(kernel, (heads, 1), THREADS, &params)
     }

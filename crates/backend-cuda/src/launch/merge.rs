@@ -1,4 +1,4 @@
-//! The merge of `attend_split.cu`: what chunks gave becomes a row's attention.
+//! `attend_merge.cu`: what chunks gave becomes a row's attention.
 
 use super::attend::Cuts;
 use super::{Address, params};

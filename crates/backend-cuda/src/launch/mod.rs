@@ -16,6 +16,9 @@ pub(crate) mod roof;
 pub(crate) mod rope;
 pub(crate) mod round;
 pub(crate) mod shift;
+pub(crate) mod sparse;
+pub(crate) mod sparse_attend;
+pub(crate) mod sparse_score;
 pub(crate) mod swiglu;
 
 /// Declares the parameters of a kernel: plain data of the same layout on both sides.

@@ -117,6 +117,6 @@ pub(crate) fn rope_append(
     // SAFETY: rows and heads were asserted to be in qkv; slots come from the plan's tables, whose
     // entries the executor has checked against the arena.
     unsafe {
-        device.launch(&plan.kernels.rope, (blocks, 1), count(32 * WARPS), &params)
+        device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params)
     }
 }

@@ -75,7 +75,7 @@ pub(crate) fn shift_pages(
     // SAFETY: block `i` touches the asserted slots of head `i`. The lists are freed after the kernel
     // has run, because freeing waits.
     unsafe {
-        device.launch(&plan.kernels.shift, (heads, 1), THREADS, &params)
+        device.launch(&plan.kernels_of(kv).shift, (heads, 1), THREADS, &params)
     }
 }
 

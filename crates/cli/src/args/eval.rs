@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use nuthatch_engine::topk::Policy;
 
-use super::EngineArgs;
+use super::{ColdDtypeArg, EngineArgs};
 use crate::eval::TaskName;
 use crate::size::parse_tokens;
 
@@ -18,7 +18,8 @@ attention.
 Examples:
   nuthatch eval --task niah_single_1,vt --length 2K,4K --samples 24 \\
       --policy full --policy hata:256,k=10% --policy quest --json results.json
-  nuthatch eval --task ppl --text book.txt --length 8K --mass";
+  nuthatch eval --task ppl --text book.txt --length 8K --mass
+  nuthatch eval --task ppl --policy full --cold int8,fp8,int4";
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = EVAL_EXAMPLES.replace("TASKS", &TaskName::list()))]
@@ -43,6 +44,9 @@ pub(crate) struct EvalArgs {
     /// How tokens are chosen, as --sparse has it; may be given more than once
     #[arg(long, value_name = "POLICY", default_values = ["full", "hata:256"])]
     pub(crate) policy: Vec<Policy>,
+    /// Also continue exactly after a prompt whose KV pages were stored as --kv-cold-dtype has it
+    #[arg(long, value_name = "TYPE,...", value_delimiter = ',', value_enum)]
+    pub(crate) cold: Vec<ColdDtypeArg>,
     /// Prose that needles are hidden in [default: a short text that comes with the program]
     #[arg(long, value_name = "FILE")]
     pub(crate) text: Option<PathBuf>,

@@ -1,4 +1,4 @@
-//! `nuthatch eval`: what policies of top-k attention do to answers.
+//! `nuthatch eval`: what policies of top-k attention, and pages in fewer bits, do to answers.
 //!
 //! `tasks` makes prompts like RULER's, `runner` lets every policy continue each of them, `results`
 //! keeps what was found. A run that was interrupted goes on where it stopped.
@@ -17,10 +17,10 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
 use nuthatch_backend::Backend;
-use nuthatch_engine::topk::{Counts, Decision};
+use nuthatch_engine::topk::{Counts, Decision, Policy};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::{Conversation, DecodeOptions, EncodeOptions, Message, Words};
-use nuthatch_types::{KvDtype, TokenId};
+use nuthatch_types::{ColdKv, KvDtype, TokenId};
 
 use crate::args::EvalArgs;
 use crate::chart::Figure;
@@ -46,6 +46,9 @@ const ANSWER_CHARS: usize = 160;
 struct Eval<'a> {
     args: &'a EvalArgs,
     tasks: Vec<TaskName>,
+    /// How prompts are continued, and what their pages went through before.
+    ways: Vec<(Policy, Option<ColdKv>)>,
+    /// Their names.
     policies: Vec<String>,
     prompts: Prompts,
     fetch: &'a Fetch<'a>,
@@ -72,7 +75,12 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     let mut files = ModelFiles::open(&fetch::fetch(&spec, fetch)?)?;
     files.override_rope(&config.rope)?;
     let prompts = Prompts::load(&files, args.text.as_deref())?;
-    let policies = args.policy.iter().map(ToString::to_string).collect();
+    let ways = ways(args)?;
+    let policies = ways.iter().map(|(policy, cold)| match cold {
+        None => policy.to_string(),
+        Some(cold) => format!("{policy}, pages as {cold}"),
+    });
+    let policies = policies.collect();
     let new = Results {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         model: load::model_name(files.path()),
@@ -85,7 +93,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
         results.replace(Results::resume(path, new.clone())?.records);
     }
-    let eval = Eval { args, tasks, policies, prompts, fetch };
+    let eval = Eval { args, tasks, ways, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
@@ -103,6 +111,15 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     Ok(io::stdout().lock().write_all(results.table(&eval.policies).as_bytes())?)
 }
 
+/// The policies, and for each type of stored pages exact attention.
+fn ways(args: &EvalArgs) -> anyhow::Result<Vec<(Policy, Option<ColdKv>)>> {
+    let mut ways: Vec<_> = args.policy.iter().map(|policy| (*policy, None)).collect();
+    for &dtype in &args.cold {
+        ways.push(("full".parse()?, args.engine.cold_kv_as(dtype)));
+    }
+    Ok(ways)
+}
+
 fn write_figure(path: &Path, figure: &Figure) -> anyhow::Result<()> {
     std::fs::write(path, figure.svg()).with_context(|| format!("cannot write {}", path.display()))
 }
@@ -118,9 +135,13 @@ impl Eval<'_> {
         let longest = self.args.length.iter().copied().max().unwrap_or(0);
         let context = files.config().max_context;
         ensure!(longest <= context, "--length is {longest}, but the model's context {context}");
-        let options = sparse::options_of(files, &self.args.policy, &config.sparse, self.fetch.env)?;
+        let (policies, colds): (Vec<Policy>, Vec<_>) = self.ways.iter().cloned().unzip();
+        let options = sparse::options_of(files, &policies, &config.sparse, self.fetch.env)?;
         let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
-        let mut runner = Runner::new(backend, files, &options, sizes, self.args.mass)?;
+        let mut runner = Runner::new(backend, files, &options, &colds, sizes)?;
+        if self.args.mass {
+            runner.measure_mass();
+        }
         let mut trace = Trace::open(self.args.record_trace.as_deref())?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if trace.file.is_some() || self.args.overlap_plot.is_some() {
@@ -137,7 +158,12 @@ impl Eval<'_> {
             if self.fetch.interrupt.requested() {
                 return Ok(());
             }
-            results.replace(self.one(&mut runner, &missing, (task, length, sample))?);
+            let Some(records) = self.one(&mut runner, &missing, (task, length, sample))? else {
+                let name = task.name();
+                let _ = writeln!(io::stderr(), "{name} does not fit into {length} tokens: skipped");
+                continue;
+            };
+            results.replace(records);
             let decisions = runner.take_trace();
             overlaps.add(&decisions);
             trace.write(&decisions)?;
@@ -174,18 +200,19 @@ impl Eval<'_> {
         Ok(cells.into_iter().skip(first as usize).step_by(step as usize).collect())
     }
 
+    /// What the policies answer; nothing if the question does not fit.
     fn one<B: Backend>(
         &self,
         runner: &mut Runner<B>,
         missing: &[usize],
         (task, length, sample): (TaskName, u32, u32),
-    ) -> anyhow::Result<Vec<Record>> {
+    ) -> anyhow::Result<Option<Vec<Record>>> {
         // Another seed for each prompt, whatever the other tasks and lengths are.
         let seed = self.args.seed.wrapping_mul(1_000_003).wrapping_add(u64::from(sample));
         if task == TaskName::Perplexity {
-            return self.continue_text(runner, length, sample);
+            return self.continue_text(runner, length, sample).map(Some);
         }
-        let (made, prompt) = self.prompts.fit(task, length, seed)?;
+        let Some((made, prompt)) = self.prompts.fit(task, length, seed)? else { return Ok(None) };
         let n_tokens = made.n_answer as usize;
         let ending = Ending { n_tokens, ends: &self.prompts.text.ends, given: None };
         let found = runner.run(&prompt, missing, &ending)?;
@@ -199,7 +226,7 @@ impl Eval<'_> {
                 ..record(task, (length, sample), policy, &prompt, found)
             }
         });
-        Ok(records.collect())
+        Ok(Some(records.collect()))
     }
 
     /// Continues a part of the text with its own tokens.
@@ -277,16 +304,19 @@ impl Prompts {
         length: u32,
         seed: u64,
     ) -> anyhow::Result<Vec<TokenId>> {
-        self.fit(task, length, seed).map(|(_, prompt)| prompt)
+        let made = self.fit(task, length, seed)?;
+        let (_, prompt) =
+            made.with_context(|| format!("{} does not fit into {length} tokens", task.name()))?;
+        Ok(prompt)
     }
 
-    /// The longest prompt of the task that leaves room for the answer.
+    /// The longest prompt of the task that leaves room for the answer, if there is one.
     fn fit(
         &self,
         task: TaskName,
         length: u32,
         seed: u64,
-    ) -> anyhow::Result<(Sample, Vec<TokenId>)> {
+    ) -> anyhow::Result<Option<(Sample, Vec<TokenId>)>> {
         let build = |size: usize| {
             let sample = task.sample(size, seed, &self.prose);
             self.prompt(&sample).map(|tokens| (sample, tokens))
@@ -295,7 +325,9 @@ impl Prompts {
             tokens.len() + sample.n_answer as usize <= length as usize
         };
         let mut best = build(1)?;
-        ensure!(fits(&best), "{} does not fit into {length} tokens", task.name());
+        if !fits(&best) {
+            return Ok(None);
+        }
         let (mut low, mut high) = (1, 2);
         loop {
             let next = build(high)?;
@@ -314,7 +346,7 @@ impl Prompts {
                 high = middle;
             }
         }
-        Ok(best)
+        Ok(Some(best))
     }
 
     /// The sample as a conversation, with the answer begun.

@@ -4,17 +4,20 @@
 //!   table 0        [ pages of the prompt ]
 //!   table 1 + p    [ the same, full ones ][ a copy of the last ][ pages of the answer ]
 //! ```
+//!
+//! Where pages are stored in fewer bits, a table has its own full ones: what comes back of them.
 
 use std::sync::Arc;
 
 use anyhow::ensure;
-use nuthatch_backend::{Backend, BatchLayout};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, PageCodec};
 use nuthatch_engine::topk::{Counts, Decision, TopK};
 use nuthatch_engine::{
-    Budget, Forward as _, LoadedModel, SharedClock, SizeRequest, Sizes, TopKOptions,
+    Budget, DiskError, Forward as _, LoadedModel, Pages as _, SharedClock, SizeRequest, Sizes,
+    TopKOptions,
 };
 use nuthatch_model::ModelFiles;
-use nuthatch_types::{KvDtype, PageCopy, Slot, SystemClock, TokenId};
+use nuthatch_types::{ColdKv, KvDtype, PageCopy, Slot, SystemClock, TokenId};
 
 /// Tokens of a prompt that are computed at a time.
 const CHUNK: u32 = 512;
@@ -22,7 +25,8 @@ const CHUNK: u32 = 512;
 /// A model with room for one prompt and all policies' answers.
 pub(super) struct Runner<B: Backend> {
     model: LoadedModel<B>,
-    n_policies: usize,
+    /// For each policy what its pages went through.
+    codecs: Vec<Option<Arc<dyn PageCodec>>>,
     page_len: u32,
     vocab: usize,
 }
@@ -56,15 +60,16 @@ impl<B: Backend> Runner<B> {
         backend: Arc<B>,
         files: &ModelFiles,
         options: &TopKOptions,
+        colds: &[Option<ColdKv>],
         (max_context, kv_dtype): (u32, KvDtype),
-        measures_mass: bool,
     ) -> anyhow::Result<Self> {
         let n_policies = options.policies.len();
+        let n_cold = colds.iter().flatten().count() as u32;
         let request = SizeRequest::for_model(files, kv_dtype, u64::MAX / 2);
         let page_len = request.kv.page_len;
         let n_tables = n_policies as u32 + 1;
-        // The prompt once, and for each policy its answer and a copy of a page.
-        let n_pages = max_context.div_ceil(page_len) + n_policies as u32 * 24;
+        // The prompt once and once for each type, and for each policy its answer and a copy of a page.
+        let n_pages = (1 + n_cold) * max_context.div_ceil(page_len) + n_policies as u32 * 24;
         let kv_bytes = request.kv.page_bytes() as u64 * u64::from(n_pages);
         let request = SizeRequest {
             max_context: Some(max_context),
@@ -78,11 +83,23 @@ impl<B: Backend> Runner<B> {
         let mut model = LoadedModel::load(backend, files, &sizes)?;
         let clock: SharedClock = Arc::new(SystemClock::start());
         model.set_topk(options, &clock)?;
-        if let Some(topk) = model.topk_mut().filter(|_| measures_mass) {
+        let vocab = model.vocab() as usize;
+        let mut codecs = Vec::new();
+        for cold in colds {
+            let codec = cold.as_ref().map(|cold| {
+                let codec = model.page_codec(cold);
+                codec.ok_or_else(|| DiskError::NoCodec(cold.clone()))
+            });
+            codecs.push(codec.transpose()?);
+        }
+        Ok(Runner { model, codecs, page_len, vocab })
+    }
+
+    /// Also measures which share of attention falls on the chosen tokens.
+    pub(super) fn measure_mass(&mut self) {
+        if let Some(topk) = self.model.topk_mut() {
             topk.measure_mass();
         }
-        let vocab = model.vocab() as usize;
-        Ok(Runner { model, n_policies, page_len, vocab })
     }
 
     /// Computes the prompt and lets these policies continue it; the others' continuations are empty.
@@ -98,7 +115,7 @@ impl<B: Backend> Runner<B> {
         }
         let logits = self.prefill(prompt)?;
         self.fork(prompt.len() as u32, ending.n_tokens as u32)?;
-        let mut states = vec![Continuation::default(); self.n_policies];
+        let mut states = vec![Continuation::default(); self.codecs.len()];
         let mut running = policies.to_vec();
         let mut rows = vec![logits; running.len()];
         for step in 0..ending.n_tokens {
@@ -190,9 +207,16 @@ impl<B: Backend> Runner<B> {
         let n_full = n_prompt / self.page_len;
         let n_pages = (n_prompt + n_answer).div_ceil(self.page_len);
         let mut next = n_prompt.div_ceil(self.page_len);
-        for policy in 0..self.n_policies {
+        for (policy, codec) in self.codecs.clone().iter().enumerate() {
             let row = policy as u32 + 1;
             let mut slots: Vec<Slot> = (0..n_full).map(Slot).collect();
+            if let Some(codec) = codec {
+                for slot in &mut slots {
+                    self.recode(&**codec, *slot, Slot(next))?;
+                    *slot = Slot(next);
+                    next += 1;
+                }
+            }
             if !n_prompt.is_multiple_of(self.page_len) {
                 let (source, target) = (Slot(n_full), Slot(next));
                 self.model.copy_pages(&[PageCopy { source, target }])?;
@@ -204,6 +228,20 @@ impl<B: Backend> Runner<B> {
             self.model.write_table(row, 0, &slots)?;
         }
         Ok(())
+    }
+
+    /// Writes what a page is after it was stored.
+    fn recode(
+        &mut self,
+        codec: &dyn PageCodec,
+        source: Slot,
+        target: Slot,
+    ) -> Result<(), DeviceError> {
+        let (mut page, mut coded) = (vec![0; codec.page_bytes()], vec![0; codec.coded_bytes()]);
+        self.model.read_page(source, &mut page)?;
+        codec.encode(&page, &mut coded);
+        codec.decode(&coded, &mut page);
+        self.model.write_page(target, &page)
     }
 
     /// One step of the running policies; their logits, in the same order.

@@ -1,4 +1,4 @@
-//! The engine's side of the disk tier: when it is tended to.
+//! The engine's side of the tiers that are slower than the host: when they are tended to.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,7 +7,10 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::Salt;
 use nuthatch_store::disk::{DiskDir, DiskError, DiskTier, Files, RecordShape, SystemFiles};
-use nuthatch_types::TokenId;
+use nuthatch_store::remote::{self, Objects, RemoteTier};
+use nuthatch_store::slow::SlowTiers;
+use nuthatch_store::{RecordLayout, StoreKey};
+use nuthatch_types::{ColdKv, TokenId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Engine;
@@ -16,6 +19,19 @@ use crate::executor::Execute;
 use crate::tier::Tier;
 
 /// Where pages are kept that outlive the engine.
+#[derive(Clone, Default)]
+pub struct SlowOptions {
+    /// A directory.
+    pub disk: Option<DiskOptions>,
+    /// A store somewhere else.
+    pub remote: Option<Arc<dyn Objects>>,
+    /// Keeps pages in fewer bits: an approximation. `None` keeps them as they are.
+    pub cold: Option<ColdKv>,
+    /// Encrypts them.
+    pub key: Option<StoreKey>,
+}
+
+/// A directory for pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskOptions {
     /// The directory; it is made if there is none.
@@ -28,31 +44,64 @@ pub struct DiskOptions {
 const FLUSH: Duration = Duration::from_secs(10);
 
 impl<E: Execute> Engine<E> {
-    /// Keeps pages on a disk from now on, and finds what an engine before this one kept there.
-    /// Nothing may be cached yet.
-    pub fn keep_on_disk(&mut self, options: &DiskOptions) -> Result<(), DiskError> {
-        self.keep_on_files(options, Arc::new(SystemFiles))
+    /// Keeps pages from now on, and finds what an engine before this one kept. Nothing may be cached
+    /// yet.
+    pub fn keep_pages(&mut self, options: &SlowOptions) -> Result<(), DiskError> {
+        self.keep_pages_in(options, Arc::new(SystemFiles))
     }
 
     /// The same with file operations of the caller's.
-    pub fn keep_on_files(
+    pub fn keep_pages_in(
         &mut self,
-        options: &DiskOptions,
+        options: &SlowOptions,
         files: Arc<dyn Files>,
     ) -> Result<(), DiskError> {
         let image = self.executor.page_image().ok_or(DiskError::NoImages)?;
-        let dir = DiskDir::open(&options.dir)?;
-        self.scheduler.mix_key(dir.secret());
+        let codec = match &options.cold {
+            Some(cold) => {
+                let codec = self.executor.page_codec(cold);
+                Some(codec.ok_or_else(|| DiskError::NoCodec(cold.clone()))?)
+            }
+            None => None,
+        };
+        let disk = options.disk.as_ref();
+        let dir = disk.map(|disk| DiskDir::open(&disk.dir)).transpose()?;
+        // Those who share a store share its secret, or they would not find each other's pages.
+        let secret = match (&options.key, &options.remote, &dir) {
+            (Some(key), ..) => key.name_secret(),
+            (None, Some(objects), _) => remote::secret(&**objects)?,
+            (None, None, Some(dir)) => dir.secret(),
+            (None, None, None) => return Ok(()),
+        };
+        self.scheduler.mix_key(secret);
         let cache = self.scheduler.cache();
         let (page_len, n_pages) = (cache.config().page_len, cache.config().slots().total());
         // The key names the model and its policy, the layout all else that decides a page's bytes.
-        let name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
+        let mut name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
+        if let Some(cold) = &options.cold {
+            name += &format!(", {cold}, 1");
+        }
         let namespace = xxh3_128(name.as_bytes());
-        let shape = RecordShape { namespace, page_len, page_bytes: image.bytes };
-        let clock = SharedClock::clone(&self.clock);
-        let disk = DiskTier::open(dir, options.bytes_max, shape, files, clock)?;
+        let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
+        let is_encrypted = options.key.is_some();
+        let shape = RecordShape { namespace, page_len, page_bytes, is_encrypted };
+        let layout = RecordLayout::new(shape, codec, options.key.as_ref());
+        let clock = || SharedClock::clone(&self.clock);
+        let disk = match (disk, dir) {
+            (Some(disk), Some(dir)) => {
+                Some(DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?)
+            }
+            _ => None,
+        };
+        let remote = match &options.remote {
+            Some(objects) => {
+                let started = RemoteTier::start(Arc::clone(objects), layout, clock());
+                Some(started.map_err(|error| DiskError::Remote(error.to_string()))?)
+            }
+            None => None,
+        };
         self.scheduler.expect_loads();
-        self.tier = Some(Tier::new(disk, page_len, n_pages));
+        self.tier = Some(Tier::new(SlowTiers::new(disk, remote), page_len, n_pages));
         Ok(())
     }
 
@@ -76,7 +125,7 @@ impl<E: Execute> Engine<E> {
         Ok(())
     }
 
-    /// Tokens at a prompt's beginning that the disk tier holds.
+    /// Tokens at a prompt's beginning that a slower tier holds, or may hold.
     pub(super) fn n_stored(&mut self, salt: Salt, prompt: &[TokenId]) -> u32 {
         // Where a page does not stand for all tokens before it, loading is not worth its rules.
         let keeps_all = self.scheduler.config().window.is_none();

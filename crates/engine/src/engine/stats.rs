@@ -15,7 +15,7 @@ pub struct EngineStats {
     pub step_time: Duration,
     /// The executor's part of `step_time`; the rest is planning, bookkeeping and streaming.
     pub execute_time: Duration,
-    /// The disk tier, if there is one.
+    /// The tiers that are slower than the host, if there are any.
     pub tier: Option<TierStats>,
     /// Why the engine does no more work, if it does not.
     pub error: Option<String>,

@@ -8,20 +8,26 @@ use std::time::Duration;
 use crossbeam_channel::unbounded;
 use nuthatch_cache::Options;
 use nuthatch_engine::{
-    Capacity, DiskError, DiskOptions, EngineHandle, EngineOptions, Hints, Output, Submission,
-    TierStats, TopKOptions,
+    Capacity, DiskError, DiskOptions, EngineHandle, EngineOptions, Hints, Output, SlowOptions,
+    StoreKey, Submission, TierStats, TopKOptions,
 };
-use nuthatch_store::disk::{FaultRates, FaultyFiles, SystemFiles};
-use nuthatch_types::{Limits, Sampling, TokenId};
+use nuthatch_store::disk::SystemFiles;
+use nuthatch_store::fault::{FaultRates, FaultyFiles};
+use nuthatch_types::{ColdDtype, ColdKv, Limits, Sampling, TokenId};
 use tempfile::TempDir;
 
 use crate::echo::{Answer, CAPACITY, Script, collect_all, engine_with, submission};
 use crate::golden::{Pool, folder, golden, load_topk, request};
 
-const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
+pub(crate) const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
 
-fn disk(dir: &Path) -> DiskOptions {
-    DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20 }
+fn disk(dir: &Path) -> SlowOptions {
+    sized_disk(dir, 8 << 20)
+}
+
+fn sized_disk(dir: &Path, bytes_max: u64) -> SlowOptions {
+    let disk = Some(DiskOptions { dir: dir.join("kv"), bytes_max });
+    SlowOptions { disk, ..SlowOptions::default() }
 }
 
 fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle {
@@ -33,12 +39,12 @@ fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle
     });
     let options = EngineOptions::default();
     let mut engine = load_topk(&folder(name), pool, &options, 10, topk.as_ref());
-    engine.keep_on_disk(&disk(dir)).unwrap();
+    engine.keep_pages(&disk(dir)).unwrap();
     engine.spawn().unwrap()
 }
 
 /// An answer, and how many tokens of its prompt were cached.
-fn ask(handle: &EngineHandle, request: &Submission) -> (Answer, u32) {
+pub(crate) fn ask(handle: &EngineHandle, request: &Submission) -> (Answer, u32) {
     let ticket = handle.submit(request.clone()).unwrap();
     let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
     loop {
@@ -54,7 +60,7 @@ fn ask(handle: &EngineHandle, request: &Submission) -> (Answer, u32) {
     }
 }
 
-fn tier(handle: &EngineHandle) -> TierStats {
+pub(crate) fn tier(handle: &EngineHandle) -> TierStats {
     handle.stats().unwrap().tier.unwrap()
 }
 
@@ -95,6 +101,91 @@ fn a_conversation_goes_on_after_a_restart() {
     }
 }
 
+/// With a key nothing that was said is in the files, and nobody without it finds anything.
+#[test]
+fn a_conversation_is_encrypted() {
+    let dir = TempDir::new().unwrap();
+    let (prompt, greedy) = golden("llama3");
+    let turns = [&prompt[..], &greedy].concat();
+    let request = request(&turns, Sampling::greedy());
+    let start = |key: Option<u8>| {
+        let mut engine = load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
+        let key = key.map(|byte| StoreKey::read(&[byte; 32]).unwrap());
+        engine.keep_pages(&SlowOptions { key, ..disk(dir.path()) }).unwrap();
+        engine.spawn().unwrap()
+    };
+    let mut answers = Vec::new();
+    let n_cached = 16 * ((turns.len() as u32 - 1) / 16);
+    for (key, n) in
+        [(Some(1), 0), (Some(1), n_cached), (Some(2), 0), (None, 0), (Some(1), n_cached)]
+    {
+        let handle = start(key);
+        let (answer, n_cached) = ask(&handle, &request);
+        assert_eq!(n_cached, n, "{key:?}");
+        answers.push((answer.tokens, answer.logprobs));
+        handle.shutdown().unwrap();
+        if answers.len() > 2 {
+            continue;
+        }
+        let tokens: Vec<u8> = turns[..16].iter().flat_map(|token| token.0.to_le_bytes()).collect();
+        for entry in std::fs::read_dir(dir.path().join("kv")).unwrap() {
+            let bytes = std::fs::read(entry.unwrap().path()).unwrap();
+            assert!(!bytes.windows(64).any(|window| window == tokens), "what was said shows");
+        }
+    }
+    assert!(answers.iter().all(|answer| *answer == answers[0]));
+}
+
+/// In fewer bits a conversation goes on nearly as it would, takes less room, and is not taken for one
+/// of all bits.
+#[test]
+fn a_conversation_in_fewer_bits_goes_on_nearly_as_it_would() {
+    let (prompt, greedy) = golden("llama3");
+    let turns = [&prompt[..], &greedy].concat();
+    let request = request(&turns, Sampling::greedy());
+    let exact_layers: Vec<u32> = (0..2).collect();
+    let mut bytes_before = u64::MAX;
+    for (dtype, exact_layers, bound) in [
+        (ColdDtype::Int8, exact_layers, 0.0),
+        (ColdDtype::Int8, vec![], 0.05),
+        (ColdDtype::Fp8, vec![], 0.4),
+        (ColdDtype::Int4, vec![], 0.8),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let cold = ColdKv { dtype, exact_layers };
+        let options = SlowOptions { cold: Some(cold.clone()), ..disk(dir.path()) };
+        let start = || {
+            let mut engine =
+                load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
+            engine.keep_pages(&options).unwrap();
+            engine.spawn().unwrap()
+        };
+        let handle = start();
+        let (before, n_cached) = ask(&handle, &request);
+        assert_eq!(n_cached, 0);
+        handle.shutdown().unwrap();
+        let handle = start();
+        let (after, n_cached) = ask(&handle, &request);
+        assert_eq!(n_cached, 16 * ((turns.len() as u32 - 1) / 16), "{cold}");
+        let logprob = |answer: &Answer| answer.logprobs[0].unwrap();
+        let far = (logprob(&before) - logprob(&after)).abs();
+        assert!(far <= bound, "{cold}: {far}");
+        let bytes = tier(&handle).disk.unwrap().bytes;
+        assert!(bytes < bytes_before || dtype == ColdDtype::Fp8, "{cold}: {bytes}");
+        bytes_before = bytes;
+        handle.shutdown().unwrap();
+        // What others keep exactly is another's.
+        let handle = spawn("llama3", dir.path(), POOL, None);
+        assert_eq!(ask(&handle, &request).1, 0);
+        handle.shutdown().unwrap();
+    }
+    let mut engine = load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
+    let dir = TempDir::new().unwrap();
+    let cold = ColdKv { dtype: ColdDtype::Int8, exact_layers: vec![99] };
+    let error = engine.keep_pages(&SlowOptions { cold: Some(cold), ..disk(dir.path()) });
+    assert!(matches!(error, Err(DiskError::NoCodec(_))));
+}
+
 #[test]
 fn another_salt_another_model_and_another_policy_find_nothing() {
     let dir = TempDir::new().unwrap();
@@ -121,7 +212,7 @@ fn another_salt_another_model_and_another_policy_find_nothing() {
         let handle = spawn(name, dir.path(), POOL, topk);
         let request = request(&golden(name).0, Sampling::greedy());
         assert_eq!(ask(&handle, &request).1, 0, "{name}");
-        assert!(tier(&handle).disk.counters.segments_foreign > 0);
+        assert!(tier(&handle).disk.unwrap().counters.segments_foreign > 0);
         handle.shutdown().unwrap();
     }
     // What others kept meanwhile did no harm.
@@ -135,10 +226,10 @@ fn a_directory_belongs_to_one_engine() {
     let dir = TempDir::new().unwrap();
     let handle = spawn("llama3", dir.path(), POOL, None);
     let mut other = load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
-    let error = other.keep_on_disk(&disk(dir.path())).unwrap_err();
+    let error = other.keep_pages(&disk(dir.path())).unwrap_err();
     assert!(matches!(error, DiskError::InUse { .. }), "{error}");
     handle.shutdown().unwrap();
-    other.keep_on_disk(&disk(dir.path())).unwrap();
+    other.keep_pages(&disk(dir.path())).unwrap();
 }
 
 /// Many requests of few beginnings in a small cache, and an engine that is started again and again on
@@ -158,8 +249,8 @@ fn whatever_the_disk_does_answers_are_right() {
         let files = FaultyFiles::new(Arc::new(SystemFiles), rates, seed);
         for round in 0..4 {
             let (mut engine, clock) = engine_with(capacity, Script::default(), Options::default());
-            let disk = DiskOptions { dir: dir.path().join("kv"), bytes_max: 6_000 };
-            if engine.keep_on_files(&disk, Arc::new(files.clone())).is_err() {
+            let disk = sized_disk(dir.path(), 6_000);
+            if engine.keep_pages_in(&disk, Arc::new(files.clone())).is_err() {
                 continue;
             }
             let mut receivers = Vec::new();
@@ -177,6 +268,10 @@ fn whatever_the_disk_does_answers_are_right() {
                 if i % 7 == 6 {
                     clock.advance_ms(10_000);
                 }
+                // And now and then it goes back.
+                if i % 5 == 4 {
+                    clock.go_back_ms(7_000);
+                }
             }
             while engine.step().unwrap() {
                 engine.verify().unwrap();
@@ -190,7 +285,7 @@ fn whatever_the_disk_does_answers_are_right() {
                 engine.flush().unwrap();
             }
             let stats = engine.stats().tier.unwrap();
-            assert!(stats.disk.bytes <= 6_000, "{stats:?}");
+            assert!(stats.disk.unwrap().bytes <= 6_000, "{stats:?}");
             n_loaded += stats.counters.pages_loaded;
             n_late += stats.counters.loads_late;
         }
@@ -204,7 +299,7 @@ fn whatever_the_disk_does_answers_are_right() {
 fn a_load_for_nobody_ends() {
     let dir = TempDir::new().unwrap();
     let (mut engine, _) = engine_with(CAPACITY, Script::default(), Options::default());
-    engine.keep_on_disk(&disk(dir.path())).unwrap();
+    engine.keep_pages(&disk(dir.path())).unwrap();
     let request = submission(1, 40, 3);
     let (outputs, _news) = unbounded();
     engine.submit(request.clone(), outputs.clone(), Duration::ZERO).unwrap();

@@ -1,7 +1,7 @@
 //! Tokens that a device chooses are those that the engine would have chosen.
 
 use nuthatch_backend::{BatchLayout, DeviceError, Draw};
-use nuthatch_engine::{Execute, Executor, Forward};
+use nuthatch_engine::{Execute, Executor, Forward, Pages};
 use nuthatch_types::{
     PageCopy, PageShift, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange, TokenId,
 };
@@ -10,6 +10,8 @@ use crate::echo::{CAPACITY, Echo, Script, VOCAB, submission};
 
 /// A model whose device chooses, by sums in `f64` over sorted tokens.
 struct Drawing(Echo);
+
+impl Pages for Drawing {}
 
 impl Forward for Drawing {
     fn vocab(&self) -> u32 {

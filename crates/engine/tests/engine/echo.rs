@@ -12,7 +12,9 @@ use crossbeam_channel::{Receiver, Sender};
 use nuthatch_backend::{BatchLayout, DeviceError};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_engine::sample::{Sampler, Scratch};
-use nuthatch_engine::{Capacity, Engine, Executor, Forward, Output, Submission, Ticket, Usage};
+use nuthatch_engine::{
+    Capacity, Engine, Executor, Forward, Output, Pages, Submission, Ticket, Usage,
+};
 use nuthatch_scheduler::Scheduler;
 use nuthatch_types::{
     Clock, FinishReason, Limits, PageCopy, PageImage, PageShift, Sampling, Slot, TokenId,
@@ -78,6 +80,28 @@ impl Echo {
     }
 }
 
+impl Pages for Echo {
+    fn page_image(&self) -> Option<PageImage> {
+        Some(PageImage { bytes: 4 * self.page_len, layout: "echo".to_owned() })
+    }
+
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let page = &self.arena[slot.0 as usize * self.page_len..][..self.page_len];
+        for (bytes, token) in target.as_chunks_mut::<4>().0.iter_mut().zip(page) {
+            *bytes = token.expect("only full pages leave").to_le_bytes();
+        }
+        Ok(())
+    }
+
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let page = &mut self.arena[slot.0 as usize * self.page_len..][..self.page_len];
+        for (&bytes, token) in source.as_chunks::<4>().0.iter().zip(page) {
+            *token = Some(u32::from_le_bytes(bytes));
+        }
+        Ok(())
+    }
+}
+
 impl Forward for Echo {
     fn vocab(&self) -> u32 {
         VOCAB
@@ -96,26 +120,6 @@ impl Forward for Echo {
             let (source, target) = (copy.source.0 as usize, copy.target.0 as usize);
             let n = self.page_len;
             self.arena.copy_within(source * n..(source + 1) * n, target * n);
-        }
-        Ok(())
-    }
-
-    fn page_image(&self) -> Option<PageImage> {
-        Some(PageImage { bytes: 4 * self.page_len, layout: "echo".to_owned() })
-    }
-
-    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        let page = &self.arena[slot.0 as usize * self.page_len..][..self.page_len];
-        for (bytes, token) in target.as_chunks_mut::<4>().0.iter_mut().zip(page) {
-            *bytes = token.expect("only full pages leave").to_le_bytes();
-        }
-        Ok(())
-    }
-
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        let page = &mut self.arena[slot.0 as usize * self.page_len..][..self.page_len];
-        for (&bytes, token) in source.as_chunks::<4>().0.iter().zip(page) {
-            *token = Some(u32::from_le_bytes(bytes));
         }
         Ok(())
     }
@@ -310,6 +314,12 @@ pub(crate) struct HandClock(AtomicU64);
 impl HandClock {
     pub(crate) fn advance_ms(&self, ms: u64) {
         self.0.fetch_add(ms, Ordering::SeqCst);
+    }
+
+    /// A fault: a clock should not go back.
+    pub(crate) fn go_back_ms(&self, ms: u64) {
+        let back = |now: u64| Some(now.saturating_sub(ms));
+        self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, back).unwrap();
     }
 }
 

@@ -11,6 +11,7 @@ mod executor;
 mod golden;
 mod offload;
 mod prompt;
+mod remote;
 mod samples;
 mod stream;
 mod streaming;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
-use nuthatch_engine::{CacheStats, EngineStats, SchedulerStats, TierStats};
+use nuthatch_engine::{
+    CacheStats, DiskStats, EngineStats, RemoteCounters, SchedulerStats, TierStats,
+};
 
 use super::{Counts, Histogram, REASONS};
 use crate::app::App;
@@ -23,7 +25,7 @@ pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
     histograms(&mut page, &counts);
     tiers(&mut page, &stats.scheduler);
     if let Some(tier) = &stats.tier {
-        disk(&mut page, tier, stats.scheduler.counters.loads_declined);
+        slow(&mut page, tier, stats.scheduler.counters.loads_declined);
     }
     service(&mut page, &stats, &counts);
     if let Some(feed) = &app.feed {
@@ -207,9 +209,49 @@ fn moves(page: &mut Page, cache: &CacheStats) {
     page.counter("nuthatch:pages_evicted", "KV pages given up.", cache.counters.pages_evicted);
 }
 
+/// What the slower tiers hold and did.
+fn slow(page: &mut Page, tier: &TierStats, n_declined: u64) {
+    let loads = [
+        ("begun", tier.counters.loads),
+        ("late", tier.counters.loads_late),
+        ("guessed", tier.counters.guesses_missed),
+    ];
+    labelled(page, "disk_loads", "Loads from slower tiers.", "end", &loads);
+    let what = "Requests for which computing was faster than loading.";
+    page.counter("nuthatch:disk_loads_declined", what, n_declined);
+    let what = "KV pages loaded from slower tiers.";
+    page.counter("nuthatch:disk_pages_loaded", what, tier.counters.pages_loaded);
+    if let Some(stats) = &tier.disk {
+        disk(page, stats, tier.counters.saves_missed);
+    }
+    if let Some(counters) = &tier.remote {
+        remote(page, counters);
+    }
+}
+
+/// What the store somewhere else did.
+fn remote(page: &mut Page, counters: &RemoteCounters) {
+    let what = "Bytes written to the remote tier.";
+    page.counter("nuthatch:remote_bytes_written", what, counters.bytes_written);
+    page.counter("nuthatch:remote_bytes_read", "Bytes read from it.", counters.bytes_read);
+    let saves = [
+        ("saved", counters.pages_saved),
+        ("failed", counters.saves_failed),
+        ("refused", counters.saves_refused),
+    ];
+    labelled(page, "remote_saves", "KV pages to be saved, by what became of them.", "end", &saves);
+    let reads = [
+        ("read", counters.pages_read),
+        ("absent", counters.missed_absent),
+        ("io", counters.missed_io),
+        ("defect", counters.missed_defect),
+    ];
+    labelled(page, "remote_reads", "KV pages asked for, by what came.", "end", &reads);
+}
+
 /// What the disk tier holds and did.
-fn disk(page: &mut Page, tier: &TierStats, n_declined: u64) {
-    let (disk, counters) = (&tier.disk, &tier.disk.counters);
+fn disk(page: &mut Page, disk: &DiskStats, n_missed: u64) {
+    let counters = &disk.counters;
     page.gauge("nuthatch:disk_bytes", "Bytes of the disk tier.", disk.bytes as f64);
     let what = "Bytes that the disk tier may have.";
     page.gauge("nuthatch:disk_bytes_max", what, disk.bytes_max as f64);
@@ -222,16 +264,10 @@ fn disk(page: &mut Page, tier: &TierStats, n_declined: u64) {
         ("saved", counters.pages_saved),
         ("failed", counters.saves_failed),
         ("refused", counters.saves_refused),
-        ("missed", tier.counters.saves_missed),
+        ("missed", n_missed),
         ("evicted", counters.pages_evicted),
     ];
     labelled(page, "disk_saves", "KV pages to be saved, by what became of them.", "end", &saves);
-    let loads = [("begun", tier.counters.loads), ("late", tier.counters.loads_late)];
-    labelled(page, "disk_loads", "Loads from the disk tier.", "end", &loads);
-    let what = "Requests for which computing was faster than loading.";
-    page.counter("nuthatch:disk_loads_declined", what, n_declined);
-    let what = "KV pages loaded from the disk tier.";
-    page.counter("nuthatch:disk_pages_loaded", what, tier.counters.pages_loaded);
     let misses = [
         ("io", counters.missed_io),
         ("torn", counters.missed_torn + counters.segments_torn),

@@ -1,7 +1,6 @@
 //! The threads that read and write: one writes and removes, in order; a few read.
 //!
-//! Jobs and their ends are plain values. Buffers travel with them and come back, so that there are
-//! never more than were made at the start.
+//! Jobs and their ends are plain values, and buffers travel with them.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,62 +10,30 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
-use nuthatch_types::{Clock, PageKey, TokenId};
+use nuthatch_backend::PageCodec;
+use nuthatch_types::{Clock, PageKey};
 
 use super::files::{read_fully, write_fully};
-use super::record::{Defect, PageName, RecordShape};
+use super::record::Defect;
 use super::segments::Place;
 use super::{Files, SegmentFile};
+use crate::cipher::Form;
+use crate::page_buf::{OwnedName, PageBuf};
 
 /// Threads that read. More overlap more requests to the disk; checksums need little. Guessed.
 const N_READERS: usize = 3;
 /// Hints that wait; more are dropped.
 const N_HINTS: usize = 64;
 
-/// Bytes for one record: the header, then the page.
-#[derive(Debug)]
-pub struct PageBuf {
-    pub(super) bytes: Vec<u8>,
-    pub(super) header_bytes: usize,
-}
-
-impl PageBuf {
-    /// The page.
-    pub fn page(&self) -> &[u8] {
-        &self.bytes[self.header_bytes..]
-    }
-
-    /// The page, to be written.
-    pub fn page_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.header_bytes..]
-    }
-}
-
 /// Why a page that should be there does not come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Miss {
+    /// It is not there.
+    Absent,
     /// The system could not read it.
     Io,
     /// The record is not what it should be.
     Defect(Defect),
-}
-
-/// The name of a page, owned.
-#[derive(Clone, Debug)]
-pub(super) struct OwnedName {
-    pub(super) key: PageKey,
-    pub(super) parent: PageKey,
-    pub(super) tokens: Box<[TokenId]>,
-}
-
-impl OwnedName {
-    pub(super) fn new(name: &PageName<'_>) -> Self {
-        OwnedName { key: name.key, parent: name.parent, tokens: name.tokens.into() }
-    }
-
-    fn borrow(&self) -> PageName<'_> {
-        PageName { key: self.key, parent: self.parent, tokens: &self.tokens }
-    }
 }
 
 /// Where a segment is, or will be.
@@ -100,7 +67,7 @@ pub(super) struct Hint {
 pub(super) enum Done {
     Written {
         place: Place,
-        key: PageKey,
+        name: OwnedName,
         result: io::Result<Arc<dyn SegmentFile>>,
         buf: PageBuf,
     },
@@ -130,7 +97,8 @@ pub(super) struct Threads {
 
 /// What every thread has.
 struct Worker {
-    shape: RecordShape,
+    form: Arc<Form>,
+    codec: Option<Arc<dyn PageCodec>>,
     files: Arc<dyn Files>,
     clock: Arc<dyn Clock + Send + Sync>,
     done: Sender<Done>,
@@ -139,7 +107,8 @@ struct Worker {
 
 impl Threads {
     pub(super) fn start(
-        shape: RecordShape,
+        form: &Arc<Form>,
+        codec: Option<&Arc<dyn PageCodec>>,
         files: &Arc<dyn Files>,
         clock: &Arc<dyn Clock + Send + Sync>,
     ) -> io::Result<Self> {
@@ -157,7 +126,8 @@ impl Threads {
             threads: Vec::new(),
         };
         let worker = || Worker {
-            shape,
+            form: Arc::clone(form),
+            codec: codec.cloned(),
             files: Arc::clone(files),
             clock: Arc::clone(clock),
             done: done.clone(),
@@ -234,12 +204,14 @@ impl Worker {
             }
             let done = match job {
                 WriteJob::Write { place, name, target, mut buf } => {
-                    self.shape.seal(&name.borrow(), &mut buf.bytes);
-                    let result = self.file(place.segment, target, &mut newest).and_then(|file| {
-                        let start = self.shape.record_start(place.record);
+                    buf.encode(self.codec.as_deref());
+                    let sealed = self.form.seal(&name.borrow(), &mut buf.bytes);
+                    let file = sealed.and_then(|()| self.file(place.segment, target, &mut newest));
+                    let result = file.and_then(|file| {
+                        let start = self.form.shape.record_start(place.record);
                         write_fully(&*file, &buf.bytes, start).map(|()| file)
                     });
-                    Done::Written { place, key: name.key, result, buf }
+                    Done::Written { place, name, result, buf }
                 }
                 WriteJob::Remove { number, path } => {
                     let result = match self.files.remove(&path) {
@@ -275,7 +247,7 @@ impl Worker {
             }
             made => made?,
         };
-        if let Err(error) = write_fully(&*file, &self.shape.segment_header(number), 0) {
+        if let Err(error) = write_fully(&*file, &self.form.shape.segment_header(number), 0) {
             // Without a header it would be nobody's.
             let _ = self.files.remove(&path);
             return Err(error);
@@ -290,12 +262,14 @@ impl Worker {
                 continue;
             }
             let begin = self.clock.now();
-            let start = self.shape.record_start(place.record);
+            let start = self.form.shape.record_start(place.record);
             let result = match read_fully(&*file, &mut buf.bytes, start) {
-                Ok(n) => self.shape.open(&name.borrow(), &buf.bytes[..n]).map_err(Miss::Defect),
+                Ok(n) => self.form.open(&name.borrow(), &mut buf.bytes[..n]).map_err(Miss::Defect),
                 Err(_) => Err(Miss::Io),
             };
-            let result = result.map(|_| ());
+            if result.is_ok() {
+                buf.decode(self.codec.as_deref());
+            }
             let nanos = self.clock.now().saturating_sub(begin).as_nanos();
             let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
             let _ = self.done.send(Done::Read { tag, place, key: name.key, result, nanos, buf });

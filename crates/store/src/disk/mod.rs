@@ -13,10 +13,8 @@
 //!
 //! Code map: [`DiskTier`] belongs to one thread and owns all state; `record` is the form of the files,
 //! `segments` which page is where and which segment goes, `recover` how a directory is opened, `io` the
-//! threads that read and write, `files` the operations they use, `fault` the same with faults.
+//! threads that read and write, `files` the operations they use.
 
-#[cfg(any(test, feature = "testing"))]
-mod fault;
 mod files;
 mod io;
 mod record;
@@ -26,29 +24,29 @@ mod stats;
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::Select;
 use nuthatch_types::{Clock, FastSet, PageKey};
 
-#[cfg(any(test, feature = "testing"))]
-pub use fault::{FaultRates, FaultyFiles};
 pub use files::{Files, SegmentFile, SystemFiles};
-pub use io::{Miss, PageBuf};
+pub use io::Miss;
 pub use record::{Defect, PageName, RecordShape};
 pub use recover::{DiskDir, DiskError};
 pub use stats::{DiskCounters, DiskStats};
 
-use io::{Done, Hint, OwnedName, ReadJob, Target, Threads, WriteJob};
+use io::{Done, Hint, ReadJob, Target, Threads, WriteJob};
 use segments::{Segments, Victim};
 
-/// Memory for pages on their way to and from the disk.
-const BUFFER_BYTES: usize = 64 << 20;
-/// The fewest and the most pages on their way in one direction.
-const N_BUFFERS: (usize, usize) = (4, 256);
+use crate::page_buf::{Buffers, OwnedName, PageBuf, RecordLayout};
+
 /// After failed writes in a row, up to two to this many saves are refused before the next try.
 const BACKOFF_BITS: u32 = 10;
+/// Pages that the disk reads side by side, for what one of them costs. Guessed.
+const N_SIDE_BY_SIDE: u64 = 2;
 
 /// Pages on a disk. See the module's documentation.
 pub struct DiskTier {
@@ -62,6 +60,8 @@ pub struct DiskTier {
     /// Buffers that are not on their way, for each direction.
     free_writes: Buffers,
     free_reads: Buffers,
+    /// Records that were written and not taken yet, if they are kept for somebody.
+    records: Option<VecDeque<(OwnedName, PageBuf)>>,
     /// Writes that failed in a row, and saves that are refused because of that.
     n_failures: u32,
     n_refusals: u64,
@@ -86,51 +86,29 @@ pub struct Loaded {
     pub tag: u64,
     /// Its bytes, to be given back by [`DiskTier::recycle`].
     pub page: Result<PageBuf, Miss>,
-    /// How long it took.
+    /// How long it took: its share, where several come side by side.
     pub nanos: u64,
-}
-
-/// Buffers of one direction: made when first needed, never more than there may be.
-struct Buffers {
-    free: Vec<PageBuf>,
-    n_unmade: usize,
-    shape: RecordShape,
-}
-
-impl Buffers {
-    fn new(shape: RecordShape) -> Self {
-        let (least, most) = N_BUFFERS;
-        let n = (BUFFER_BYTES / 2 / shape.record_bytes()).clamp(least, most);
-        Buffers { free: Vec::new(), n_unmade: n, shape }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.free.is_empty() && self.n_unmade == 0
-    }
-
-    fn take(&mut self) -> Option<PageBuf> {
-        if let Some(buf) = self.free.pop() {
-            return Some(buf);
-        }
-        self.n_unmade = self.n_unmade.checked_sub(1)?;
-        let bytes = vec![0; self.shape.record_bytes()];
-        Some(PageBuf { bytes, header_bytes: self.shape.header_bytes() })
-    }
+    /// Whether it came from somewhere else than the disk.
+    pub is_remote: bool,
 }
 
 impl DiskTier {
-    /// Opens a directory for pages of this shape and finds what is stored. Never more than
+    /// Opens a directory for records of this form and finds what is stored. Never more than
     /// `bytes_max` bytes of segments are kept.
     pub fn open(
         dir: DiskDir,
         bytes_max: u64,
-        shape: RecordShape,
+        layout: &RecordLayout,
         files: Arc<dyn Files>,
         clock: Arc<dyn Clock + Send + Sync>,
     ) -> Result<Self, DiskError> {
+        let RecordLayout { form, codec } = layout;
+        let shape = form.shape;
+        let buffers = || Buffers::new(shape, codec.as_deref());
+        let (free_writes, free_reads) = (buffers(), buffers());
         let mut counters = DiskCounters::default();
         let segments = recover::segments(&dir.path, bytes_max, shape, &*files, &mut counters)?;
-        let threads = Threads::start(shape, &files, &clock)
+        let threads = Threads::start(form, codec.as_ref(), &files, &clock)
             .map_err(|source| DiskError::Io { path: dir.path.clone(), source })?;
         Ok(DiskTier {
             dir: dir.path,
@@ -138,8 +116,9 @@ impl DiskTier {
             segments,
             threads,
             writing: FastSet::default(),
-            free_writes: Buffers::new(shape),
-            free_reads: Buffers::new(shape),
+            free_writes,
+            free_reads,
+            records: None,
             n_failures: 0,
             n_refusals: 0,
             counters,
@@ -202,7 +181,7 @@ impl DiskTier {
         let is_new = !self.contains(name.key);
         let Some(place) = is_new.then(|| self.segments.reserve()).flatten() else {
             self.counters.saves_refused += 1;
-            return self.free_writes.free.push(buf);
+            return self.free_writes.give_back(buf);
         };
         self.writing.insert(name.key);
         let target = match self.segments.file(place.segment) {
@@ -249,7 +228,27 @@ impl DiskTier {
 
     /// Gives a buffer back.
     pub fn recycle(&mut self, buf: PageBuf) {
-        self.free_reads.free.push(buf);
+        self.free_reads.give_back(buf);
+    }
+
+    /// Keeps records that were written for [`DiskTier::take_record`].
+    pub(crate) fn keep_records(&mut self) {
+        self.records = Some(VecDeque::new());
+    }
+
+    /// The next record that was written, or could not be.
+    pub(crate) fn take_record(&mut self) -> Option<(OwnedName, PageBuf)> {
+        self.records.as_mut()?.pop_front()
+    }
+
+    /// Gives a buffer back for one that was taken with its record.
+    pub(crate) fn give_back(&mut self, buf: PageBuf) {
+        self.free_writes.give_back(buf);
+    }
+
+    /// Adds what ends here to what somebody waits for.
+    pub(crate) fn await_in<'a>(&'a self, select: &mut Select<'a>) {
+        select.recv(&self.threads.done);
     }
 
     /// Whether something is being written or removed.
@@ -281,11 +280,14 @@ impl DiskTier {
     /// Takes in what has ended, and gives what was read.
     fn take(&mut self, done: Done) -> Option<Loaded> {
         match done {
-            Done::Written { place, key, result, buf } => {
-                self.free_writes.free.push(buf);
-                self.writing.remove(&key);
+            Done::Written { place, name, result, buf } => {
+                self.writing.remove(&name.key);
                 self.count_write(&result);
-                self.segments.written(place, key, result.ok());
+                self.segments.written(place, name.key, result.ok());
+                match &mut self.records {
+                    Some(records) => records.push_back((name, buf)),
+                    None => self.free_writes.give_back(buf),
+                }
                 None
             }
             Done::Removed { number, result } => {
@@ -314,7 +316,7 @@ impl DiskTier {
                         Err(miss)
                     }
                 };
-                Some(Loaded { tag, page, nanos })
+                Some(Loaded { tag, page, nanos: nanos / N_SIDE_BY_SIDE, is_remote: false })
             }
         }
     }

@@ -12,8 +12,12 @@
 //! key for bodies: a record that strayed from another file, or a body under another header, is found
 //! out like a flipped bit. Nothing here is executed, followed or allocated from.
 
+use std::ops::Range;
+
 use nuthatch_types::{PageKey, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::cipher::{HEAD_BYTES, TAG_BYTES, read_head};
 
 const SEGMENT_MAGIC: [u8; 8] = *b"NUTHKVS\0";
 const RECORD_MAGIC: [u8; 4] = *b"PAGE";
@@ -33,6 +37,8 @@ pub struct RecordShape {
     pub page_len: u32,
     /// Bytes of a page.
     pub page_bytes: usize,
+    /// Whether records are encrypted.
+    pub is_encrypted: bool,
 }
 
 /// Which page a record holds.
@@ -60,14 +66,32 @@ pub enum Defect {
 }
 
 impl RecordShape {
-    /// Bytes of a record's header.
+    /// Bytes of a record's header, before it is encrypted.
     pub fn header_bytes(&self) -> usize {
         RECORD_FIXED_BYTES + 4 * self.page_len as usize
     }
 
     /// Bytes of a record.
     pub fn record_bytes(&self) -> usize {
-        self.header_bytes() + self.page_bytes
+        let around = if self.is_encrypted { HEAD_BYTES + TAG_BYTES } else { 0 };
+        around + self.header_bytes() + self.page_bytes
+    }
+
+    /// Where the record itself is, if it is encrypted.
+    pub(crate) fn inner(&self) -> Range<usize> {
+        let start = if self.is_encrypted { HEAD_BYTES } else { 0 };
+        start..start + self.header_bytes() + self.page_bytes
+    }
+
+    /// Where the page is.
+    pub(crate) fn body(&self) -> Range<usize> {
+        let end = self.inner().end;
+        end - self.page_bytes..end
+    }
+
+    /// Bytes at a record's beginning that say which page it holds.
+    pub(crate) fn head_bytes(&self) -> usize {
+        if self.is_encrypted { HEAD_BYTES } else { self.header_bytes() }
     }
 
     /// Where a record starts in its segment.
@@ -76,7 +100,7 @@ impl RecordShape {
     }
 
     /// The seed of headers' checks.
-    fn seed(&self) -> u64 {
+    pub(crate) fn seed(&self) -> u64 {
         (self.namespace >> 64) as u64 ^ self.namespace as u64
     }
 
@@ -108,7 +132,7 @@ impl RecordShape {
 
     /// Writes a record's header in front of its body, which is in place: `record` is header and body.
     pub fn seal(&self, page: &PageName<'_>, record: &mut [u8]) {
-        assert_eq!(record.len(), self.record_bytes(), "records have one length");
+        assert_eq!(record.len(), self.inner().len(), "records have one length");
         assert_eq!(page.tokens.len(), self.page_len as usize, "only full pages are stored");
         let (header, body) = record.split_at_mut(self.header_bytes());
         header[..4].copy_from_slice(&RECORD_MAGIC);
@@ -128,6 +152,10 @@ impl RecordShape {
 
     /// The name of the page whose record begins with these bytes; its body is not looked at.
     pub fn read_key(&self, bytes: &[u8]) -> Result<PageKey, Defect> {
+        if self.is_encrypted { read_head(self, bytes) } else { self.read_plain_key(bytes) }
+    }
+
+    fn read_plain_key(&self, bytes: &[u8]) -> Result<PageKey, Defect> {
         let header = bytes.get(..self.header_bytes()).ok_or(Defect::Torn)?;
         let (content, check) = header.split_at(header.len() - 8);
         if content[..4] != RECORD_MAGIC
@@ -139,10 +167,11 @@ impl RecordShape {
         Ok(PageKey(u128_at(content, 8)))
     }
 
-    /// Checks that a record is whole and holds this page, and gives its body.
+    /// Checks that a record, as it is when it is not encrypted, is whole and holds this page, and gives
+    /// its body.
     pub fn open<'a>(&self, page: &PageName<'_>, record: &'a [u8]) -> Result<&'a [u8], Defect> {
-        let key = self.read_key(record)?;
-        let record = record.get(..self.record_bytes()).ok_or(Defect::Torn)?;
+        let key = self.read_plain_key(record)?;
+        let record = record.get(..self.inner().len()).ok_or(Defect::Torn)?;
         let (header, body) = record.split_at(self.header_bytes());
         let tokens = header[48..].chunks_exact(4).take(self.page_len as usize);
         let is_same = |(bytes, token): (&[u8], &TokenId)| *bytes == token.0.to_le_bytes();
@@ -170,7 +199,8 @@ fn u128_at(bytes: &[u8], start: usize) -> u128 {
 mod tests {
     use super::*;
 
-    const SHAPE: RecordShape = RecordShape { namespace: 5, page_len: 3, page_bytes: 40 };
+    const SHAPE: RecordShape =
+        RecordShape { namespace: 5, page_len: 3, page_bytes: 40, is_encrypted: false };
 
     fn record() -> (PageName<'static>, Vec<u8>) {
         let name = PageName {

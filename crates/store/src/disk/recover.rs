@@ -5,7 +5,7 @@ use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nuthatch_types::PageKey;
+use nuthatch_types::{ColdKv, PageKey};
 
 use super::files::{create_dir, open, read_fully};
 use super::record::{Defect, RecordShape, SEGMENT_HEADER_BYTES};
@@ -37,6 +37,12 @@ pub enum DiskError {
     /// The device's pages cannot leave it.
     #[error("KV pages cannot leave this device, so there can be no disk tier")]
     NoImages,
+    /// The device's pages cannot be coded in so few bits, or have no such layers.
+    #[error("KV pages of this model on this device cannot be kept as {0}")]
+    NoCodec(ColdKv),
+    /// The store somewhere else does not answer, or says no.
+    #[error("cannot use the remote tier: {0}")]
+    Remote(String),
     /// The system refused something.
     #[error("cannot use {} for the disk tier: {source}", path.display())]
     Io {
@@ -189,7 +195,7 @@ fn read_segment(
         file.set_len(end).map_err(|_| Unread::Foreign)?;
     }
     let mut keys = Vec::new();
-    let mut header = vec![0; shape.header_bytes()];
+    let mut header = vec![0; shape.head_bytes()];
     for record in 0..n_records {
         let n = read_fully(&*file, &mut header, shape.record_start(record)).unwrap_or(0);
         let key = shape.read_key(&header[..n]).ok();

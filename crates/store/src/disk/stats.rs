@@ -61,7 +61,7 @@ pub struct DiskCounters {
 impl DiskCounters {
     pub(super) fn count_miss(&mut self, miss: Miss) {
         let counter = match miss {
-            Miss::Io => &mut self.missed_io,
+            Miss::Absent | Miss::Io => &mut self.missed_io,
             Miss::Defect(Defect::Torn) => &mut self.missed_torn,
             Miss::Defect(Defect::Corrupt | Defect::Foreign) => &mut self.missed_corrupt,
             Miss::Defect(Defect::Stale) => &mut self.missed_stale,

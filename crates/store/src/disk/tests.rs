@@ -10,8 +10,11 @@ use nuthatch_types::{SystemClock, TokenId};
 use tempfile::TempDir;
 
 use super::*;
+use crate::cipher::StoreKey;
+use crate::fault::{FaultRates, FaultyFiles};
 
-const SHAPE: RecordShape = RecordShape { namespace: 9, page_len: 4, page_bytes: 300 };
+const SHAPE: RecordShape =
+    RecordShape { namespace: 9, page_len: 4, page_bytes: 300, is_encrypted: false };
 /// Room for eleven segments of one record.
 const BYTES_MAX: u64 = 5_000;
 
@@ -50,7 +53,9 @@ fn open_shape(
     bytes_max: u64,
 ) -> Result<DiskTier, DiskError> {
     let clock = Arc::new(SystemClock::start());
-    DiskTier::open(DiskDir::open(dir)?, bytes_max, shape, files, clock)
+    let key = StoreKey::read(&[7; 32]).unwrap();
+    let layout = RecordLayout::new(shape, None, shape.is_encrypted.then_some(&key));
+    DiskTier::open(DiskDir::open(dir)?, bytes_max, &layout, files, clock)
 }
 
 fn save(tier: &mut DiskTier, page: Page) -> bool {
@@ -252,9 +257,9 @@ fn faulty_rounds(seed: u64, rates: FaultRates) -> (DiskCounters, u64) {
     let mut all = DiskCounters::default();
     let mut known: BTreeMap<u32, Vec<u8>> = BTreeMap::new();
     for _ in 0..6 {
-        let clock = Arc::new(SystemClock::start());
-        let opened = DiskDir::open(dir.path())
-            .and_then(|dir| DiskTier::open(dir, BYTES_MAX, SHAPE, Arc::new(files.clone()), clock));
+        // Faults are alike whether records are encrypted or not.
+        let shape = RecordShape { is_encrypted: seed >= 6, ..SHAPE };
+        let opened = open_shape(dir.path(), Arc::new(files.clone()), shape, BYTES_MAX);
         // A directory that cannot be listed now is tried again by whoever starts the engine.
         let Ok(mut tier) = opened else { continue };
         for i in 0..60 {

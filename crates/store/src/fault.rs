@@ -1,13 +1,15 @@
-//! Files that fail as they are told: errors, short reads and writes, a full disk, a slow one, and bits
-//! that flip on the way in or out.
+//! Files and stores that fail as they are told: errors, short reads and writes, a full disk, a slow one,
+//! and bits that flip on the way in or out.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::{Files, SegmentFile};
+use crate::disk::{Files, SegmentFile};
+use crate::remote::{ObjectError, Objects};
 
 /// How often each thing goes wrong, in thousandths of the calls that it can happen to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -31,6 +33,19 @@ pub struct FaultyFiles {
     faults: Arc<Faults>,
 }
 
+/// A store that fails as it is told.
+#[derive(Clone)]
+pub struct FaultyObjects {
+    inner: Arc<dyn Objects>,
+    faults: Arc<Faults>,
+}
+
+/// A store in memory.
+#[derive(Debug, Default)]
+pub struct MemoryObjects {
+    objects: Mutex<BTreeMap<String, Vec<u8>>>,
+}
+
 struct Faults {
     state: Mutex<State>,
     n_faults: AtomicU64,
@@ -45,8 +60,7 @@ struct State {
 impl FaultyFiles {
     /// Files that fail by these rates, in an order that the seed decides.
     pub fn new(inner: Arc<dyn Files>, rates: FaultRates, seed: u64) -> Self {
-        let state = Mutex::new(State { rates, random: seed | 1, is_full: false });
-        FaultyFiles { inner, faults: Arc::new(Faults { state, n_faults: AtomicU64::new(0) }) }
+        FaultyFiles { inner, faults: Faults::new(rates, seed) }
     }
 
     /// Fails by other rates from now on.
@@ -62,7 +76,29 @@ impl FaultyFiles {
     }
 }
 
+impl FaultyObjects {
+    /// A store that fails by these rates, in an order that the seed decides.
+    pub fn new(inner: Arc<dyn Objects>, rates: FaultRates, seed: u64) -> Self {
+        FaultyObjects { inner, faults: Faults::new(rates, seed) }
+    }
+
+    /// Fails by other rates from now on.
+    pub fn set_rates(&self, rates: FaultRates) {
+        self.faults.lock().rates = rates;
+    }
+
+    /// How often something went wrong so far.
+    pub fn n_faults(&self) -> u64 {
+        self.faults.n_faults.load(Ordering::Relaxed)
+    }
+}
+
 impl Faults {
+    fn new(rates: FaultRates, seed: u64) -> Arc<Self> {
+        let state = Mutex::new(State { rates, random: seed | 1, is_full: false });
+        Arc::new(Faults { state, n_faults: AtomicU64::new(0) })
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -189,4 +225,68 @@ impl SegmentFile for FaultyFile {
     fn will_need(&self, start: u64, len: u64) {
         self.inner.will_need(start, len);
     }
+}
+
+impl MemoryObjects {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
+        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Names of all objects.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().keys().cloned().collect()
+    }
+
+    /// Forgets everything but what is named so.
+    pub fn retain(&self, is_kept: impl Fn(&str) -> bool) {
+        self.lock().retain(|name, _| is_kept(name));
+    }
+}
+
+impl Objects for MemoryObjects {
+    fn get(&self, name: &str, target: &mut [u8]) -> Result<usize, ObjectError> {
+        let objects = self.lock();
+        let object = objects.get(name).ok_or(ObjectError::Absent)?;
+        let n = object.len().min(target.len());
+        target[..n].copy_from_slice(&object[..n]);
+        Ok(n)
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError> {
+        self.lock().insert(name.to_owned(), bytes.to_vec());
+        Ok(())
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError> {
+        self.lock().entry(name.to_owned()).or_insert_with(|| bytes.to_vec());
+        Ok(())
+    }
+}
+
+impl Objects for FaultyObjects {
+    fn get(&self, name: &str, target: &mut [u8]) -> Result<usize, ObjectError> {
+        self.faults.begin().map_err(failed)?;
+        let n = self.inner.get(name, target)?;
+        let n = self.faults.cut(n);
+        self.faults.flip(&mut target[..n]);
+        Ok(n)
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError> {
+        self.faults.begin().map_err(failed)?;
+        if self.faults.strikes(|rates| rates.full).is_some() {
+            return Err(failed(io::ErrorKind::StorageFull.into()));
+        }
+        let mut bytes = bytes[..self.faults.cut(bytes.len())].to_vec();
+        self.faults.flip(&mut bytes);
+        self.inner.put(name, &bytes)
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError> {
+        self.inner.put_new(name, bytes)
+    }
+}
+
+fn failed(error: io::Error) -> ObjectError {
+    ObjectError::Failed(error.to_string())
 }

@@ -1,0 +1,330 @@
+// How well places fit the queries of one head: larger numbers for better ones.
+//
+//   signs          bits that agree, summed over the group
+//   channels       sum over the group of softmax over all places of scale (frame q) . digest
+//   keys, bounds   the same of scale q . k, and of the largest that a key of the page could have
+//
+// Places are taken in pieces of PIECE. A piece leaves raw scores (times log2 e) and, for each query, their
+// maximum and their sum of powers; once all pieces are there, each is finished by itself. What a place
+// gets does not depend on who computes which piece. Channels are multiplied on tensor cores, with
+// queries in two parts, which stand in the upper and the lower half of the matrix.
+
+#define SCORE_SIGNS 0
+#define SCORE_CHANNELS 1
+#define SCORE_BOUNDS 2
+#define SCORE_KEYS 3
+#define PIECE 2048
+#define PIECE_PAGES (PIECE / PAGE)
+#define SCORE_THREADS 512
+#define SCORE_WARPS (SCORE_THREADS / 32)
+#define LOG2_E 1.4426950408889634f
+
+struct ScoreParams {
+    const float* qkv;
+    const u8* digests;    // [G][slot][page's digest] of the layer
+    const float* frame;   // [G][D][width] of the layer, or one for all
+    float* raw;           // [question][group][stride]
+    u32* scores;          // [question][stride]
+    float2* sums;         // [question][stride / PIECE][group]: maximum, sum
+    u64 digest_head_bytes;
+    u64 frame_stride;
+    SparsePages pages;
+    u32 stride;           // places that a question may have, whole pieces
+    u32 q_stride;         // floats
+    u32 group;
+    u32 kind;
+    u32 width;
+    u32 page_bytes;       // of a page's digest
+    float scale;
+    u32 padding;
+};
+static_assert(sizeof(ScoreParams) == SCORE_PARAMS_SIZE, "the host's ScoreParams differs");
+
+// What is asked.
+struct Question {
+    u32 number;  // where its scratch is
+    u32 row;     // of the batch
+    u32 table_row;
+    u32 head;
+    u32 n;       // places
+};
+
+// Shared memory of a block.
+struct ScoreRoom {
+    float* raw;    // [group][PIECE]
+    u32* queries;  // as they meet the digest
+    u32* slots;    // [PIECE_PAGES]
+};
+
+// Words that queries need; the host counts them too.
+DEVICE u32 query_words(const ScoreParams& p) {
+    if (p.kind == SCORE_SIGNS) return p.group * p.width / 32;
+    // Operands of each step of sixteen channels, and a factor for each query.
+    if (p.kind == SCORE_CHANNELS) return (p.group + 7) / 8 * ((p.width + 15) / 16 * 128 + 8);
+    return p.group * HEAD_DIM;
+}
+
+DEVICE float score_query(const ScoreParams& p, const Question& ask, u32 g, u32 e) {
+    return p.qkv[(u64)ask.row * p.q_stride + (ask.head * p.group + g) * HEAD_DIM + e];
+}
+
+// A power of two that brings `largest` near 2^12.
+DEVICE float channel_factor(float largest) {
+    if (!(largest > 0.0f && largest < INFINITE)) return 1.0f;
+    int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
+    exponent = 12 - (exponent < -100 ? -100 : exponent);
+    return __uint_as_float((u32)(exponent + 127) << 23);
+}
+
+// Turns channels of queries into operands: of step s, lane 4 g + t has channels 16 s + 4 t .. + 4 of query
+// g, leading parts in registers 0 and 2, the rest in 1 and 3.
+DEVICE void channel_operands(const ScoreParams& p, const float* channels, u32 set, u32* out) {
+    const u32 steps = (p.width + 15) / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float* factors = (float*)(out + steps * 128);
+    for (u32 g = warp; g < 8; g += SCORE_WARPS) {
+        const bool is_there = set * 8 + g < p.group;
+        const float* own = channels + (set * 8 + g) * p.width;
+        float largest = 0.0f;
+        for (u32 c = lane; is_there && c < p.width; c += 32) largest = fmaxf(largest, fabsf(own[c]));
+        const float up = channel_factor(warp_max(largest));
+        if (lane == 0) factors[g] = LOG2_E * (1.0f / up);
+        for (u32 i = lane; i < steps * 4; i += 32) {
+            const u32 s = i / 4, t = i % 4;
+            UNROLL
+            for (int half = 0; half < 2; half++) {
+                float x[2];
+                UNROLL
+                for (int e = 0; e < 2; e++) {
+                    const u32 c = s * 16 + t * 4 + half * 2 + e;
+                    x[e] = is_there && c < p.width ? own[c] * up : 0.0f;
+                }
+                const u32 high = f16x2(x[0], x[1]);
+                const u32 low = f16x2(x[0] - f16_to_float(high & 0xFFFF),
+                                      x[1] - f16_to_float(high >> 16));
+                u32* target = out + (s * 32 + g * 4 + t) * 4 + half * 2;
+                target[0] = high, target[1] = low;
+            }
+        }
+    }
+}
+
+// Products of the queries with the frame, [group][width], to the room of raw scores. A product is
+// shared by as many threads as there are, because each waits for what it reads.
+DEVICE void project_queries(const ScoreParams& p, const Question& ask, const ScoreRoom& room) {
+    const float* frame = p.frame + ask.head * p.frame_stride;
+    const float scale = p.kind == SCORE_CHANNELS ? p.scale : 1.0f;
+    const u32 n = p.group * p.width, thread = threadIdx.x;
+    float* queries = room.raw + p.group * (PIECE / 2);
+    static_assert(MAX_WIDTH <= PIECE / 2 && HEAD_DIM <= PIECE / 2, "both halves have room");
+    for (u32 i = thread; i < p.group * HEAD_DIM; i += SCORE_THREADS)
+        queries[i] = score_query(p, ask, i / HEAD_DIM, i % HEAD_DIM) * scale;
+    __syncthreads();
+    u32 parts = SCORE_THREADS / n;
+    parts = parts >= 8 ? 8 : parts >= 4 ? 4 : parts >= 2 ? 2 : 1;
+    const u32 share = (HEAD_DIM + parts - 1) / parts;
+    for (u32 i = thread; i < n * parts; i += SCORE_THREADS) {
+        const u32 part = i / n, g = i % n / p.width, r = i % p.width;
+        float sum = 0.0f;
+#pragma unroll 16
+        for (u32 e = part * share; e < min((part + 1) * share, (u32)HEAD_DIM); e++)
+            sum = __fmaf_rn(frame[e * p.width + r], queries[g * HEAD_DIM + e], sum);
+        room.raw[i] = sum;
+    }
+    __syncthreads();
+    if (parts > 1 && thread < n) {
+        float sum = room.raw[thread];
+        for (u32 part = 1; part < parts; part++) sum += room.raw[part * n + thread];
+        // Nobody else reads what is written here.
+        room.raw[thread] = sum;
+    }
+    __syncthreads();
+}
+
+// Prepares the queries of a question; the room of raw scores is used meanwhile.
+DEVICE void prepare_queries(const ScoreParams& p, const Question& ask, const ScoreRoom& room) {
+    if (p.kind == SCORE_SIGNS || p.kind == SCORE_CHANNELS) {
+        project_queries(p, ask, room);
+        const u32 words = (p.width + 15) / 16 * 128 + 8;
+        // Whole warps: signs come by the 64.
+        for (u32 i = threadIdx.x; p.kind == SCORE_SIGNS && i < p.group * p.width; i += SCORE_THREADS) {
+            const u32 bits = __ballot_sync(~0u, room.raw[i] > 0.0f);
+            if (threadIdx.x % 32 == 0) room.queries[i / 32] = bits;
+        }
+        for (u32 set = 0; p.kind == SCORE_CHANNELS && set * 8 < p.group; set++)
+            channel_operands(p, room.raw, set, room.queries + set * words);
+    } else {
+        for (u32 i = threadIdx.x; i < p.group * HEAD_DIM; i += SCORE_THREADS)
+            room.queries[i] = __float_as_uint(
+                score_query(p, ask, i / HEAD_DIM, i % HEAD_DIM) * p.scale * LOG2_E);
+    }
+    __syncthreads();
+}
+
+DEVICE const u8* digest_of(const ScoreParams& p, const Question& ask, u32 slot) {
+    return p.digests + ask.head * p.digest_head_bytes + (u64)slot * p.page_bytes;
+}
+
+// Raw scores of 32 places by channels, four tiles of eight; `at` is a place of the piece.
+DEVICE void score_channels(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 steps = (p.width + 15) / 16;
+    const u8* rows[4];
+    // What one stands for, of the two places whose sums this lane gets.
+    u32 units[4];
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+        const u32 first = at + j * 8;
+        const u8* page = digest_of(p, ask, room.slots[first / PAGE]);
+        rows[j] = page + (first % PAGE + g) * steps * 16 + t * 4;
+        units[j] = *(const u32*)(page + PAGE * steps * 16 + (first % PAGE + t * 2) * 2);
+    }
+    for (u32 set = 0; set * 8 < p.group; set++) {
+        const u32* operands = room.queries + set * (steps * 128 + 8);
+        float sums[4][4];
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            UNROLL
+            for (int e = 0; e < 4; e++) sums[j][e] = 0.0f;
+#pragma unroll 2
+        for (u32 s = 0; s < steps; s++) {
+            u32 bytes[4];
+            UNROLL
+            for (int j = 0; j < 4; j++) bytes[j] = *(const u32*)(rows[j] + s * 16);
+            const uint4 bits = *(const uint4*)(operands + (s * 32 + lane) * 4);
+            const u32 a[4] = {bits.x, bits.y, bits.z, bits.w};
+            UNROLL
+            for (int j = 0; j < 4; j++) {
+                u32 low, high;
+                f16_of_bytes(bytes[j], low, high);
+                mma_f16(sums[j], a, low, high);
+            }
+        }
+        const u32 query = set * 8 + g;
+        if (query >= p.group) continue;
+        const float factor = ((const float*)(operands + steps * 128))[g];
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            UNROLL
+            for (int e = 0; e < 2; e++)
+                room.raw[query * PIECE + at + j * 8 + t * 2 + e] =
+                    (sums[j][e] + sums[j][e + 2]) * factor * f16_to_float(units[j] >> 16 * e & 0xFFFF);
+    }
+}
+
+DEVICE u32 score_signs(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at) {
+    const u32 words = p.width / 32;
+    const uint2* row = (const uint2*)(digest_of(p, ask, room.slots[at / PAGE]) +
+                                      at % PAGE * (p.page_bytes / PAGE));
+    u32 n_same = 0;
+    for (u32 w = 0; w < words / 2; w++) {
+        const uint2 key = row[w];
+        for (u32 g = 0; g < p.group; g++) {
+            const u32* query = room.queries + g * words + 2 * w;
+            n_same += __popc(~(key.x ^ query[0])) + __popc(~(key.y ^ query[1]));
+        }
+    }
+    return n_same;
+}
+
+// What stands for the product of a query and the key at a place.
+DEVICE float score_plain(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 g, u32 at) {
+    const float* q = (const float*)room.queries + g * HEAD_DIM;
+    const u32 slot = room.slots[at / PAGE];
+    float sum = 0.0f;
+    if (p.kind == SCORE_BOUNDS) {
+        const u16* bounds = (const u16*)digest_of(p, ask, slot);
+        for (u32 e = 0; e < HEAD_DIM; e++)
+            sum += fmaxf(q[e] * f16_to_float(bounds[e]), q[e] * f16_to_float(bounds[HEAD_DIM + e]));
+        return sum;
+    }
+    const Element* page = (const Element*)(p.pages.layer + ask.head * p.pages.head_bytes +
+                                           (u64)slot * HEAD_PAGE_BYTES);
+    for (u32 e = 0; e < HEAD_DIM; e++) sum = __fmaf_rn(q[e], element_value(page[key_at(at % PAGE, e)]), sum);
+    return sum;
+}
+
+// One piece of a question, by a whole block; queries are prepared. If it `keeps` raw scores, they stay
+// in the room.
+DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 piece,
+                        bool keeps) {
+    const u32 start = piece * PIECE, n = min(ask.n - start, (u32)PIECE);
+    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    __syncthreads();
+    for (u32 i = thread; i < PIECE_PAGES; i += SCORE_THREADS)
+        room.slots[i] = i * PAGE < n
+                            ? p.pages.tables[(u64)ask.table_row * p.pages.table_len + start / PAGE + i]
+                            : 0;
+    __syncthreads();
+    const u64 at = (u64)ask.number * p.stride + start;
+    if (p.kind == SCORE_SIGNS) {
+        for (u32 i = thread; i < n; i += SCORE_THREADS) p.scores[at + i] = score_signs(p, ask, room, i);
+        return;
+    }
+    if (p.kind == SCORE_CHANNELS) {
+        for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_channels(p, ask, room, i);
+    } else {
+        for (u32 i = thread; i < p.group * PIECE; i += SCORE_THREADS)
+            if (i % PIECE < n) room.raw[i] = score_plain(p, ask, room, i / PIECE, i % PIECE);
+    }
+    __syncthreads();
+    float* raw = p.raw + (u64)ask.number * p.group * p.stride + start;
+    for (u32 i = thread; !keeps && i < p.group * PIECE; i += SCORE_THREADS)
+        if (i % PIECE < n) raw[(u64)(i / PIECE) * p.stride + i % PIECE] = room.raw[i];
+    // Several warps share a query.
+    __shared__ float2 parts[SCORE_WARPS];
+    u32 n_parts = 1;
+    while (2 * n_parts * p.group <= SCORE_WARPS) n_parts *= 2;
+    const u32 g = warp / n_parts;
+    if (g < p.group) {
+        const float* own = room.raw + g * PIECE;
+        float largest = -INFINITE, sum = 0.0f;
+        for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) largest = fmaxf(largest, own[i]);
+        largest = warp_max(largest);
+        const float base = largest == -INFINITE ? 0.0f : largest;
+        for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) sum += exp2_of(own[i] - base);
+        sum = warp_sum(sum);
+        if (lane == 0) parts[warp] = make_float2(largest, sum);
+    }
+    __syncthreads();
+    if (thread < p.group) {
+        float largest = -INFINITE, sum = 0.0f;
+        for (u32 i = 0; i < n_parts; i++) largest = fmaxf(largest, parts[thread * n_parts + i].x);
+        const float base = largest == -INFINITE ? 0.0f : largest;
+        for (u32 i = 0; i < n_parts; i++) {
+            const float2 part = parts[thread * n_parts + i];
+            sum += part.y * exp2_of(part.x - base);
+        }
+        p.sums[((u64)ask.number * (p.stride / PIECE) + piece) * p.group + thread] =
+            make_float2(largest, sum);
+    }
+}
+
+// Maximum and inverse of the sum over all pieces of each query, to `totals` in shared memory.
+DEVICE void total_sums(const ScoreParams& p, const Question& ask, float2* totals) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 n_pieces = (ask.n + PIECE - 1) / PIECE;
+    const float2* sums = p.sums + (u64)ask.number * (p.stride / PIECE) * p.group;
+    for (u32 g = warp; g < p.group; g += SCORE_WARPS) {
+        float largest = -INFINITE, sum = 0.0f;
+        for (u32 i = lane; i < n_pieces; i += 32)
+            largest = fmaxf(largest, __ldcg(&sums[i * p.group + g]).x);
+        largest = warp_max(largest);
+        const float base = largest == -INFINITE ? 0.0f : largest;
+        for (u32 i = lane; i < n_pieces; i += 32) {
+            const float2 own = __ldcg(&sums[i * p.group + g]);
+            sum += own.y * exp2_of(own.x - base);
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) totals[g] = make_float2(base, 1.0f / sum);
+    }
+    __syncthreads();
+}
+
+// The score of a place, once the totals are there; raw scores of the group are `stride` apart.
+DEVICE u32 finish_score(const ScoreParams& p, const float2* totals, const float* raw, u32 stride) {
+    float sum = 0.0f;
+    for (u32 g = 0; g < p.group; g++)
+        sum = __fmaf_rn(exp2_of(raw[(u64)g * stride] - totals[g].x), totals[g].y, sum);
+    // Positive floats are ordered as their bits are; what is no number is worth nothing.
+    return sum != sum ? 0 : __float_as_uint(sum);
+}

@@ -1,0 +1,233 @@
+//! What the kernels of top-k attention share, and those that take digests and bring rows:
+//! `sparse.cuh`, `sparse_digest.cu`, `sparse_gather.cu`.
+
+use cudarc::driver::CudaStream;
+use nuthatch_backend::{DeviceError, DigestKind};
+use nuthatch_types::KvDtype;
+
+use super::sparse_attend::{SparseParams, SparseShape};
+use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tally};
+use super::{Address, count, params};
+use crate::device::{Device, Kernel};
+use crate::launch::attend::AttendShape;
+
+params! {
+    /// Mirrors `SparseRow`: a row of the batch that sees what is picked for its heads.
+    SparseRow {
+        row: u32,
+        kv_len: u32,
+        table_row: u32,
+        state_row: u32,
+        marks: Address,
+        pages: Address,
+    }
+}
+
+params! {
+    /// Mirrors `HeadState`: what is remembered of one head of one sequence, and what was last decided
+    /// about it.
+    HeadState {
+        has_label: u32,
+        cut: u32,
+        made_at: u32,
+        now: u32,
+        n_members: u32,
+        n_first: u32,
+        first_page: u32,
+        n_pages: u32,
+        lookup: u32,
+        similarity: f32,
+        n_chosen: u32,
+        n_moved: u32,
+        n_moves: u32,
+        padding: [u32; 3],
+    }
+}
+
+impl HeadState {
+    /// Nothing is remembered; the working set has its place.
+    pub(crate) fn empty(first_page: usize, n_pages: usize) -> Self {
+        HeadState {
+            has_label: 0,
+            cut: 0,
+            made_at: 0,
+            now: 0,
+            n_members: 0,
+            n_first: 0,
+            first_page: count(first_page),
+            n_pages: count(n_pages),
+            lookup: 0,
+            similarity: 0.0,
+            n_chosen: 0,
+            n_moved: 0,
+            n_moves: 0,
+            padding: [0; 3],
+        }
+    }
+}
+
+params! {
+    /// Mirrors `SparseHeads`: rows and states of one layer.
+    SparseHeads {
+        rows: Address,
+        states: Address,
+        state_stride: u32,
+        n_rows: u32,
+        n_kv_heads: u32,
+        group: u32,
+    }
+}
+
+params! {
+    /// Mirrors `SparsePages`: where keys and values of one layer are.
+    SparsePages {
+        layer: Address,
+        tables: Address,
+        head_bytes: u64,
+        table_len: u32,
+        padding: u32,
+    }
+}
+
+params! {
+    /// Mirrors `DigestParams`.
+    DigestParams {
+        arena: Address,
+        digests: Address,
+        frame: Address,
+        mean: Address,
+        places: Address,
+        table_rows: Address,
+        tables: Address,
+        slots: Address,
+        head_bytes: u64,
+        digest_head_bytes: u64,
+        frame_stride: u64,
+        rows: u32,
+        table_len: u32,
+        kind: u32,
+        width: u32,
+        page_bytes: u32,
+        padding: u32,
+    }
+}
+
+params! {
+    /// Mirrors `ReadKeysParams`.
+    ReadKeysParams {
+        pages: SparsePages,
+        out: Address,
+        table_row: u32,
+        head: u32,
+        n: u32,
+        padding: u32,
+    }
+}
+
+params! {
+    /// Mirrors `GatherRowsParams`.
+    GatherRowsParams {
+        heads: SparseHeads,
+        pages: SparsePages,
+        moves: Address,
+        tallies: Address,
+        tally_words: u64,
+        stride: u32,
+        n_zeros: u32,
+    }
+}
+
+/// Query heads that one key/value head may have.
+pub(crate) const MAX_GROUP: usize = 16;
+/// Widest frame; `MAX_WIDTH` of `sparse_score.cuh`.
+pub(crate) const MAX_WIDTH: usize = 1024;
+/// Rows of a block of `digest_keys`; `DIGEST_TOKENS`.
+const DIGEST_TOKENS: usize = 8;
+const DIGEST_THREADS: u32 = 128;
+const READ_THREADS: u32 = 128;
+const GATHER_THREADS: u32 = 512;
+
+/// How a kind of digest is called in kernels.
+pub(crate) fn kind_number(kind: DigestKind) -> u32 {
+    match kind {
+        DigestKind::Signs => 0,
+        DigestKind::Channels => 1,
+        DigestKind::Bounds => 2,
+    }
+}
+
+/// What the program is told beside the page's shape.
+pub(crate) fn constants(
+    attend: AttendShape,
+    shared_bytes_max: usize,
+) -> Vec<(&'static str, String)> {
+    let mut constants = vec![
+        ("MAX_GROUP", MAX_GROUP.to_string()),
+        ("MAX_WIDTH", MAX_WIDTH.to_string()),
+        ("SPARSE_ROW_SIZE", size_of::<SparseRow>().to_string()),
+        ("HEAD_STATE_SIZE", size_of::<HeadState>().to_string()),
+        ("DIGEST_PARAMS_SIZE", size_of::<DigestParams>().to_string()),
+        ("READ_KEYS_PARAMS_SIZE", size_of::<ReadKeysParams>().to_string()),
+        ("SCORE_PARAMS_SIZE", size_of::<ScoreParams>().to_string()),
+        ("QUESTION_SIZE", size_of::<Question>().to_string()),
+        ("ASKED_PARAMS_SIZE", size_of::<AskedParams>().to_string()),
+        ("TALLY_SIZE", size_of::<Tally>().to_string()),
+        ("DECIDE_PARAMS_SIZE", size_of::<DecideParams>().to_string()),
+        ("GATHER_ROWS_PARAMS_SIZE", size_of::<GatherRowsParams>().to_string()),
+        ("SPARSE_PARAMS_SIZE", size_of::<SparseParams>().to_string()),
+    ];
+    if attend.page.dtype != KvDtype::F32 {
+        let shapes = SparseShape::fitting(attend, shared_bytes_max);
+        constants.push(("SPARSE_ENTRIES", shapes.map(|shape| shape.entry(attend)).join(" ")));
+    }
+    constants
+}
+
+/// Takes the digests of rows, of `n_heads` heads.
+pub(crate) fn digest_keys(
+    device: &Device,
+    kernel: &Kernel,
+    params: &DigestParams,
+    n_heads: u32,
+) -> Result<(), DeviceError> {
+    if params.rows == 0 || n_heads == 0 {
+        return Ok(());
+    }
+    let grid = (count((params.rows as usize).div_ceil(DIGEST_TOKENS)), n_heads);
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: rows and heads are those of the arena, and slots come from the plan's tables or were
+    // asserted to be in the arena; digests lie as the pages do.
+    unsafe {
+        device.launch(kernel, grid, DIGEST_THREADS, params)
+    }
+}
+
+/// Reads the keys of the first places of one head as floats.
+pub(crate) fn read_keys(
+    device: &Device,
+    kernel: &Kernel,
+    params: &ReadKeysParams,
+) -> Result<(), DeviceError> {
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: the caller has room for the keys, and the places are in the sequence's table.
+    unsafe {
+        device.launch(kernel, (params.n, 1), READ_THREADS, params)
+    }
+}
+
+/// Brings the rows of all moves to their working sets, on so many blocks, and on a branch if there is
+/// one.
+pub(crate) fn gather_rows(
+    device: &Device,
+    kernel: &Kernel,
+    params: &GatherRowsParams,
+    (n_blocks, branch): (u32, Option<&CudaStream>),
+) -> Result<(), DeviceError> {
+    let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: moves name places of the sequences' tables and rows of working sets that have room for
+    // them; whoever made them has seen to that.
+    unsafe {
+        device.launch_on(on, kernel, ((n_blocks, 1), GATHER_THREADS), params)
+    }
+}

@@ -1,0 +1,81 @@
+//! Opening a GPU, and measuring on it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use nuthatch_backend::DeviceError;
+
+use crate::Cuda;
+use crate::buf::CudaBuf;
+use crate::common::Common;
+use crate::device::Device;
+use crate::error::OpenError;
+use crate::launch::roof;
+use crate::nvrtc::Compiler;
+use crate::product::Scratch;
+use crate::program::Program;
+use crate::timing::KernelTime;
+
+/// How a GPU is used.
+#[derive(Clone, Debug, Default)]
+pub struct CudaConfig {
+    /// Where compiled kernels are kept; nowhere if not given.
+    pub cache_dir: Option<PathBuf>,
+    /// Whether products and attention take all bits of the activations, at two or three times the
+    /// arithmetic; if not, activations are rounded to bf16 before they are multiplied with weights, and
+    /// queries to the type of keys and values, as is usual on GPUs.
+    pub is_exact: bool,
+    /// Steps of 32 keys that decoding brings to the second-level cache ahead of their use; none if 0.
+    pub l2_prefetch: u32,
+    /// Whether every kernel is queued by itself, and no pass is recorded.
+    pub is_eager: bool,
+    /// Whether pages are in pinned memory of the host, and only what is attended to on the device: for
+    /// top-k attention. Attention to everything reads them over the link.
+    pub kv_on_host: bool,
+}
+
+impl Cuda {
+    /// Opens a device and compiles what every model needs.
+    pub fn open(ordinal: usize, config: CudaConfig) -> Result<Self, OpenError> {
+        let device = Device::open(ordinal)?;
+        let compiler = Compiler::new(device.arch(), config.cache_dir)?;
+        let cubin = compiler.cubin(&Program::common())?;
+        let common = Common::new(&device, cubin).map_err(|e| OpenError::Driver(e.to_string()))?;
+        Ok(Cuda {
+            device,
+            ordinal,
+            compiler,
+            common: Arc::new(common),
+            weights: Mutex::new(BTreeMap::new()),
+            attention: Mutex::new(BTreeMap::new()),
+            is_exact: config.is_exact,
+            l2_prefetch: config.l2_prefetch,
+            is_eager: config.is_eager,
+            kv_on_host: config.kv_on_host,
+            scratch: Mutex::new(Scratch::default()),
+        })
+    }
+
+    /// Free and total bytes of the device.
+    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        self.device.memory()
+    }
+
+    /// Reads all floats of `source` and does nothing with them: what this takes is the least that
+    /// anything takes that has to read as much. `out` may be changed.
+    pub fn read_all(&self, source: &CudaBuf, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        roof::read_all(&self.device, &self.common.read_all, source, out)
+    }
+
+    /// From now on every kernel is timed, and queued by itself.
+    pub fn begin_timing(&self) {
+        self.device.timing.begin();
+    }
+
+    /// The kernels since then, in the order in which they ran.
+    pub fn end_timing(&self) -> Result<Vec<KernelTime>, DeviceError> {
+        self.device.enter()?;
+        self.device.check(self.device.timing.end())
+    }
+}

@@ -1,0 +1,33 @@
+//! Pages that leave the device between two plans, for slower tiers.
+
+use std::sync::Arc;
+
+use nuthatch_backend::{DeviceError, PageCodec};
+use nuthatch_types::{ColdKv, PageImage, Slot};
+
+/// What holds pages whose bytes can be taken out and put back. Where nothing says otherwise, they
+/// cannot.
+pub trait Pages {
+    /// How a page's bytes lie when they leave the device; `None` where they cannot.
+    fn page_image(&self) -> Option<PageImage> {
+        None
+    }
+
+    /// What turns pages into fewer bits and back; `None` where nothing does.
+    fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+        let _ = cold;
+        None
+    }
+
+    /// Copies a page's bytes from a slot, and waits for the end.
+    fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
+        let _ = (slot, target);
+        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
+    }
+
+    /// Copies a page's bytes to a slot.
+    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+        let _ = (slot, source);
+        Err(DeviceError::Fault("pages do not leave this device".to_owned()))
+    }
+}

@@ -1,0 +1,123 @@
+//! The address of a store, and the operator behind it.
+
+use std::time::Duration;
+
+use opendal::Operator;
+use opendal::services::{Fs, Redis, S3};
+use url::Url;
+
+use crate::OpenError;
+
+/// The operator for an address.
+pub(crate) fn operator(address: &str) -> Result<Operator, OpenError> {
+    let url = Url::parse(address).map_err(|_| OpenError::NoAddress(address.to_owned()))?;
+    let operator = match url.scheme() {
+        "s3" => Operator::new(s3(&url)?),
+        "redis" | "rediss" | "valkey" | "valkeys" => Operator::new(redis(&url)?),
+        "file" => Operator::new(file(&url)?),
+        _ => return Err(OpenError::NoAddress(address.to_owned())),
+    };
+    operator.map_err(|error| OpenError::Refused(error.to_string()))
+}
+
+/// Credentials and what is not said come from where AWS's own tools have them.
+fn s3(url: &Url) -> Result<S3, OpenError> {
+    let bucket = host(url, "which bucket")?;
+    let mut store = S3::default().bucket(bucket).root(url.path());
+    let mut region = None;
+    for (name, value) in url.query_pairs() {
+        store = match &*name {
+            "endpoint" => store.endpoint(&value),
+            "region" => {
+                region = Some(value.into_owned());
+                store
+            }
+            _ => return Err(setting(&name, &value, "S3")),
+        };
+    }
+    Ok(match region {
+        Some(region) => store.region(&region),
+        None => store,
+    })
+}
+
+fn redis(url: &Url) -> Result<Redis, OpenError> {
+    let host = host(url, "which host")?;
+    let scheme = if matches!(url.scheme(), "rediss" | "valkeys") { "rediss" } else { "redis" };
+    let endpoint = format!("{scheme}://{host}:{}", url.port().unwrap_or(6379));
+    let mut store = Redis::default().endpoint(&endpoint).username(url.username());
+    store = store.password(url.password().unwrap_or_default()).root("nuthatch");
+    let database = url.path().trim_matches('/');
+    if !database.is_empty() {
+        let number = database.parse();
+        store = store.db(number.map_err(|_| setting("database", database, "Redis"))?);
+    }
+    for (name, value) in url.query_pairs() {
+        store = match (&*name, value.parse()) {
+            ("prefix", _) => store.root(&value),
+            ("ttl", Ok(seconds)) => store.default_ttl(Duration::from_secs(seconds)),
+            _ => return Err(setting(&name, &value, "Redis")),
+        };
+    }
+    Ok(store)
+}
+
+fn file(url: &Url) -> Result<Fs, OpenError> {
+    let missing = || OpenError::Missing { address: url.to_string(), what: "which folder" };
+    let path = url.to_file_path().map_err(|()| missing())?;
+    let root = path.to_str().ok_or_else(missing)?;
+    // Written beside and renamed, so that nobody sees half an object.
+    Ok(Fs::default().root(root).atomic_write_dir(&format!("{root}/.unfinished")))
+}
+
+fn host<'a>(url: &'a Url, what: &'static str) -> Result<&'a str, OpenError> {
+    let missing = || OpenError::Missing { address: url.to_string(), what };
+    url.host_str().filter(|host| !host.is_empty()).ok_or_else(missing)
+}
+
+fn setting(name: &str, value: &str, scheme: &'static str) -> OpenError {
+    OpenError::Setting { name: name.to_owned(), value: value.to_owned(), scheme }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_stores() {
+        for good in [
+            "s3://kv/some/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1",
+            "redis://127.0.0.1:6379",
+            "redis://127.0.0.1/3?prefix=kv&ttl=60",
+            "valkey://user:password@127.0.0.1",
+        ] {
+            let made = operator(good);
+            assert!(made.is_ok(), "{good}: {made:?}");
+        }
+        let folder = tempfile::TempDir::new().unwrap();
+        let folder = Url::from_directory_path(folder.path()).unwrap();
+        assert!(operator(folder.as_str()).is_ok(), "{folder}");
+        for bad in [
+            "",
+            "kv",
+            "/tmp/kv",
+            "ftp://host/kv",
+            "s3://",
+            "s3://kv?acl=public",
+            "redis://",
+            "redis://host/x",
+            "redis://host?ttl=soon",
+            "redis://host?ttl",
+            "file://host/kv",
+        ] {
+            let made = operator(bad);
+            let is_named = matches!(
+                made,
+                Err(OpenError::NoAddress(_)
+                    | OpenError::Missing { .. }
+                    | OpenError::Setting { .. })
+            );
+            assert!(is_named, "{bad}: {made:?}");
+        }
+    }
+}

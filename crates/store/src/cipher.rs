@@ -1,0 +1,231 @@
+//! Records as nobody without the key can read, name or change them.
+//!
+//! ```text
+//!   [ magic 4 | page_len 4 | key 16 | nonce 12 | zeros 4 | check 8 ][ the record, encrypted ][ tag 16 ]
+//! ```
+//!
+//! AES-256 in Galois counter mode, with a nonce drawn for each record, so that a key file is good for
+//! billions of them. What stands before the record is authenticated with it. A page's key in it is a
+//! keyed hash, and the key of that hash comes from the key file too.
+
+use std::fmt;
+
+use nuthatch_types::PageKey;
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use ring::hmac;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::disk::{Defect, PageName, RecordShape};
+
+const MAGIC: [u8; 4] = *b"PAGX";
+/// Bytes before an encrypted record.
+pub(crate) const HEAD_BYTES: usize = 48;
+/// Bytes after it.
+pub(crate) const TAG_BYTES: usize = 16;
+/// Where the nonce is.
+const NONCE_START: usize = 24;
+
+/// What a key file holds. It is never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct StoreKey([u8; 32]);
+
+/// The text or bytes are no key.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a key is 32 bytes, or 64 hexadecimal digits; this has {n_bytes} bytes")]
+pub struct KeyError {
+    /// How many bytes there are.
+    pub n_bytes: usize,
+}
+
+impl StoreKey {
+    /// The key that a file holds: 32 bytes, or 64 hexadecimal digits.
+    pub fn read(bytes: &[u8]) -> Result<Self, KeyError> {
+        if let Ok(key) = bytes.try_into() {
+            return Ok(StoreKey(key));
+        }
+        let error = KeyError { n_bytes: bytes.len() };
+        let (pairs, rest) = bytes.trim_ascii().as_chunks::<2>();
+        if pairs.len() != 32 || !rest.is_empty() {
+            return Err(error);
+        }
+        let mut key = [0; 32];
+        for (byte, pair) in key.iter_mut().zip(pairs) {
+            let digit = |c: u8| char::from(c).to_digit(16).map(|digit| digit as u8);
+            match (digit(pair[0]), digit(pair[1])) {
+                (Some(high), Some(low)) => *byte = high << 4 | low,
+                _ => return Err(error),
+            }
+        }
+        Ok(StoreKey(key))
+    }
+
+    /// The secret that names of pages are made with.
+    pub fn name_secret(&self) -> u128 {
+        let mut secret = [0; 16];
+        secret.copy_from_slice(&self.derive(b"nuthatch page names")[..16]);
+        u128::from_le_bytes(secret)
+    }
+
+    fn derive(&self, purpose: &[u8]) -> [u8; 32] {
+        let tag = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, &self.0), purpose);
+        let mut derived = [0; 32];
+        derived.copy_from_slice(tag.as_ref());
+        derived
+    }
+}
+
+impl fmt::Debug for StoreKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StoreKey(..)")
+    }
+}
+
+/// How records are written and read: their shape, and the key if they are encrypted.
+#[derive(Debug)]
+pub(crate) struct Form {
+    pub(crate) shape: RecordShape,
+    cipher: Option<LessSafeKey>,
+}
+
+impl Form {
+    /// Records of this shape, which says whether they are encrypted.
+    pub(crate) fn new(shape: RecordShape, key: Option<&StoreKey>) -> Self {
+        assert_eq!(shape.is_encrypted, key.is_some(), "who encrypts has a key");
+        let cipher = key.map(|key| {
+            let key = key.derive(b"nuthatch page bytes");
+            LessSafeKey::new(UnboundKey::new(&AES_256_GCM, &key).expect("32 bytes are a key"))
+        });
+        Form { shape, cipher }
+    }
+
+    /// Makes a record around its body, which is in place. An error where the system has no random
+    /// numbers.
+    pub(crate) fn seal(&self, name: &PageName<'_>, record: &mut [u8]) -> std::io::Result<()> {
+        let inner = self.shape.inner();
+        self.shape.seal(name, &mut record[inner.clone()]);
+        let Some(cipher) = &self.cipher else { return Ok(()) };
+        let mut nonce = [0; NONCE_LEN];
+        getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()))?;
+        let (head, rest) = record.split_at_mut(HEAD_BYTES);
+        let (text, tag_bytes) = rest.split_at_mut(inner.len());
+        head[..4].copy_from_slice(&MAGIC);
+        head[4..8].copy_from_slice(&self.shape.page_len.to_le_bytes());
+        head[8..24].copy_from_slice(&name.key.0.to_le_bytes());
+        head[NONCE_START..36].copy_from_slice(&nonce);
+        head[36..40].fill(0);
+        let check = xxh3_64_with_seed(&head[..40], self.shape.seed());
+        head[40..].copy_from_slice(&check.to_le_bytes());
+        let nonce = Nonce::assume_unique_for_key(nonce);
+        let tag = cipher
+            .seal_in_place_separate_tag(nonce, self.aad(head), text)
+            .map_err(|_| std::io::Error::other("a record is too long to be encrypted"))?;
+        tag_bytes.copy_from_slice(tag.as_ref());
+        Ok(())
+    }
+
+    /// Checks that a record is whole and holds this page. Its body is in place afterwards.
+    pub(crate) fn open(&self, name: &PageName<'_>, record: &mut [u8]) -> Result<(), Defect> {
+        let inner = self.shape.inner();
+        if let Some(cipher) = &self.cipher {
+            if self.shape.read_key(record)? != name.key {
+                return Err(Defect::Stale);
+            }
+            let record = record.get_mut(..self.shape.record_bytes()).ok_or(Defect::Torn)?;
+            let (head, rest) = record.split_at_mut(HEAD_BYTES);
+            let mut nonce = [0; NONCE_LEN];
+            nonce.copy_from_slice(&head[NONCE_START..36]);
+            let nonce = Nonce::assume_unique_for_key(nonce);
+            cipher.open_in_place(nonce, self.aad(head), rest).map_err(|_| Defect::Corrupt)?;
+        }
+        let record = record.get(inner.start..).ok_or(Defect::Torn)?;
+        self.shape.open(name, &record[..record.len().min(inner.len())]).map(|_| ())
+    }
+
+    /// What is authenticated beside the record.
+    fn aad(&self, head: &[u8]) -> Aad<[u8; 56]> {
+        let mut aad = [0; 56];
+        aad[..40].copy_from_slice(&head[..40]);
+        aad[40..].copy_from_slice(&self.shape.namespace.to_le_bytes());
+        Aad::from(aad)
+    }
+}
+
+/// The page that an encrypted record holds, by what stands before it.
+pub(crate) fn read_head(shape: &RecordShape, bytes: &[u8]) -> Result<PageKey, Defect> {
+    let (head, _) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or(Defect::Torn)?;
+    let (content, check) = head.split_at(40);
+    if content[..4] != MAGIC
+        || content[4..8] != shape.page_len.to_le_bytes()
+        || *check != xxh3_64_with_seed(content, shape.seed()).to_le_bytes()
+    {
+        return Err(Defect::Corrupt);
+    }
+    let mut key = [0; 16];
+    key.copy_from_slice(&content[8..24]);
+    Ok(PageKey(u128::from_le_bytes(key)))
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::TokenId;
+
+    use super::*;
+
+    const SHAPE: RecordShape =
+        RecordShape { namespace: 5, page_len: 3, page_bytes: 40, is_encrypted: true };
+    const TOKENS: [TokenId; 3] = [TokenId(1), TokenId(2), TokenId(300_000)];
+    const NAME: PageName<'_> =
+        PageName { key: PageKey(77), parent: PageKey(u128::MAX), tokens: &TOKENS };
+
+    fn form(key: u8) -> Form {
+        Form::new(SHAPE, Some(&StoreKey([key; 32])))
+    }
+
+    fn record() -> Vec<u8> {
+        let mut record = vec![0; SHAPE.record_bytes()];
+        record[SHAPE.body()].fill(0xAB);
+        form(1).seal(&NAME, &mut record).unwrap();
+        record
+    }
+
+    #[test]
+    fn a_record_comes_back_and_shows_nothing() {
+        let (mut record, again) = (record(), record());
+        assert_eq!(SHAPE.read_key(&record), Ok(NAME.key));
+        assert_ne!(record[HEAD_BYTES..], again[HEAD_BYTES..], "nonces are used once");
+        assert!(!record.windows(4).any(|bytes| bytes == [0xAB; 4]), "the page shows");
+        let tokens = 300_000_u32.to_le_bytes();
+        assert!(!record.windows(4).any(|bytes| bytes == tokens), "a token shows");
+        assert_eq!(form(1).open(&NAME, &mut record), Ok(()));
+        assert_eq!(record[SHAPE.body()], [0xAB; 40]);
+    }
+
+    #[test]
+    fn whatever_changes_is_found() {
+        let record = record();
+        for bit in 0..record.len() * 8 {
+            let mut broken = record.clone();
+            broken[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(form(1).open(&NAME, &mut broken), Err(Defect::Corrupt), "bit {bit}");
+        }
+        for len in 0..record.len() {
+            assert_eq!(form(1).open(&NAME, &mut record[..len].to_vec()), Err(Defect::Torn));
+        }
+        assert_eq!(form(2).open(&NAME, &mut record.clone()), Err(Defect::Corrupt));
+        let other = PageName { key: PageKey(78), ..NAME };
+        assert_eq!(form(1).open(&other, &mut record.clone()), Err(Defect::Stale));
+        let plain = Form::new(RecordShape { is_encrypted: false, ..SHAPE }, None);
+        assert!(plain.open(&NAME, &mut record.clone()).is_err());
+    }
+
+    #[test]
+    fn keys_are_bytes_or_digits() {
+        let key = StoreKey::read(&[0x5A; 32]).unwrap();
+        assert_eq!(StoreKey::read(format!("{}\n", "5a".repeat(32)).as_bytes()), Ok(key.clone()));
+        assert_ne!(key.name_secret(), StoreKey([1; 32]).name_secret());
+        assert_eq!(format!("{key:?}"), "StoreKey(..)");
+        for bad in [&b""[..], &[0; 31], &[b'g'; 64], &[b'a'; 66]] {
+            assert_eq!(StoreKey::read(bad), Err(KeyError { n_bytes: bad.len() }));
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Memory for pages on their way to and from slower tiers. Buffers travel with jobs and come back, so
+//! that there are never more than were counted at the start.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use nuthatch_backend::PageCodec;
+use nuthatch_types::{PageKey, TokenId};
+
+use crate::cipher::{Form, StoreKey};
+use crate::disk::{PageName, RecordShape};
+
+/// Memory of one tier's buffers.
+const BUFFER_BYTES: usize = 64 << 20;
+/// The fewest and the most pages on their way in one direction.
+const N_BUFFERS: (usize, usize) = (4, 256);
+
+/// How pages are made into records: coded or as they are, encrypted or not.
+#[derive(Clone)]
+pub struct RecordLayout {
+    pub(crate) form: Arc<Form>,
+    pub(crate) codec: Option<Arc<dyn PageCodec>>,
+}
+
+impl RecordLayout {
+    /// Records of this shape. With a codec they hold coded pages, whose bytes the shape has; it also
+    /// says whether there is a key.
+    pub fn new(
+        shape: RecordShape,
+        codec: Option<Arc<dyn PageCodec>>,
+        key: Option<&StoreKey>,
+    ) -> Self {
+        RecordLayout { form: Arc::new(Form::new(shape, key)), codec }
+    }
+}
+
+/// Bytes for one record.
+#[derive(Debug)]
+pub struct PageBuf {
+    pub(crate) bytes: Vec<u8>,
+    /// Where the page is, or what it is coded as.
+    body: Range<usize>,
+    /// The page itself, if the record holds it in fewer bits.
+    page: Option<Vec<u8>>,
+}
+
+impl PageBuf {
+    /// The page.
+    pub fn page(&self) -> &[u8] {
+        self.page.as_deref().unwrap_or(&self.bytes[self.body.clone()])
+    }
+
+    /// The page, to be written.
+    pub fn page_mut(&mut self) -> &mut [u8] {
+        match &mut self.page {
+            Some(page) => page,
+            None => &mut self.bytes[self.body.clone()],
+        }
+    }
+
+    /// Codes the page for its record.
+    pub(crate) fn encode(&mut self, codec: Option<&dyn PageCodec>) {
+        if let (Some(codec), Some(page)) = (codec, &self.page) {
+            codec.encode(page, &mut self.bytes[self.body.clone()]);
+        }
+    }
+
+    /// Makes the page of its record.
+    pub(crate) fn decode(&mut self, codec: Option<&dyn PageCodec>) {
+        if let (Some(codec), Some(page)) = (codec, &mut self.page) {
+            codec.decode(&self.bytes[self.body.clone()], page);
+        }
+    }
+}
+
+/// Buffers of one direction: made when first needed, never more than there may be.
+pub(crate) struct Buffers {
+    free: Vec<PageBuf>,
+    n_unmade: usize,
+    shape: RecordShape,
+    /// Bytes of a page, if records hold it in fewer bits.
+    page_bytes: Option<usize>,
+}
+
+impl Buffers {
+    pub(crate) fn new(shape: RecordShape, codec: Option<&dyn PageCodec>) -> Self {
+        let (least, most) = N_BUFFERS;
+        let page_bytes = codec.map(PageCodec::page_bytes);
+        let bytes = shape.record_bytes() + page_bytes.unwrap_or(0);
+        let n = (BUFFER_BYTES / 2 / bytes).clamp(least, most);
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.free.is_empty() && self.n_unmade == 0
+    }
+
+    pub(crate) fn take(&mut self) -> Option<PageBuf> {
+        if let Some(buf) = self.free.pop() {
+            return Some(buf);
+        }
+        self.n_unmade = self.n_unmade.checked_sub(1)?;
+        let bytes = vec![0; self.shape.record_bytes()];
+        let page = self.page_bytes.map(|n| vec![0; n]);
+        Some(PageBuf { bytes, body: self.shape.body(), page })
+    }
+
+    pub(crate) fn give_back(&mut self, buf: PageBuf) {
+        self.free.push(buf);
+    }
+}
+
+/// The name of a page, owned.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnedName {
+    pub(crate) key: PageKey,
+    parent: PageKey,
+    tokens: Box<[TokenId]>,
+}
+
+impl OwnedName {
+    pub(crate) fn new(name: &PageName<'_>) -> Self {
+        OwnedName { key: name.key, parent: name.parent, tokens: name.tokens.into() }
+    }
+
+    pub(crate) fn borrow(&self) -> PageName<'_> {
+        PageName { key: self.key, parent: self.parent, tokens: &self.tokens }
+    }
+}

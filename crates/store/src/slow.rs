@@ -1,0 +1,172 @@
+//! What is slower than the host, as one: a disk, a store somewhere else, or both.
+//!
+//! ```text
+//!   save   a page --> disk, and then its record --> store
+//!   load   a page <-- disk if it is there, else <-- store
+//! ```
+
+use std::time::Duration;
+
+use crossbeam_channel::Select;
+use nuthatch_types::PageKey;
+
+use crate::disk::{Asked, DiskStats, DiskTier, Loaded, PageName};
+use crate::page_buf::PageBuf;
+use crate::remote::{RemoteCounters, RemoteTier};
+
+/// The tiers that are slower than the host. At least one is there.
+#[derive(Debug)]
+pub struct SlowTiers {
+    disk: Option<DiskTier>,
+    remote: Option<RemoteTier>,
+}
+
+impl SlowTiers {
+    /// Both, or one of them.
+    pub fn new(mut disk: Option<DiskTier>, remote: Option<RemoteTier>) -> Self {
+        if let Some(disk) = disk.as_mut().filter(|_| remote.is_some()) {
+            disk.keep_records();
+        }
+        SlowTiers { disk, remote }
+    }
+
+    /// Whether a page need not be saved.
+    pub fn contains(&self, key: PageKey) -> bool {
+        match (&self.disk, &self.remote) {
+            (Some(disk), _) => disk.contains(key),
+            (None, Some(remote)) => remote.contains(key),
+            (None, None) => true,
+        }
+    }
+
+    /// Whether a page is stored for all that is known.
+    pub fn is_stored(&self, key: PageKey) -> bool {
+        self.disk.as_ref().is_some_and(|disk| disk.n_stored(&[key]) > 0)
+            || self.remote.as_ref().is_some_and(|remote| remote.is_known(key))
+    }
+
+    /// How many of these pages are stored for all that is known, up to the first that is not.
+    pub fn n_stored(&self, keys: &[PageKey]) -> usize {
+        keys.iter().take_while(|&&key| self.is_stored(key)).count()
+    }
+
+    /// Whether to ask for pages of which nobody knows whether they are stored, if computing them takes
+    /// so long.
+    pub fn is_worth_asking(&mut self, compute_nanos: f64) -> bool {
+        self.remote.as_mut().is_some_and(|remote| remote.is_worth_asking(compute_nanos))
+    }
+
+    /// Takes in whether pages of which nobody knew were there.
+    pub fn note_luck(&mut self, was_there: bool) {
+        if let Some(remote) = &mut self.remote {
+            remote.note_luck(was_there);
+        }
+    }
+
+    /// Says that these pages are in use, wherever they were found: what is stored of them stays
+    /// longer.
+    pub fn touch(&mut self, keys: &[PageKey]) {
+        if let Some(disk) = &mut self.disk {
+            disk.touch(keys);
+        }
+    }
+
+    /// Says that these pages will be read soon, so that the system fetches them.
+    pub fn prefetch(&self, keys: &[PageKey]) {
+        if let Some(disk) = &self.disk {
+            disk.prefetch(keys);
+        }
+    }
+
+    /// A buffer for a page that is not stored; `None` when it is not to be saved.
+    pub fn begin_save(&mut self) -> Option<PageBuf> {
+        match (&mut self.disk, &mut self.remote) {
+            (Some(disk), _) => disk.begin_save(),
+            (None, Some(remote)) => remote.begin_save(),
+            (None, None) => None,
+        }
+    }
+
+    /// Saves a page whose bytes are in the buffer.
+    pub fn save(&mut self, name: &PageName<'_>, buf: PageBuf) {
+        match (&mut self.disk, &mut self.remote) {
+            (Some(disk), _) => disk.save(name, buf),
+            (None, Some(remote)) => remote.save(name, buf),
+            (None, None) => {}
+        }
+    }
+
+    /// Whether to go on with saving. If not, there will be room later.
+    pub fn may_save(&mut self) -> bool {
+        match (&mut self.disk, &self.remote) {
+            (Some(disk), _) => disk.may_save(),
+            (None, Some(remote)) => remote.may_save(),
+            (None, None) => true,
+        }
+    }
+
+    /// Asks for a page; `tag` is what it will be called by.
+    pub fn read(&mut self, tag: u64, name: &PageName<'_>) -> Asked {
+        let from_disk = self.disk.as_mut().map_or(Asked::Missing, |disk| disk.read(tag, name));
+        match (&mut self.remote, from_disk) {
+            (Some(remote), Asked::Missing) => remote.read(tag, name),
+            _ => from_disk,
+        }
+    }
+
+    /// The next page that was read since, if there is one. Takes in what else has ended.
+    pub fn poll(&mut self) -> Option<Loaded> {
+        let loaded = self.disk.as_mut().and_then(DiskTier::poll);
+        self.hand_on();
+        loaded.or_else(|| self.remote.as_mut().and_then(RemoteTier::poll))
+    }
+
+    /// The same, and waits for it if nothing has ended, at most so long.
+    pub fn wait(&mut self, timeout: Duration) -> Option<Loaded> {
+        let mut select = Select::new();
+        if let Some(disk) = &self.disk {
+            disk.await_in(&mut select);
+        }
+        if let Some(remote) = &self.remote {
+            remote.await_in(&mut select);
+        }
+        // Whether it was in vain shows when it is asked.
+        let _ = select.ready_timeout(timeout);
+        self.poll()
+    }
+
+    /// Gives the buffer of a page back.
+    pub fn recycle(&mut self, loaded: Loaded) {
+        let Loaded { page: Ok(buf), is_remote, .. } = loaded else { return };
+        match (&mut self.disk, &mut self.remote) {
+            (_, Some(remote)) if is_remote => remote.recycle(buf),
+            (Some(disk), _) => disk.recycle(buf),
+            _ => {}
+        }
+    }
+
+    /// Whether something is being written or removed.
+    pub fn is_busy(&self) -> bool {
+        self.disk.as_ref().is_some_and(DiskTier::is_busy)
+            || self.remote.as_ref().is_some_and(RemoteTier::is_busy)
+    }
+
+    /// What the disk holds and did.
+    pub fn disk_stats(&self) -> Option<DiskStats> {
+        self.disk.as_ref().map(DiskTier::stats)
+    }
+
+    /// What the store somewhere else did.
+    pub fn remote_counters(&self) -> Option<RemoteCounters> {
+        self.remote.as_ref().map(RemoteTier::counters)
+    }
+
+    /// Gives records that the disk is done with to the store.
+    fn hand_on(&mut self) {
+        if let (Some(disk), Some(remote)) = (&mut self.disk, &mut self.remote) {
+            while let Some((name, record)) = disk.take_record() {
+                disk.give_back(remote.save_record(name, record));
+            }
+        }
+    }
+}
