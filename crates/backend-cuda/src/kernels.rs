@@ -8,7 +8,8 @@ use nuthatch_types::KvDtype;
 use crate::Cuda;
 use crate::device::Device;
 use crate::kv::PageShape;
-use crate::launch::attend::{Attend, AttendKernels, AttendShape, MergeShape, SplitShape, Tile};
+use crate::launch::attend::{Attend, AttendKernels, AttendShape, SplitShape, Tile};
+use crate::launch::merge::MergeShape;
 use crate::program::Program;
 use crate::weight::{Kernels, WeightKernels};
 

@@ -10,8 +10,8 @@ use nuthatch_types::KvDtype;
 use crate::compile::Extent;
 use crate::kv::PageShape;
 use crate::launch::{
-    attend, copy, draw, embed, gather, matmul, matmul_one, matmul_wide, norm, pack, roof, rope,
-    round, shift, sparse, swiglu,
+    attend, copy, draw, embed, gather, matmul, matmul_one, matmul_wide, merge, norm, pack, roof,
+    rope, round, shift, sparse, swiglu,
 };
 
 /// One compilation.
@@ -115,9 +115,9 @@ impl Program {
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
-            ("MERGE_ENTRIES", attend::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
-            ("MERGE_BATCH_FLOATS", attend::MergeShape::BATCH_FLOATS.to_string()),
-            ("MERGE_PARAMS_SIZE", size_of::<attend::MergeParams>().to_string()),
+            ("MERGE_ENTRIES", merge::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
+            ("MERGE_BATCH_FLOATS", merge::MergeShape::BATCH_FLOATS.to_string()),
+            ("MERGE_PARAMS_SIZE", size_of::<merge::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ]);
         let mut files = vec![
@@ -135,6 +135,7 @@ impl Program {
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
                 ("attend_wide.cu", include_str!("../kernels/attend_wide.cu")),
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
+                ("attend_merge.cu", include_str!("../kernels/attend_merge.cu")),
             ]),
         }
         let rows = if by_rows { "-rows" } else { "" };

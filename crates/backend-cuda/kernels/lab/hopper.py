@@ -19,11 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Name, rows of x of a tile, stages, tiles of x that follow each other, columns whose old values are read at once.
-WIDES = [
-    ("w128", 128, 6, 16, 4), ("w192", 192, 5, 16, 4), ("w192g8", 192, 5, 8, 4), ("w192g8b8", 192, 5, 8, 8), ("w192g8b12", 192, 5, 8, 12),
-    ("w192g8b24", 192, 5, 8, 24), ("w192g4b12", 192, 5, 4, 12), ("w192g6b12", 192, 5, 6, 12),
-]
+# Name, rows of x of a tile, stages, tiles of x that follow each other.
+WIDES = [("w128", 128, 6, 16), ("w192", 192, 5, 16), ("w192g8", 192, 5, 8), ("w192g32", 192, 5, 32)]
 # Name, type of keys and values, head width, stages.
 ATTENDS = [("f16", "KV_F16", 128, 4), ("bf16", "KV_BF16", 128, 4), ("f16d64", "KV_F16", 64, 4), ("f16s3", "KV_F16", 128, 3)]
 FEW_SHARED = (2048 + 1024) * 4 * 8
@@ -62,15 +59,13 @@ def wide_shared(nx, stages):
 
 
 def build_wide(variant):
-    _, nx, stages, group, batch = variant
+    _, nx, stages, group = variant
     constants = dict(
         TYPE="BF16", CELL_BYTES=2048, SEGMENTS=8, MATMUL_PARAMS_SIZE=96, PACK_PARAMS_SIZE=48, WIDE_PARAMS_SIZE=256,
         WIDE_GROUP=group, MATMUL_ENTRIES=f"FEW(matmul_8, 1, 1, 4, {FEW_SHARED})",
         WIDE_ENTRIES=f"WIDE_ENTRY(matmul_wide, {nx}, {stages}, {wide_shared(nx, stages)})",
     )
-    text = source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu", "hopper.cuh", "matmul_wide.cu"])
-    assert "const int BATCH = 4;" in text
-    return compile_source(text.replace("const int BATCH = 4;", f"const int BATCH = {batch};"))
+    return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu", "hopper.cuh", "matmul_wide.cu"]))
 
 
 # Tiles of sixteen rows of a weight, tiles of eight rows of x, stages.
@@ -109,7 +104,7 @@ def build_attend(variant):
         WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=120, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
-    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu"]))
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu", "attend_merge.cu"]))
 
 
 # Warps, stages, keys of chunks (at first, then, at last) and where they get longer.
@@ -132,7 +127,7 @@ def build_split(variant, kv="KV_F16", d=128):
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=120, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
-    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu"]))
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu", "attend_merge.cu"]))
 
 
 class Driver:
@@ -220,7 +215,7 @@ def products(driver, built):
         driver.launch(few, ((n + 15) // 16, (x.shape[0] + 7) // 8, 1), 256, FEW_SHARED, params(packed, x, out, n, **how))
 
     def run(variant, kernel):
-        _, columns, stages, _, _ = variant
+        _, columns, stages, _ = variant
 
         def run(packed, x, out, n, **how):
             block = tile_map(x, columns) + params(packed, x, out, n, **how)

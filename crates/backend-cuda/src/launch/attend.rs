@@ -3,6 +3,7 @@
 use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
 
+use super::merge::{MergeParams, MergeShape};
 use super::{Address, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
@@ -70,23 +71,6 @@ params! {
         cuts: Cuts,
         tile_parts: u32,
         scale: f32,
-    }
-}
-
-params! {
-    /// Mirrors `MergeParams`.
-    MergeParams {
-        partials: Address,
-        sums: Address,
-        splits: Address,
-        out: Address,
-        rounded: Address,
-        n_taken: Address,
-        n_kv_heads: u32,
-        group: u32,
-        window: u32,
-        padding: u32,
-        cuts: Cuts,
     }
 }
 
@@ -167,7 +151,7 @@ pub(crate) struct AttendKernels {
 }
 
 /// How attention is computed.
-#[expect(clippy::large_enum_variant, reason = "there is one for each KV type and head width")]
+#[expect(clippy::large_enum_variant, reason = "there is one for each kind of pages")]
 pub(crate) enum Attend {
     /// One kernel for everything.
     F32(Kernel),
@@ -265,38 +249,6 @@ impl AttendShape {
         }
         let (lines, threads) = (WARP_LINES * TEAM, 32 * TEAM);
         TileShape { name: "attend_tile", lines, threads, shared_bytes: self.tile_shared_bytes() }
-    }
-}
-
-/// A block of `merge`: columns of a head, and batches of chunks on their way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MergeShape {
-    pub(crate) name: &'static str,
-    columns: u32,
-    depth: usize,
-}
-
-impl MergeShape {
-    /// Floats of a batch.
-    pub(crate) const BATCH_FLOATS: usize = 2048;
-
-    /// For few heads, which are cut to fill the device; and for many. A block finds room beside one of the
-    /// splits, so that it is there when they end.
-    pub(crate) const ALL: [Self; 2] = [
-        MergeShape { name: "merge_few", columns: 32, depth: 3 },
-        MergeShape { name: "merge_many", columns: 128, depth: 3 },
-    ];
-
-    /// The kernel, for the compiler.
-    pub(crate) fn entry(self) -> String {
-        let MergeShape { name, columns, depth } = self;
-        format!("MERGE({name}, {columns}, {depth}, {})", self.shared_bytes())
-    }
-
-    /// Dynamic shared memory of a block.
-    pub(crate) fn shared_bytes(self) -> usize {
-        let chunks = Self::BATCH_FLOATS / self.columns as usize;
-        self.depth * (Self::BATCH_FLOATS + 2 * chunks) * 4
     }
 }
 
@@ -517,6 +469,19 @@ mod tests {
 
     const HOPPER: usize = 227 * 1024;
     const SMALLEST: usize = 99 * 1024;
+
+    #[test]
+    fn a_merge_finds_room_beside_splits() {
+        // Of a multiprocessor, less what every block takes by itself, and the merge's fixed arrays.
+        const ROOM: usize = 228 * 1024 - 2 * 1024 - 2 * 1024;
+        for head_dim in [64, 128] {
+            let attend = AttendShape::new(PageShape { dtype: KvDtype::F16, head_dim }, false);
+            let split = SplitShape::fitting(attend, HOPPER)[0].shared_bytes(attend);
+            for merge in MergeShape::ALL {
+                assert!(split + merge.shared_bytes() <= ROOM, "{merge:?}, heads of {head_dim}");
+            }
+        }
+    }
 
     #[test]
     fn shared_memory_of_usual_heads_fits() {

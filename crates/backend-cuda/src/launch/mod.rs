@@ -9,6 +9,7 @@ pub(crate) mod gather;
 pub(crate) mod matmul;
 pub(crate) mod matmul_one;
 pub(crate) mod matmul_wide;
+pub(crate) mod merge;
 pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod roof;
