@@ -1,8 +1,7 @@
 //! The one trait that a device implements, and the suite that judges it.
 //!
 //! The trait names the operations of a decoder-only transformer over a paged KV cache, and no
-//! others. It is not a tensor library: an operation that the forward pass does not need is not
-//! here.
+//! others: it is not a tensor library.
 //!
 //! Shape legend, used in every comment: `B` sequences, `T` query rows of the whole batch, `H` query
 //! heads, `G` key/value heads, `D` head width, `S` tokens per page, `F` feed-forward width, `V`
