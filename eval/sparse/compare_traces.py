@@ -4,8 +4,9 @@
 
 Both must be of the same command on two devices. While a trace is recorded, a device that decides by
 itself is compared with the host's decisions from the same queries and scores, and the command fails
-where they differ. Queries of two devices differ in their last bits, so here selections may differ
-where scores do: printed is how often everything is the same, and how much selections overlap. Fails
+where they differ. Queries of two devices differ (the CPU rounds activations to eight bits for quantised
+weights), so here selections may differ where scores do: printed is how often everything is the same, and
+how much selections overlap. Fails
 if the steps are not the same, or if selections overlap by less than `--overlap` on the average.
 """
 import argparse
@@ -27,7 +28,7 @@ def kind(lookup):
 def main():
     args = argparse.ArgumentParser()
     args.add_argument("traces", nargs=2)
-    args.add_argument("--overlap", type=float, default=0.95)
+    args.add_argument("--overlap", type=float, default=0.9)
     args = args.parse_args()
     sums = defaultdict(lambda: defaultdict(float))
     left, right = map(decisions, args.traces)
