@@ -38,7 +38,39 @@ fn what_is_put_comes_back() {
         store.get("once", &mut target[..4]).unwrap();
         assert_eq!(target[..4], [4; 4]);
     }
-    assert!(matches!(open("kv"), Err(OpenError::NoAddress(_))));
+}
+
+#[test]
+fn addresses_name_stores() {
+    for good in [
+        "s3://kv-pages/some/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1",
+        "redis://127.0.0.1:6379",
+        "redis://127.0.0.1/3?prefix=kv&ttl=60",
+        "valkey://user:p%40ssword@127.0.0.1",
+    ] {
+        let opened = open(good).map(|_| ());
+        assert!(opened.is_ok(), "{good}: {opened:?}");
+    }
+    for bad in [
+        "",
+        "kv",
+        "/var/kv",
+        "ftp://host/kv",
+        "s3://",
+        "s3://kv-pages?acl=public",
+        "redis://",
+        "redis://host/x",
+        "redis://host?ttl=soon",
+        "redis://host?ttl",
+        "file://host/kv",
+    ] {
+        let opened = open(bad).map(|_| ());
+        let is_named = matches!(
+            opened,
+            Err(OpenError::NoAddress(_) | OpenError::Missing { .. } | OpenError::Setting { .. })
+        );
+        assert!(is_named, "{bad}: {opened:?}");
+    }
 }
 
 #[test]
