@@ -16,7 +16,7 @@ use nuthatch_store::fault::{FaultRates, FaultyFiles};
 use nuthatch_types::{ColdDtype, ColdKv, Limits, Sampling, TokenId};
 use tempfile::TempDir;
 
-use crate::echo::{Answer, CAPACITY, Script, collect_all, engine_with, submission};
+use crate::echo::{Answer, CAPACITY, Script, answers_are_right, engine_with, submission};
 use crate::golden::{Pool, folder, golden, load_topk, request};
 
 pub(crate) const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
@@ -253,34 +253,8 @@ fn whatever_the_disk_does_answers_are_right() {
             if engine.keep_pages_in(&disk, Arc::new(files.clone())).is_err() {
                 continue;
             }
-            let mut receivers = Vec::new();
-            for i in 0..12 {
-                let begin = (seed + i) % 3;
-                let request = submission(begin, 20 + 5 * ((round + i) % 4) as u32, 6);
-                let (outputs, receiver) = unbounded();
-                engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
-                receivers.push((request, receiver));
-                for _ in 0..i % 5 {
-                    engine.step().unwrap();
-                    engine.verify().unwrap();
-                }
-                // Now and then time flies, and what is late is computed.
-                if i % 7 == 6 {
-                    clock.advance_ms(10_000);
-                }
-                // And now and then it goes back.
-                if i % 5 == 4 {
-                    clock.go_back_ms(7_000);
-                }
-            }
-            while engine.step().unwrap() {
-                engine.verify().unwrap();
-            }
-            for (request, receiver) in receivers {
-                let got = &collect_all(receiver.try_iter()).unwrap()[0].0;
-                let expected = Answer::of(&request, capacity.max_context);
-                assert_eq!((&got.tokens, got.reason), (&expected.tokens, expected.reason));
-            }
+            let max_context = capacity.max_context;
+            answers_are_right(&mut engine, &clock, max_context, (seed, round), 7);
             if round % 2 == 0 {
                 engine.flush().unwrap();
             }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::{Receiver, Sender, unbounded};
 use nuthatch_backend::{BatchLayout, DeviceError};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_engine::sample::{Sampler, Scratch};
@@ -335,6 +335,42 @@ pub(crate) fn engine(
     script: Script,
 ) -> (Engine<Executor<Echo>>, Arc<HandClock>) {
     engine_with(capacity, script, Options { prefix: false, ..Options::default() })
+}
+
+/// Twelve requests of few beginnings while time flies after every `n_flown`-th, so that what is late is
+/// computed and what failed is asked again, and now and then goes back: answers are right.
+pub(crate) fn answers_are_right(
+    engine: &mut Engine<Executor<Echo>>,
+    clock: &HandClock,
+    max_context: u32,
+    (seed, round): (u64, u64),
+    n_flown: u64,
+) {
+    let mut receivers = Vec::new();
+    for i in 0..12 {
+        let request = submission((seed + i) % 3, 20 + 5 * ((round + i) % 4) as u32, 6);
+        let (outputs, receiver) = unbounded();
+        engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+        receivers.push((request, receiver));
+        for _ in 0..i % 5 {
+            engine.step().unwrap();
+            engine.verify().unwrap();
+        }
+        if i % n_flown == n_flown - 1 {
+            clock.advance_ms(10_000);
+        }
+        if i % 5 == 4 {
+            clock.go_back_ms(7_000);
+        }
+    }
+    while engine.step().unwrap() {
+        engine.verify().unwrap();
+    }
+    for (request, receiver) in receivers {
+        let got = &collect_all(receiver.try_iter()).unwrap()[0].0;
+        let expected = Answer::of(&request, max_context);
+        assert_eq!((&got.tokens, got.reason), (&expected.tokens, expected.reason));
+    }
 }
 
 /// An engine over an [`Echo`], and its clock.

@@ -14,7 +14,7 @@ use nuthatch_types::{ColdDtype, ColdKv, Sampling};
 use tempfile::TempDir;
 
 use crate::disk::{POOL, ask, tier};
-use crate::echo::{Answer, CAPACITY, Script, collect_all, engine_with, submission};
+use crate::echo::{CAPACITY, Script, answers_are_right, engine_with, submission};
 use crate::golden::{folder, golden, load_topk, request};
 
 fn remote(objects: &Arc<MemoryObjects>) -> SlowOptions {
@@ -129,34 +129,8 @@ fn whatever_the_store_does_answers_are_right() {
             let options = SlowOptions { remote: Some(store), ..SlowOptions::default() };
             engine.keep_pages(&options).unwrap();
             faulty.set_rates(rates);
-            let mut receivers = Vec::new();
-            for i in 0..12 {
-                let begin = (seed + i) % 3;
-                let request = submission(begin, 20 + 5 * ((round + i) % 4) as u32, 6);
-                let (outputs, receiver) = unbounded();
-                engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
-                receivers.push((request, receiver));
-                for _ in 0..i % 5 {
-                    engine.step().unwrap();
-                    engine.verify().unwrap();
-                }
-                // Now and then time flies: what is late is computed, and a store that failed is
-                // asked again.
-                if i % 4 == 3 {
-                    clock.advance_ms(10_000);
-                }
-                if i % 5 == 4 {
-                    clock.go_back_ms(7_000);
-                }
-            }
-            while engine.step().unwrap() {
-                engine.verify().unwrap();
-            }
-            for (request, receiver) in receivers {
-                let got = &collect_all(receiver.try_iter()).unwrap()[0].0;
-                let expected = Answer::of(&request, capacity.max_context);
-                assert_eq!((&got.tokens, got.reason), (&expected.tokens, expected.reason));
-            }
+            let max_context = capacity.max_context;
+            answers_are_right(&mut engine, &clock, max_context, (seed, round), 4);
             engine.flush().unwrap();
             n_loaded += engine.stats().tier.unwrap().counters.pages_loaded;
         }
