@@ -15,6 +15,7 @@ struct RopeParams {
     const u32* table_rows;  // [T]
     const u32* tables;      // [row][table_len]
     u64 head_bytes;         // of all slots of one head
+    Near near;
     u32 rows;
     u32 n_heads;
     u32 n_kv_heads;
@@ -69,10 +70,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
     const u32 place = p.places[row], token = place % PAGE;
     const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
     Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
+    const u32 frame = frame_of(p.near, slot);
+    Element* copy = frame == NOT_NEAR ? 0 : (Element*)near_page(p.near, kv_head, frame);
     for (u32 i = lane; i < HEAD_DIM; i += 32) {
-        if (is_value)
-            page[value_at(token, i)] = value_element(x[i]);
-        else
-            page[key_at(token, i)] = key_element(x[i]);
+        const u32 at = is_value ? value_at(token, i) : key_at(token, i);
+        const Element y = is_value ? value_element(x[i]) : key_element(x[i]);
+        page[at] = y;
+        if (copy) copy[at] = y;
     }
 }

@@ -1,10 +1,12 @@
 //! The arena of keys and values: `[layer][kv head][slot]`, and inside a page of one head the order
 //! that `kernels/kv.cuh` draws.
 
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, NearCounts};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
+use crate::launch::NearPages;
+use crate::near::Near;
 use crate::pinned::PinnedMemory;
 use crate::sparse::Sparse;
 
@@ -65,6 +67,8 @@ pub struct CudaKv {
     pub(crate) host: Option<PinnedMemory>,
     /// Room for one page on its way out or in: `[layer][kv head]`.
     pub(crate) gate: PinnedMemory,
+    /// Copies of pages on the device, if the arena is on the host.
+    pub(crate) near: Option<Near>,
     /// What top-k attention keeps; its pages are of rows.
     pub(crate) sparse: Option<Sparse>,
 }
@@ -74,7 +78,7 @@ impl CudaKv {
         device: &Device,
         shape: KvShape,
         slots: KvSlots,
-        is_on_host: bool,
+        n_near: Option<u32>,
     ) -> Result<Self, DeviceError> {
         if shape.page_len as usize != PAGE_LEN {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
@@ -90,17 +94,18 @@ impl CudaKv {
         let bytes =
             |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
         let n_bytes = bytes(slots.device);
-        let arena = if is_on_host {
-            Arena::Host(PinnedMemory::new(device, n_bytes, "the KV cache on the host")?)
-        } else {
-            Arena::Device(device.alloc(n_bytes, "the KV cache")?)
+        let arena = match n_near {
+            Some(_) => Arena::Host(PinnedMemory::new(device, n_bytes, "the KV cache on the host")?),
+            None => Arena::Device(device.alloc(n_bytes, "the KV cache")?),
         };
+        let near = |n| Near::new(device, page.bytes() * heads, slots.device, n);
+        let near = n_near.map(near).transpose()?;
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
-        Ok(CudaKv { shape, page, slots, arena, host, gate, sparse: None })
+        Ok(CudaKv { shape, page, slots, arena, host, gate, near, sparse: None })
     }
 
     /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
@@ -125,6 +130,33 @@ impl CudaKv {
     /// Bytes of all device slots of one head.
     pub(crate) fn head_bytes(&self) -> u64 {
         self.page.bytes() as u64 * u64::from(self.slots.device)
+    }
+
+    /// Where the copies of a layer's pages are.
+    pub(crate) fn near_pages(&self, layer: u32) -> NearPages {
+        let none = NearPages { frames: 0, layer: 0, head_bytes: 0 };
+        self.near.as_ref().map_or(none, |near| {
+            let head_bytes = self.page.bytes() as u64 * u64::from(near.n_frames);
+            let heads = u64::from(layer) * u64::from(self.shape.n_kv_heads);
+            let layer = near.pages.address() + heads * head_bytes;
+            NearPages { frames: near.map.address(), layer, head_bytes }
+        })
+    }
+
+    /// These pages were written, but not their copies on the device.
+    pub(crate) fn forget_near(
+        &self,
+        device: &Device,
+        slots: impl Iterator<Item = Slot>,
+    ) -> Result<(), DeviceError> {
+        self.near.as_ref().map_or(Ok(()), |near| near.forget(device, slots))
+    }
+
+    /// Rows that were copied to the device because they were missing there.
+    pub(crate) fn near_counts(&self) -> NearCounts {
+        let n_loaded = self.near.as_ref().map_or(0, Near::n_loaded);
+        let rows = (PAGE_LEN * self.n_heads()) as u64;
+        NearCounts { n_brought: 0, n_filled: n_loaded * rows }
     }
 
     /// Where the heads of a layer start.

@@ -30,9 +30,9 @@ pub struct CudaConfig {
     pub l2_prefetch: u32,
     /// Whether every kernel is queued by itself, and no pass is recorded.
     pub is_eager: bool,
-    /// Whether pages are in pinned memory of the host, and only what is attended to on the device: for
-    /// top-k attention. Attention to everything reads them over the link.
-    pub kv_on_host: bool,
+    /// If given, pages are far, in pinned memory of the host, and this many of them have copies on the
+    /// device: for top-k attention.
+    pub near_pages: Option<u32>,
 }
 
 impl Cuda {
@@ -52,9 +52,15 @@ impl Cuda {
             is_exact: config.is_exact,
             l2_prefetch: config.l2_prefetch,
             is_eager: config.is_eager,
-            kv_on_host: config.kv_on_host,
+            near_pages: config.near_pages,
             scratch: Mutex::new(Scratch::default()),
         })
+    }
+
+    /// Keeps pages far from now on, and copies of this many on the device; see
+    /// [`CudaConfig::near_pages`].
+    pub fn keep_near_pages(&mut self, n: u32) {
+        self.near_pages = Some(n);
     }
 
     /// Free and total bytes of the device.

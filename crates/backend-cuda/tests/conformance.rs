@@ -11,11 +11,16 @@ use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 
 /// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.
 fn gpu(is_exact: bool) -> Option<Cuda> {
+    open(is_exact, None)
+}
+
+/// The same with pages that are far, if so many of them are to have copies on the device.
+fn open(is_exact: bool, near_pages: Option<u32>) -> Option<Cuda> {
     if std::env::var_os("FEW_CASES").is_some() {
         conformance::take_few_cases();
     }
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    match Cuda::open(0, CudaConfig { cache_dir, is_exact, ..CudaConfig::default() }) {
+    match Cuda::open(0, CudaConfig { cache_dir, is_exact, near_pages, ..CudaConfig::default() }) {
         Ok(cuda) => Some(cuda),
         Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
             println!("SKIPPED: {error}");
@@ -88,6 +93,11 @@ macro_rules! judged_topk {
             #[test]
             fn $check() {
                 on_the_gpu(stringify!($check), conformance::$check);
+                for near_pages in [2, 7] {
+                    let Some(cuda) = open(false, Some(near_pages)) else { return };
+                    println!("{}, {near_pages} pages near", stringify!($check));
+                    conformance::$check(&cuda);
+                }
             }
         )*
     };

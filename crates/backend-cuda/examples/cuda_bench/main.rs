@@ -33,6 +33,8 @@ type Outcome = Result<(), Box<dyn Error>>;
 
 /// Layers that take turns.
 const N_LAYERS: u32 = 4;
+/// Copies on the device of pages that are on the host.
+const NEAR_PAGES: u32 = 256;
 
 /// What was measured, for people and as JSON.
 #[derive(Default)]
@@ -64,8 +66,8 @@ fn main() -> Outcome {
     let has = |word: &str| words.iter().any(|found| found == word);
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let l2_prefetch = if has("l2") { 3 } else { 0 };
-    let (is_eager, kv_on_host) = (has("eager"), has("host"));
-    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager, kv_on_host };
+    let (is_eager, near_pages) = (has("eager"), has("host").then_some(NEAR_PAGES));
+    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager, near_pages };
     let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };

@@ -4,7 +4,7 @@ use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
 
 use super::merge::{MergeParams, MergeShape};
-use super::{Address, count, params};
+use super::{Address, NearPages, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::{Device, Kernel};
@@ -62,6 +62,7 @@ params! {
         n_tasks: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
@@ -85,6 +86,7 @@ params! {
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
@@ -381,6 +383,7 @@ impl Attention<'_> {
             n_tasks: self.plan.n_split_parts(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
@@ -447,6 +450,7 @@ impl Attention<'_> {
             table_rows: self.plan.table_rows(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,

@@ -27,6 +27,7 @@ const THREADS: u32 = 256;
 #[derive(Clone, Copy)]
 pub(crate) struct Tiers {
     pub(crate) device: Address,
+    pub(crate) n_device: u32,
     /// Where slots behind the device's are, and how many.
     pub(crate) host: Address,
     pub(crate) n_host: u32,
@@ -38,6 +39,7 @@ impl Tiers {
     fn of(kv: &CudaKv) -> Self {
         Tiers {
             device: kv.arena.address(),
+            n_device: kv.slots.device,
             host: kv.host.as_ref().map_or(0, PinnedMemory::address),
             n_host: kv.slots.host,
             page_bytes: kv.page.bytes(),
@@ -52,7 +54,8 @@ pub(crate) fn copy_pages(
     kv: &mut CudaKv,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
-    copy_between(device, kernel, kv, Tiers::of(kv), copies)
+    copy_between(device, kernel, kv, Tiers::of(kv), copies)?;
+    kv.forget_near(device, copies.iter().map(|copy| copy.target))
 }
 
 /// Copies a page's bytes to the host, and waits.
@@ -91,7 +94,8 @@ pub(crate) fn write_page(
     if slot.0 < kv.slots.device {
         // Nothing that uses the gate is queued, because everything that did was waited for.
         kv.gate.write(0, source);
-        return pass_gate(device, kernel, kv, slot, false);
+        pass_gate(device, kernel, kv, slot, false)?;
+        return kv.forget_near(device, std::iter::once(slot));
     }
     device.wait()?;
     let starts = kv.host_starts(slot);
@@ -130,7 +134,7 @@ pub(crate) fn copy_between(
         return Ok(());
     }
     let list: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.source.0, copy.target.0]).collect();
-    let n_slots = kv.slots.device + tiers.n_host;
+    let n_slots = tiers.n_device + tiers.n_host;
     assert!(list.as_flattened().iter().all(|&slot| slot < n_slots), "slots of the arena");
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
@@ -138,7 +142,7 @@ pub(crate) fn copy_between(
         device: tiers.device,
         host: tiers.host,
         copies: on_device.address(),
-        n_device: kv.slots.device,
+        n_device: tiers.n_device,
         n_host: tiers.n_host,
         page_bytes: count(tiers.page_bytes),
         n_copies: count(list.len()),

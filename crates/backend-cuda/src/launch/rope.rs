@@ -3,7 +3,7 @@
 use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
 use nuthatch_types::LayerIdx;
 
-use super::{Address, count, params};
+use super::{Address, NearPages, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::{Device, Kernel};
@@ -35,6 +35,7 @@ params! {
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         rows: u32,
         n_heads: u32,
         n_kv_heads: u32,
@@ -102,6 +103,7 @@ pub(crate) fn rope_append(
         table_rows: plan.table_rows(),
         tables: plan.tables,
         head_bytes: kv.head_bytes(),
+        near: kv.near_pages(layer.0),
         rows: count(plan.n_rows()),
         n_heads: spec.n_heads,
         n_kv_heads,

@@ -74,9 +74,8 @@ pub(crate) fn shift_pages(
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: block `i` touches the asserted slots of head `i`. The lists are freed after the kernel
     // has run, because freeing waits.
-    unsafe {
-        device.launch(&plan.kernels_of(kv).shift, (heads, 1), THREADS, &params)
-    }
+    unsafe { device.launch(&plan.kernels_of(kv).shift, (heads, 1), THREADS, &params) }?;
+    kv.forget_near(device, shifts.iter().map(|shift| shift.target))
 }
 
 fn shift_of(shift: &PageShift) -> Shift {

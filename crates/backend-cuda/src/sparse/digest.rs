@@ -107,6 +107,7 @@ impl DigestArena {
             tables: 0,
             slots: 0,
             head_bytes: kv.head_bytes(),
+            near: kv.near_pages(head as u32 / kv.shape.n_kv_heads),
             digest_head_bytes: self.head_bytes(kv),
             frame_stride: self.frame_stride(kv),
             rows: 0,
@@ -170,6 +171,7 @@ impl Cuda {
             let host = digest.host.as_ref().map_or(0, PinnedMemory::address);
             let tiers = Tiers {
                 device: digest.device.address(),
+                n_device: kv.slots.device,
                 host,
                 n_host: kv.slots.host,
                 page_bytes: digest.page_bytes,

@@ -74,6 +74,7 @@ impl Cuda {
             layer: kv.layer_address(layer.0),
             tables: plan.tables,
             head_bytes: kv.head_bytes(),
+            near: kv.near_pages(layer.0),
             table_len: plan.table_len,
             padding: 0,
         };
