@@ -221,6 +221,9 @@ impl Backend for Cuda {
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
         self.prepare_near(plan, kv)?;
+        if kv.near.is_some() && kv.sparse.is_some() && !plan.is_decode() {
+            plan.begin_far(&self.device)?;
+        }
         if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
             return Ok(Pass::Needed);
         }
@@ -237,6 +240,7 @@ impl Backend for Cuda {
     }
 
     fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
+        plan.end_far(&self.device)?;
         plan.recordings.end(&self.device)
     }
 

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nuthatch_backend::{BatchLayout, DeviceError, PlanShape};
 use nuthatch_types::Slot;
 
+use crate::branch::Branch;
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{CudaKv, PAGE_LEN, PageShape};
@@ -117,6 +118,10 @@ pub struct CudaPlan {
     /// Layers that were decided about before their turn: an even one, and an odd one.
     pub(crate) ahead: [Cell<Option<usize>>; 2],
     parts: Parts,
+    /// While a pass is queued that is no decode: where pages that are far are written.
+    pub(crate) far: Option<Branch>,
+    /// What it was before and will be again.
+    idle_far: Option<Branch>,
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
     pub(crate) recordings: Recordings,
@@ -162,6 +167,8 @@ impl CudaPlan {
             slots: Slots::default(),
             step: 0,
             parts: Parts::default(),
+            far: None,
+            idle_far: None,
             vocab: Cell::new(0),
             recordings: Recordings::default(),
         })
@@ -217,6 +224,23 @@ impl CudaPlan {
     /// `[row][table_len]` the slots of all tables.
     pub(crate) fn slots(&self) -> MutexGuard<'_, Vec<u32>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Pages that are far are written beside the pass that begins.
+    pub(crate) fn begin_far(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if self.far.is_none() {
+            let idle = self.idle_far.take();
+            self.far = Some(idle.map_or_else(|| Branch::new(device), Ok)?);
+        }
+        Ok(())
+    }
+
+    /// What comes after the pass begins after they are written.
+    pub(crate) fn end_far(&mut self, device: &Device) -> Result<(), DeviceError> {
+        let Some(branch) = self.far.take() else { return Ok(()) };
+        branch.join(device, 0)?;
+        self.idle_far = Some(branch);
+        Ok(())
     }
 
     fn word(&self, at: usize) -> u64 {

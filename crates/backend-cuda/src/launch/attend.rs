@@ -148,6 +148,7 @@ const STEP: usize = 32;
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
     pub(crate) rope: Kernel,
+    pub(crate) write_far: Kernel,
     pub(crate) shift: Kernel,
     pub(crate) attend: Attend,
 }

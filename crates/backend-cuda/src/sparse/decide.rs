@@ -14,7 +14,7 @@ use cudarc::driver::CudaStream;
 use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
-use crate::branch::Branch;
+use crate::branch::{Branch, LINK_BLOCKS};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::{Arena, CudaKv};
@@ -32,9 +32,6 @@ use super::room::{Room, RoomShape, Seats};
 use super::rules::DeviceRules;
 
 pub(super) const WHAT: &str = "top-k attention";
-/// Blocks that bring rows over the link: 0.89 to 0.98 of the copy engine's rate from 4 MiB on, where
-/// eight reach 0.75 to 0.88, and more no more (`kernels/lab/sparse`, one H200).
-const LINK_BLOCKS: u32 = 16;
 
 /// What decides.
 pub(crate) struct Decider {
