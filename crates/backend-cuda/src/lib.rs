@@ -49,8 +49,8 @@ pub use compile::{Extent, compile_all};
 use device::Device;
 pub use error::{CompileError, OpenError};
 use graph::PassKey;
-pub use kv::CudaKv;
 use kv::PageShape;
+pub use kv::{CudaKv, FarPages};
 use launch::attend::{AttendKernels, Attention};
 use launch::draw::Draws;
 use launch::matmul::Target;
@@ -78,7 +78,7 @@ pub struct Cuda {
     is_exact: bool,
     l2_prefetch: u32,
     is_eager: bool,
-    near_pages: Option<u32>,
+    far: Option<FarPages>,
     scratch: Mutex<Scratch>,
 }
 
@@ -158,7 +158,7 @@ impl Backend for Cuda {
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
-        CudaKv::new(&self.device, shape, slots, self.near_pages)
+        CudaKv::new(&self.device, shape, slots, self.far)
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<CudaTables, DeviceError> {
@@ -231,7 +231,7 @@ impl Backend for Cuda {
             n_rows: plan.n_rows(),
             deciding: plan.deciding.clone(),
             tables: (plan.tables, plan.table_len),
-            arena: (kv.arena.address(), kv.slots.device),
+            arena: (kv.head_address(0), kv.slots.device),
             scratch: self.scratch_generation(),
         };
         plan.check_tokens_again();

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, OpenError};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
 use nuthatch_engine::topk::{NearPlan, Policy, Stats};
 use nuthatch_engine::{
-    Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, LoadedModel, Pages,
-    SharedClock, Sizes, TopKOptions, TopKStats,
+    Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, LoadedModel, NearSizes,
+    Pages, SharedClock, Sizes, TopKOptions, TopKStats,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles, topk_shape};
 use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
@@ -160,15 +160,16 @@ impl Device {
                 most(|policy| policy.sinks),
                 most(|policy| policy.recent),
             ),
+            keeps_layers: topk.offload.is_some_and(|offload| offload.keeps_heads),
         })
     }
 
-    /// Keeps copies of this many pages; nobody else has the device yet.
-    pub(crate) fn keep_near_pages(&mut self, n: u32) {
+    /// Pages are far; nobody else has the device yet.
+    pub(crate) fn keep_far(&mut self, near: &NearSizes) {
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
         {
-            cuda.keep_near_pages(n);
+            cuda.keep_far(FarPages { n_near: near.n_pages, n_resident: near.n_layers });
         }
     }
 

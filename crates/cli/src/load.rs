@@ -125,7 +125,7 @@ impl Prepared {
                 config.sparse.kv_file().is_none(),
                 "--kv-offload disk: a GPU reads pages from the host's memory only"
             );
-            device.keep_near_pages(near.n_pages);
+            device.keep_far(near);
         }
         let slow = SlowOptions {
             disk: config.disk.clone(),
@@ -256,9 +256,13 @@ fn describe_memory(sizes: &Sizes) -> String {
         bytes => format!(", top-k attention {}", Bytes(bytes)),
     };
     if let Some(near) = &sizes.near {
+        let layers = match near.n_layers {
+            0 => String::new(),
+            n => format!(", {n} whole layers {}", Bytes(near.layers)),
+        };
         return format!(
             "on the device {}: weights {}, working memory {}{deciding}, digests {}, copies of {} \
-             pages {}; on the host {}: KV of {} pages of {} tokens, {}",
+             pages {}{layers}; on the host {}: KV of {} pages of {} tokens, {}",
             Bytes(sizes.total() - sizes.host_kv),
             Bytes(sizes.weights),
             Bytes(sizes.working),

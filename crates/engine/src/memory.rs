@@ -308,7 +308,8 @@ impl Sizes {
         let n_host_pages = (request.host_bytes / page_bytes).min(pages_countable - n_pages);
         let countable = |n: u64| u32::try_from(n).expect("at most 2^32 - 1 tokens");
         let near = far.map(|room| room.near(request, n_pages));
-        let far_bytes = near.map_or(0, |_| n_pages * request.kv.page_bytes() as u64);
+        let far_bytes =
+            near.map_or(0, |near| n_pages * request.kv.page_bytes() as u64 - near.layers);
         Ok(Sizes {
             n_pages: countable(n_pages),
             n_host_pages: countable(n_host_pages),
@@ -320,7 +321,7 @@ impl Sizes {
             max_seqs: request.max_seqs,
             max_rows: request.max_rows,
             weights: request.weights,
-            kv: near.map_or(n_pages * page_bytes, |near| near.copies + near.digests),
+            kv: near.map_or(n_pages * page_bytes, |near| near.bytes()),
             host_kv: far_bytes + n_host_pages * page_bytes,
             near,
             working: working_bytes(request),

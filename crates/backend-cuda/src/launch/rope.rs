@@ -138,7 +138,9 @@ pub(crate) fn rope_append(
     // entries the executor has checked against the arena.
     unsafe { device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params) }?;
     match &plan.far {
-        Some(branch) if n_kv_heads > 0 => write_far(device, plan, layer, kv, branch),
+        Some(branch) if n_kv_heads > 0 && kv.is_far(layer.0) => {
+            write_far(device, plan, layer, kv, branch)
+        }
         _ => Ok(()),
     }
 }

@@ -141,7 +141,9 @@ impl Cuda {
     /// Gives copies to the pages that a batch wants near; once for each batch.
     pub(crate) fn prepare_near(&self, plan: &CudaPlan, kv: &CudaKv) -> Result<(), DeviceError> {
         // Only kernels for pages of rows know of copies.
-        let Some(near) = kv.near.as_ref().filter(|_| kv.sparse.is_some()) else { return Ok(()) };
+        let (Some(near), Some(run), true) = (&kv.near, kv.far_run(), kv.sparse.is_some()) else {
+            return Ok(());
+        };
         let mut state = near.state();
         if state.step == plan.step {
             return Ok(());
@@ -153,15 +155,16 @@ impl Cuda {
         let tiers = Tiers {
             device: near.pages.address(),
             n_device: near.n_frames,
-            host: kv.arena.address(),
+            host: run.address,
             n_host: kv.slots.device,
             page_bytes: kv.page.bytes(),
+            n_heads: run.n,
         };
         let copy = |load: &frames::Load| PageCopy {
             source: Slot(near.n_frames + load.slot),
             target: Slot(load.frame),
         };
         let copies: Vec<PageCopy> = loads.iter().map(copy).collect();
-        copy::copy_between(&self.device, &self.common.copy, kv, tiers, &copies)
+        copy::copy_between(&self.device, &self.common.copy, tiers, &copies)
     }
 }

@@ -17,7 +17,7 @@ use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, Sco
 use crate::branch::{Branch, LINK_BLOCKS};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
-use crate::kv::{Arena, CudaKv};
+use crate::kv::CudaKv;
 use crate::launch::sparse::{GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
@@ -356,10 +356,8 @@ impl Cuda {
             stride: count(decider.room.stride),
             n_zeros: count(TALLY_ZEROS),
         };
-        let blocks = match at.kv.arena {
-            Arena::Device(_) => self.device.n_multiprocessors(),
-            Arena::Host(_) => LINK_BLOCKS,
-        };
+        let is_far = at.kv.is_far(at.layer.0);
+        let blocks = if is_far { LINK_BLOCKS } else { self.device.n_multiprocessors() };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 

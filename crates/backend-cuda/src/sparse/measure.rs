@@ -99,7 +99,7 @@ impl Cuda {
         let room = scratch.picked(&self.device, &sizes)?;
         assert!(bytes as u64 <= kv.head_bytes() * kv.n_heads() as u64, "bytes of the arena");
         self.device.enter()?;
-        let (target, source) = (room.pages.address(), kv.arena.address());
+        let (target, source) = (room.pages.address(), kv.head_address(0));
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: both ranges are inside live allocations, as asserted, at addresses that the driver knows
         // the kind of.

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   host     [ pages ............................ | swap space ]
-//!   device   [ weights | working memory | what it decides by | digests | copies of pages ]
-//!                                        └────────── the near budget ─────────────────┘
+//!   device   [ weights | working memory | what it decides by | digests | copies | whole layers ]
+//!                                        └──────────────── the near budget ─────────────────┘
 //! ```
 
 use super::{Budget, MemoryError, SizeRequest, kv_budget, pages_per_seq, working_bytes};
@@ -18,6 +18,8 @@ pub struct FarRequest {
     pub near_budget: Option<u64>,
     /// Pages of each decoding sequence that should have copies.
     pub pages_per_seq: u32,
+    /// Whether the pages of the first layers stay on the device, of as many as the budget allows.
+    pub keeps_layers: bool,
 }
 
 /// What a device keeps of pages that are far.
@@ -27,8 +29,19 @@ pub struct NearSizes {
     pub n_pages: u32,
     /// Bytes of the copies.
     pub copies: u64,
+    /// First layers whose pages are not far.
+    pub n_layers: u32,
+    /// Bytes of their pages.
+    pub layers: u64,
     /// Bytes of the digests of all pages.
     pub digests: u64,
+}
+
+impl NearSizes {
+    /// All of it.
+    pub fn bytes(&self) -> u64 {
+        self.copies + self.layers + self.digests
+    }
 }
 
 /// How many pages there may be, and what is left for copies.
@@ -41,6 +54,8 @@ pub(super) struct FarRoom {
     /// Copies that are needed, and that are made unless the budget says otherwise.
     least: u64,
     usual: u64,
+    keeps_layers: bool,
+    has_budget: bool,
 }
 
 impl FarRoom {
@@ -92,20 +107,30 @@ impl FarRoom {
             n_digests: n_least + rest / digest,
             near_most: budget - deciding,
             least,
-            usual: match far.near_budget {
-                Some(_) => u64::MAX,
-                None => least + pages_per_seq(request, max_context),
-            },
+            usual: least + pages_per_seq(request, max_context),
+            keeps_layers: far.keeps_layers && far.near_budget.is_some(),
+            has_budget: far.near_budget.is_some(),
         })
     }
 
     /// What is kept near of so many pages.
     pub(super) fn near(&self, request: &SizeRequest, n_pages: u64) -> NearSizes {
-        let (page, digests) = (request.kv.page_bytes() as u64, n_pages * request.digest_page_bytes);
-        let n_room = self.near_most.saturating_sub(digests) / page;
-        let n = n_room.max(self.least).min(self.usual).min(n_pages);
-        let n_pages = u32::try_from(n).expect("no more than there are pages");
-        NearSizes { n_pages, copies: n * page, digests }
+        let all = u64::from(request.kv.n_layers);
+        let (layer, digests) =
+            (request.kv.page_bytes() as u64 / all, n_pages * request.digest_page_bytes);
+        let room = self.near_most.saturating_sub(digests);
+        // A prompt's copies come first: it is read by every chunk of it.
+        let usual = self.usual.min(n_pages);
+        let fits = |n: &u64| n_pages * layer * n + usual * layer * (all - n) <= room;
+        let n_layers = (0..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
+        let layers = n_pages * layer * n_layers;
+        let far_bytes = layer * (all - n_layers);
+        let n_room = (room - layers).checked_div(far_bytes).unwrap_or(0);
+        let most = if self.has_budget { n_pages } else { usual };
+        let n = n_room.max(self.least).min(most);
+        let countable = |n: u64| u32::try_from(n).expect("no more than there are pages or layers");
+        let (n_pages, n_layers) = (countable(n), countable(n_layers));
+        NearSizes { n_pages, copies: n * far_bytes, n_layers, layers, digests }
     }
 }
 
@@ -120,7 +145,12 @@ mod tests {
     /// A hundred thousand tokens of Llama-3-8B, 12.2 GiB, with digests of 32 bytes and two sequences.
     fn far(near_budget: Option<u64>) -> SizeRequest {
         SizeRequest {
-            far: Some(FarRequest { host_usable: 100 * GIB, near_budget, pages_per_seq: 14 }),
+            far: Some(FarRequest {
+                host_usable: 100 * GIB,
+                near_budget,
+                pages_per_seq: 14,
+                keeps_layers: false,
+            }),
             digest_page_bytes: 256 * 16 * 34,
             deciding: GIB,
             max_context: Some(100_000),
@@ -149,6 +179,28 @@ mod tests {
     }
 
     #[test]
+    fn first_layers_stay_as_far_as_the_budget_goes() {
+        let with = |near_budget| {
+            let mut request = far(Some(near_budget));
+            request.far = request.far.map(|far| FarRequest { keeps_layers: true, ..far });
+            Sizes::compute(&SizeRequest { available: 128 * GIB, ..request }).unwrap()
+        };
+        // A layer's pages are 781 MiB, and copies of a sequence's 12.3 GiB.
+        let few = with(12 * GIB).near.unwrap();
+        assert_eq!((few.n_layers, few.layers), (0, 0));
+        let sizes = with(20 * GIB);
+        let near = sizes.near.unwrap();
+        assert_eq!((near.n_layers, near.layers), (13, 13 * 12_500 << 16));
+        assert_eq!(near.copies, u64::from(near.n_pages) * (19 << 16));
+        assert_eq!(sizes.host_kv, 12_500 * (19 << 16));
+        let used = sizes.deciding + sizes.kv;
+        assert!(near.n_pages >= 6312 && used <= 20 * GIB, "{near:?}");
+        // With room for everything nothing is far.
+        let all = with(40 * GIB);
+        assert_eq!((all.near.unwrap().n_layers, all.host_kv), (32, 0));
+    }
+
+    #[test]
     fn digests_bound_the_pages() {
         // One sequence's, the least copies, and digests of a thousand pages more.
         let digest = 256 * 16 * 34;
@@ -168,7 +220,12 @@ mod tests {
 
     #[test]
     fn each_memory_has_its_bound() {
-        let small = FarRequest { host_usable: 12 * GIB, near_budget: None, pages_per_seq: 14 };
+        let small = FarRequest {
+            host_usable: 12 * GIB,
+            near_budget: None,
+            pages_per_seq: 14,
+            keeps_layers: false,
+        };
         let error = Sizes::compute(&SizeRequest { far: Some(small), ..far(None) }).unwrap_err();
         assert!(matches!(error, MemoryError::Context { fits: 98_304, .. }), "{error}");
         let swap = SizeRequest { host_bytes: 90 * GIB, ..far(None) };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use nuthatch_backend::Backend;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 use nuthatch_engine::topk::Counts;
 use nuthatch_engine::{
     Engine, EngineHandle, EngineOptions, Executor, LoadedModel, Offload, SharedClock, Submission,
@@ -288,16 +288,16 @@ fn far_pages_change_nothing_in_simulations() {
     }
 }
 
-/// The same on a GPU, whose pages are far and of which few, or many, have copies on the device. Without
-/// a driver nothing is judged, and the output shows it.
+/// The same on a GPU, whose pages are far, but perhaps those of the first layers, and of which few, or many, have
+/// copies on the device. Without a driver nothing is judged, and the output shows it.
 #[test]
 #[expect(clippy::print_stdout, reason = "a skip must be seen")]
 fn far_pages_change_nothing_on_a_gpu() {
     const BY_THE_HOST: &str = "hata:64,k=12,sinks=4,recent=8,reuse=lru(page=4,capacity=2)";
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    let open = |near_pages| {
+    let open = |far| {
         let cache_dir = cache_dir.clone();
-        Cuda::open(0, CudaConfig { cache_dir, near_pages, ..CudaConfig::default() })
+        Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() })
     };
     if let Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) = open(None) {
         println!("SKIPPED: {error}");
@@ -308,10 +308,10 @@ fn far_pages_change_nothing_on_a_gpu() {
         let policies = POLICIES.iter().copied().chain([BY_THE_HOST]);
         let policy = policies.cycle().nth(seed as usize).unwrap();
         for kv_dtype in [KvDtype::F32, KvDtype::F16] {
-            let run = |near_pages| {
+            let run = |far| {
                 simulate(seed, |pool, max_rows| {
                     let (pool, clock) = (Pool { spill: false, ..pool }, HandClock::default());
-                    let device = (open(near_pages).unwrap(), Arc::new(clock) as SharedClock);
+                    let device = (open(far).unwrap(), Arc::new(clock) as SharedClock);
                     let (path, options) = (folder("llama3"), EngineOptions::default());
                     let steps = (max_rows, kv_dtype);
                     load_on(device, &path, pool, &options, steps, Some(&topk(policy))).unwrap()
@@ -320,9 +320,9 @@ fn far_pages_change_nothing_on_a_gpu() {
             let here = run(None);
             assert!(!here.is_empty());
             n_answers += here.len();
-            for near_pages in [2, 5, 64] {
-                let found = run(Some(near_pages));
-                assert_eq!(found, here, "seed {seed}, {policy}, {kv_dtype}, {near_pages} near");
+            for (n_near, n_resident) in [(2, 0), (5, 1), (64, 0)] {
+                let far = FarPages { n_near, n_resident };
+                assert_eq!(run(Some(far)), here, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
             }
         }
         println!("seed {seed}, {policy}: the same answers");

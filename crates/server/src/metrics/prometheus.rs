@@ -309,8 +309,12 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
         let name = "nuthatch:kv_near_bytes";
         let what = "Bytes on the device for pages that are on the host.";
         page.head(name, "gauge", what);
-        let parts =
-            [("deciding", sizes.deciding), ("digests", near.digests), ("copies", near.copies)];
+        let parts = [
+            ("deciding", sizes.deciding),
+            ("digests", near.digests),
+            ("copies", near.copies),
+            ("layers", near.layers),
+        ];
         for (part, bytes) in parts {
             page.line(name, &format!("part=\"{part}\""), bytes as f64);
         }
