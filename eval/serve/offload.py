@@ -87,7 +87,9 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--words", default="", help="for every server")
     parser.add_argument("--sparse", default="auto")
-    parser.add_argument("--budget", default="640MiB", help="for the server in which some give way")
+    parser.add_argument("--budget", default="640MiB", help="of the second server with far pages")
+    parser.add_argument("--few", default="--max-model-len 4096 --kv-cache-memory-bytes 160MB",
+                        help="for the third, in which some give way")
     parser.add_argument("--sentences", type=int, default=150)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=12)
@@ -123,11 +125,17 @@ def main():
         if must and n < len(expected):
             problems.append(what)
 
+    # Short questions with long answers all begin, and then have no room.
+    growing = [story(20, 500_000 + 1000 * i) for i in range(n)]
+    n_grown = 400
+
     with Serve(args.binary, *words) as server:
         expected = {}
         for name, prompts in sets.items():
             expected[name], seconds = crowd(server, prompts, args.tokens)
             print(f"here, {name}: {n} answers of {args.tokens} tokens in {seconds:.2f} s")
+        grown, seconds = crowd(server, growing, n_grown)
+        print(f"here, growing: {n} answers of {n_grown} tokens in {seconds:.2f} s")
         metrics(server)
 
     with Serve(args.binary, *words, *far) as server:
@@ -144,15 +152,26 @@ def main():
             compare(f"far, {args.budget}, {name}", found, expected[name], seconds, must=False)
         metrics(server)
         server.end()
+
+    with Serve(args.binary, *words, *far, *args.few.split()) as server:
+        found, seconds = crowd(server, growing, n_grown)
+        check(all(len(a[1]) == n_grown for a in found), "answers are whole")
+        compare("far, few pages, growing", found, grown, seconds, must=False)
+        counted = metrics(server)
+        n_preempted = counted["nuthatch:preemptions_by_cause_total:pages_short"]
+        check(n_preempted > 0, "nobody gave way")
+        server.end()
     check(not problems, problems)
     print(f"{n_checks()} checks")
 
 
 def metrics(server):
     wanted = ("topk", "near", "far", "preempt", "swap")
-    for name, value in server.metrics().items():
+    found = server.metrics()
+    for name, value in found.items():
         if any(word in name for word in wanted):
             print(f"    {name} {value:g}")
+    return found
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 //! A copy is only that: what is written goes to the page too. So a frame can be given to another page at
 //! any time, and the one that was not wanted for longest is.
 
-use std::collections::BTreeSet;
-
 /// Slots without a copy; `NOT_NEAR` of `kv.cuh`.
 const NOT_NEAR: u32 = u32::MAX;
 
@@ -31,8 +29,8 @@ pub(super) struct Frames {
     frames: Vec<u32>,
     /// `[frame]` whose copy it holds, and when that was last wanted.
     holds: Vec<(Option<u32>, u64)>,
-    /// Those again, by when they were last wanted.
-    order: BTreeSet<(u64, u32)>,
+    /// Those again, in the order in which they were last wanted.
+    order: Order,
     now: u64,
     /// Slots from the first to the last whose frame has changed.
     changed: Option<(u32, u32)>,
@@ -45,7 +43,7 @@ impl Frames {
         Frames {
             frames: vec![NOT_NEAR; n_slots as usize],
             holds: vec![(None, 0); n_frames as usize],
-            order: (0..n_frames).map(|frame| (0, frame)).collect(),
+            order: Order::new(n_frames),
             now: 0,
             // The device has not seen any of it.
             changed: n_slots.checked_sub(1).map(|last| (0, last)),
@@ -80,9 +78,8 @@ impl Frames {
             return;
         };
         self.set(slot, NOT_NEAR);
-        let (_, wanted_at) = std::mem::take(&mut self.holds[frame as usize]);
-        self.order.remove(&(wanted_at, frame));
-        self.order.insert((0, frame));
+        self.holds[frame as usize] = (None, 0);
+        self.order.make_first(frame);
     }
 
     /// What the device has to know: the frames of slots from the first on that has changed.
@@ -95,9 +92,8 @@ impl Frames {
     fn keep(&mut self, slot: u32) {
         let frame = self.frames[slot as usize];
         if frame != NOT_NEAR {
-            let wanted_at = std::mem::replace(&mut self.holds[frame as usize].1, self.now);
-            self.order.remove(&(wanted_at, frame));
-            self.order.insert((self.now, frame));
+            self.holds[frame as usize].1 = self.now;
+            self.order.make_last(frame);
         }
     }
 
@@ -106,12 +102,14 @@ impl Frames {
         if self.frames[slot as usize] != NOT_NEAR {
             return None;
         }
-        let &(wanted_at, frame) = self.order.first().filter(|(at, _)| *at < self.now)?;
-        self.order.remove(&(wanted_at, frame));
-        self.order.insert((self.now, frame));
-        if let (Some(before), _) =
-            std::mem::replace(&mut self.holds[frame as usize], (Some(slot), self.now))
-        {
+        let frame = self.order.first()?;
+        let holds = &mut self.holds[frame as usize];
+        if holds.0.is_some() && holds.1 == self.now {
+            return None;
+        }
+        let (before, _) = std::mem::replace(holds, (Some(slot), self.now));
+        self.order.make_last(frame);
+        if let Some(before) = before {
             self.set(before, NOT_NEAR);
         }
         self.set(slot, frame);
@@ -125,8 +123,56 @@ impl Frames {
     }
 }
 
+/// Frames in an order, as a ring of neighbours: the one behind all of them stands between last and first.
+#[derive(Debug)]
+struct Order {
+    /// Before and behind each.
+    neighbours: Vec<(u32, u32)>,
+}
+
+impl Order {
+    fn new(n: u32) -> Self {
+        let neighbours =
+            (0..=n).map(|i| (if i == 0 { n } else { i - 1 }, if i == n { 0 } else { i + 1 }));
+        Order { neighbours: neighbours.collect() }
+    }
+
+    fn end(&self) -> u32 {
+        self.neighbours.len() as u32 - 1
+    }
+
+    fn first(&self) -> Option<u32> {
+        let (_, first) = self.neighbours[self.end() as usize];
+        (first != self.end()).then_some(first)
+    }
+
+    fn make_first(&mut self, frame: u32) {
+        self.take_out(frame);
+        self.put_between(self.end(), frame, self.neighbours[self.end() as usize].1);
+    }
+
+    fn make_last(&mut self, frame: u32) {
+        self.take_out(frame);
+        self.put_between(self.neighbours[self.end() as usize].0, frame, self.end());
+    }
+
+    fn take_out(&mut self, frame: u32) {
+        let (before, behind) = self.neighbours[frame as usize];
+        self.neighbours[before as usize].1 = behind;
+        self.neighbours[behind as usize].0 = before;
+    }
+
+    fn put_between(&mut self, before: u32, frame: u32, behind: u32) {
+        self.neighbours[frame as usize] = (before, behind);
+        self.neighbours[before as usize].1 = frame;
+        self.neighbours[behind as usize].0 = frame;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn wanted(begun: &[u32], seen: &[u32]) -> Wanted {
@@ -207,9 +253,15 @@ mod tests {
                 on_device[first as usize..][..part.len()].copy_from_slice(part);
             }
             assert_eq!(on_device, frames.frames);
-            assert_eq!(frames.order.len(), 12);
-            for (frame, &(slot, at)) in (0..).zip(&frames.holds) {
-                assert!(frames.order.contains(&(at, frame)));
+            let mut order = vec![frames.order.first().unwrap()];
+            while let &(_, next) = &frames.order.neighbours[*order.last().unwrap() as usize]
+                && next != frames.order.end()
+            {
+                order.push(next);
+            }
+            assert_eq!(order.iter().collect::<BTreeSet<_>>().len(), 12);
+            assert!(order.is_sorted_by_key(|&frame| frames.holds[frame as usize].1));
+            for (frame, &(slot, _)) in (0..).zip(&frames.holds) {
                 assert!(slot.is_none_or(|slot| frames.frames[slot as usize] == frame));
             }
             let held: BTreeSet<_> = frames.holds.iter().filter_map(|(slot, _)| *slot).collect();

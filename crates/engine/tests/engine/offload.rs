@@ -291,7 +291,6 @@ fn far_pages_change_nothing_in_simulations() {
 /// The same on a GPU, whose pages are far, but perhaps those of the first layers, and of which few, or many, have
 /// copies on the device. Without a driver nothing is judged, and the output shows it.
 #[test]
-#[expect(clippy::print_stdout, reason = "a skip must be seen")]
 fn far_pages_change_nothing_on_a_gpu() {
     const BY_THE_HOST: &str = "hata:64,k=12,sinks=4,recent=8,reuse=lru(page=4,capacity=2)";
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
