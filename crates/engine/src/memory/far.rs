@@ -190,7 +190,7 @@ mod tests {
         assert_eq!((few.n_layers, few.layers), (0, 0));
         let sizes = with(20 * GIB);
         let near = sizes.near.unwrap();
-        assert_eq!((near.n_layers, near.layers), (13, 13 * 12_500 << 16));
+        assert_eq!((near.n_layers, near.layers), (13, (13 * 12_500) << 16));
         assert_eq!(near.copies, u64::from(near.n_pages) * (19 << 16));
         assert_eq!(sizes.host_kv, 12_500 * (19 << 16));
         let used = sizes.deciding + sizes.kv;
