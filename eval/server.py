@@ -79,6 +79,6 @@ class Serve:
         for line in page.splitlines():
             name, _, value = line.rpartition(" ")
             if name.startswith("nuthatch:"):
-                label = re.search(r'(?:end|reason)="([^"]*)"', name)
+                label = re.search(r'(?:end|reason|heads|kind|part|cause|way)="([^"]*)"', name)
                 found[name.partition("{")[0] + (f":{label.group(1)}" if label else "")] = float(value)
         return found

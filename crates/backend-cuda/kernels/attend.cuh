@@ -53,6 +53,7 @@ struct AttendParams {
     const u32* n_tasks;  // of splits, and beside it how many were taken
     const u32* tables;   // [row][table_len]
     u64 head_bytes;     // of all slots of one head
+    Near near;
     u32 q_stride;       // floats
     u32 table_len;
     u32 n_kv_heads;

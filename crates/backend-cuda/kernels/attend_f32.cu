@@ -12,6 +12,7 @@ struct AttendF32Params {
     const u32* table_rows;  // [T]
     const u32* tables;      // [row][table_len]
     u64 head_bytes;
+    Near near;
     u32 q_stride;  // floats
     u32 table_len;
     u32 n_kv_heads;
@@ -32,7 +33,9 @@ extern "C" __global__ void __launch_bounds__(32) attend_f32(AttendF32Params p) {
     const u32 end = p.places[row] + 1;
     const u32 start = end > p.window ? end - p.window : 0;
     const u32* table = p.tables + (u64)p.table_rows[row] * p.table_len;
-    const u8* pages = p.layer + head / p.group * p.head_bytes;
+    const auto page_of = [&](u32 key) {
+        return (const float*)page_in(p.layer, p.head_bytes, p.near, head / p.group, table[key / PAGE]);
+    };
     float m = -INFINITE, l = 0.0f, o[PIECES];
     UNROLL
     for (int i = 0; i < PIECES; i++) o[i] = 0.0f;
@@ -42,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(32) attend_f32(AttendF32Params p) {
         const bool seen = key >= start && key < end;
         float s = -INFINITE;
         if (seen) {
-            const float* page = (const float*)(pages + (u64)table[key / PAGE] * HEAD_PAGE_BYTES);
+            const float* page = page_of(key);
             s = 0.0f;
             for (u32 i = 0; i < HEAD_DIM; i++) s = __fmaf_rn(q[i], page[key_at(key % PAGE, i)], s);
             s *= p.scale;
@@ -58,8 +61,7 @@ extern "C" __global__ void __launch_bounds__(32) attend_f32(AttendF32Params p) {
         for (u32 j = 0; j < 32; j++) {
             const float w = __shfl_sync(~0u, weight, j);
             if (first + j < start || first + j >= end) continue;
-            const float* page =
-                (const float*)(pages + (u64)table[(first + j) / PAGE] * HEAD_PAGE_BYTES);
+            const float* page = page_of(first + j);
             UNROLL
             for (int i = 0; i < PIECES; i++) {
                 const u32 column = i * 32 + lane;

@@ -53,6 +53,8 @@ DEVICE u32 n_sets(const AttendParams& p) {
     return p.n_kv_heads * ((p.group + 8 * R - 1) / (8 * R));
 }
 
+#define IS_NEAR (1u << 31)  // a frame instead of a slot
+
 // What brings the pages: it is ahead of the computation. The task after the one that is brought is
 // looked up little by little, because each look waits for the one before it.
 template <int R>
@@ -65,6 +67,9 @@ struct Feed {
     u32 n_begun;  // tasks
     // Of the task: its head's pages, those that are seen, its first page and the lane's page's slot.
     const u8* head;
+#if ROWS
+    const u8* near_head;
+#endif
     u32 seen_first, seen_end;
     u32 first_page;
     u32 slot;
@@ -94,14 +99,25 @@ struct Feed {
         if (work.lines != ~0u) work.part = ((const Part*)p.tasks)[part];
     }
 
-    // The slot of the lane's page of a task's chunk.
+    // The slot of the lane's page of a task's chunk, or its frame with the highest bit.
     DEVICE u32 slot_of(const AttendParams& p, const Work& work) {
         if (work.lines == ~0u) return 0;
         const u32 lane = threadIdx.x % 32, n_keys = work.part.n_keys;
         const u32 page = chunk_start(p.cuts, Work::chunk(work)) / PAGE + lane;
         const bool is_seen = page >= first_key_of(n_keys, p.window) / PAGE &&
                              page < (n_keys + PAGE - 1) / PAGE && lane < CHUNK_PAGES;
-        return is_seen ? p.tables[(u64)work.part.table_row * p.table_len + page] : 0;
+        if (!is_seen) return 0;
+        const u32 slot = p.tables[(u64)work.part.table_row * p.table_len + page];
+        const u32 frame = frame_of(p.near, slot);
+        return frame == NOT_NEAR ? slot : IS_NEAR | frame;
+    }
+
+    // Where a page of the task's head is.
+    DEVICE const u8* page_at(const Feed& feed, u32 slot) {
+#if ROWS
+        if (slot & IS_NEAR) return feed.near_head + (u64)(slot & ~IS_NEAR) * HEAD_PAGE_BYTES;
+#endif
+        return feed.head + (u64)slot * HEAD_PAGE_BYTES;
     }
 
     // Begins the next task that has steps, and tells the computation.
@@ -120,6 +136,9 @@ struct Feed {
         if (feed.is_done) return;
         const u32 n_keys = feed.work.part.n_keys, sets = (p.group + 8 * R - 1) / (8 * R);
         feed.head = p.layer + feed.work.lines / sets * p.head_bytes;
+#if ROWS
+        feed.near_head = near_page(p.near, feed.work.lines / sets, 0);
+#endif
         feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
         feed.seen_end = (n_keys + PAGE - 1) / PAGE;
         feed.first_page = chunk_start(p.cuts, Work::chunk(feed.work)) / PAGE;
@@ -144,21 +163,21 @@ struct Splitter {
         }
         const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
         const u32 target = ring + feed.stage * HALF_BYTES, ready = ring + BARRIERS + feed.stage * 8;
-        const u8* source = feed.head + (feed.is_values ? HALF_PAGE : 0);
+        const u32 half = feed.is_values ? HALF_PAGE : 0;
         u32 slots[STEP_PAGES];
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
             slots[i] = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
         if (page >= feed.seen_first && page + STEP_PAGES <= feed.seen_end)
-            bring_all(source, slots, target, ready);
+            bring_all(feed, half, slots, target, ready);
         else
-            bring_some(feed, source, slots, target, ready);
+            bring_some(feed, half, slots, target, ready);
 #if HAS_BULK
         if (p.prefetch > 0 && !feed.is_values) {
             const u32 page_of_lane = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
             if (page_of_lane >= ahead && page_of_lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
                 page_of_lane < feed.seen_end && page_of_lane >= feed.seen_first)
-                bulk_prefetch(feed.head + (u64)feed.slot * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
+                bulk_prefetch(Feed<R>::page_at(feed, feed.slot), HEAD_PAGE_BYTES);
         }
 #else
         copy_commit();
@@ -172,26 +191,27 @@ struct Splitter {
     }
 
     // All pages of a step are seen.
-    DEVICE void bring_all(const u8* source, const u32 (&slots)[STEP_PAGES], u32 target, u32 ready) {
+    DEVICE void bring_all(const Feed<R>& feed, u32 half, const u32 (&slots)[STEP_PAGES], u32 target,
+                          u32 ready) {
         const u32 lane = threadIdx.x % 32;
 #if HAS_BULK
         if (lane != 0) return;
         barrier_expect(ready, HALF_BYTES);
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
-            bulk_copy_once(target + i * HALF_PAGE, source + (u64)slots[i] * HEAD_PAGE_BYTES,
-                           HALF_PAGE, ready);
+            bulk_copy_once(target + i * HALF_PAGE, Feed<R>::page_at(feed, slots[i]) + half, HALF_PAGE,
+                           ready);
 #else
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
             for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
                 copy_async(target + i * HALF_PAGE + at,
-                           source + (u64)slots[i] * HEAD_PAGE_BYTES + at, 16);
+                           Feed<R>::page_at(feed, slots[i]) + half + at, 16);
 #endif
     }
 
     // Some pages of a step are not seen.
-    DEVICE void bring_some(const Feed<R>& feed, const u8* source, const u32 (&slots)[STEP_PAGES],
+    DEVICE void bring_some(const Feed<R>& feed, u32 half, const u32 (&slots)[STEP_PAGES],
                            u32 target, u32 ready) {
         const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
         u32 n_bytes = 0;
@@ -204,7 +224,7 @@ struct Splitter {
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++) {
             const bool is_seen = page + i >= feed.seen_first && page + i < feed.seen_end;
-            const u8* from = source + (u64)slots[i] * HEAD_PAGE_BYTES;
+            const u8* from = Feed<R>::page_at(feed, slots[i]) + half;
             const u32 to = target + i * HALF_PAGE;
 #if HAS_BULK
             if (is_seen && lane == 0) bulk_copy_once(to, from, HALF_PAGE, ready);

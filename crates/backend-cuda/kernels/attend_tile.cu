@@ -18,30 +18,30 @@ typedef Lines<2> TileLines;
 #define TILE_BARRIERS (TILE_STAGES * STAGE_BYTES + TEAM * TileLines::Q_BYTES)
 static_assert(TILE_BARRIERS + 64 == TILE_SHARED && TILE_STAGES <= 8, "the host's memory differs");
 
-// The pages of a task, of which each lane knows one slot of 32 at a time.
+// The pages of a task, of which each lane knows where one of 32 is at a time.
 struct Pages {
-    const u8* head;
     const u32* table;
     u32 first, end;  // those that are seen
-    u32 known;       // the first whose slot is known
-    u32 slot;
+    u32 known;       // the first that is known
+    u64 page;
 };
 
-DEVICE void find_slots(Pages& pages, u32 page) {
+DEVICE void find_pages(const AttendParams& p, Pages& pages, u32 page) {
     pages.known = page / 32 * 32;
     const u32 own = pages.known + threadIdx.x % 32;
     const bool inside = own >= pages.first && own < pages.end;
-    pages.slot = inside ? pages.table[own] : 0;
+    const u32 slot = inside ? pages.table[own] : 0;
+    pages.page = inside ? (u64)page_in(p.layer, p.head_bytes, p.near, blockIdx.y, slot) : (u64)p.layer;
 }
 
 // Brings the pages of one step; those that are not seen become zeros.
-DEVICE void load_step(Pages& pages, u32 ring, u32 stage, u32 step, u32 end_step) {
+DEVICE void load_step(const AttendParams& p, Pages& pages, u32 ring, u32 stage, u32 step, u32 end_step) {
     if (step >= end_step) {
         copy_commit();
         return;
     }
     const u32 page = step * STEP_PAGES;
-    if (page / 32 * 32 != pages.known) find_slots(pages, page);
+    if (page / 32 * 32 != pages.known) find_pages(p, pages, page);
     const u32 target = ring + stage * STAGE_BYTES;
 #if HAS_BULK
     const u32 ready = ring + TILE_BARRIERS + stage * 8;
@@ -54,8 +54,7 @@ DEVICE void load_step(Pages& pages, u32 ring, u32 stage, u32 step, u32 end_step)
     UNROLL
     for (int i = 0; i < STEP_PAGES; i++) {
         const bool inside = page + i >= pages.first && page + i < pages.end;
-        const u32 slot = __shfl_sync(~0u, pages.slot, (page + i) % 32);
-        const u8* source = pages.head + (u64)slot * HEAD_PAGE_BYTES;
+        const u8* source = (const u8*)__shfl_sync(~0u, pages.page, (page + i) % 32);
         const u32 place = target + i * HEAD_PAGE_BYTES;
 #if HAS_BULK
         if (inside) {
@@ -166,19 +165,18 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
     const u32 last_seen = task.place + (task.first_line + task.n_lines - 1) / p.group + 1;
     const u32 start = first_key_of(task.place + task.first_line / p.group + 1, p.window);
     Pages pages;
-    pages.head = p.layer + blockIdx.y * p.head_bytes;
     pages.table = p.tables + (u64)task.table_row * p.table_len;
     pages.first = start / PAGE;
     pages.end = (last_seen + PAGE - 1) / PAGE;
     const u32 first_step = start / STEP, end_step = (last_seen + STEP - 1) / STEP;
-    find_slots(pages, first_step * STEP_PAGES);
+    find_pages(p, pages, first_step * STEP_PAGES);
 #if HAS_BULK
     if (threadIdx.x == 0)
         for (u32 i = 0; i < TILE_STAGES; i++) barrier_init(ring + TILE_BARRIERS + i * 8);
     __syncthreads();
 #endif
     wait_for_previous();
-    for (u32 i = 0; i < TILE_STAGES - 1; i++) load_step(pages, ring, i, first_step + i, end_step);
+    for (u32 i = 0; i < TILE_STAGES - 1; i++) load_step(p, pages, ring, i, first_step + i, end_step);
     load_queries(p, lines, operands);
     __syncthreads();
     const SharedQueries queries = {operands};
@@ -204,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         wait_step(ring, turn);
         // Nobody reads the step before.
         __syncthreads();
-        load_step(pages, ring, next, step + TILE_STAGES - 1, end_step);
+        load_step(p, pages, ring, next, step + TILE_STAGES - 1, end_step);
         const u8* stage = shared + turn % TILE_STAGES * STAGE_BYTES;
         float s[KEY_TILES][4], down[2];
         score<2, HEAD_PAGE_BYTES>(stage, q, s);

@@ -80,6 +80,31 @@ DEVICE u32 value_at(u32 token, u32 i) {
 #endif
 }
 
+// Pages may be far, in memory of the host, and some of them then have a copy on the device. What is
+// written goes to both.
+struct Near {
+    const u32* frames;  // [slot] where its copy is, or NOT_NEAR; null if no page is far
+    u8* layer;          // [G][frame][page]
+    u64 head_bytes;     // of all frames of one head
+};
+#define NOT_NEAR (~0u)
+
+// Only of arenas whose single tokens are read are pages far.
+DEVICE u32 frame_of(const Near& near, u32 slot) {
+    return ROWS && near.frames ? near.frames[slot] : NOT_NEAR;
+}
+
+DEVICE u8* near_page(const Near& near, u32 head, u32 frame) {
+    return near.layer + head * near.head_bytes + (u64)frame * HEAD_PAGE_BYTES;
+}
+
+// Where a page of one head is read from.
+DEVICE const u8* page_in(const u8* layer, u64 head_bytes, const Near& near, u32 head, u32 slot) {
+    const u32 frame = frame_of(near, slot);
+    if (frame != NOT_NEAR) return near_page(near, head, frame);
+    return layer + head * head_bytes + (u64)slot * HEAD_PAGE_BYTES;
+}
+
 DEVICE float element_value(Element x) {
 #if KV == KV_F32
     return x;

@@ -15,6 +15,7 @@ struct RopeParams {
     const u32* table_rows;  // [T]
     const u32* tables;      // [row][table_len]
     u64 head_bytes;         // of all slots of one head
+    Near near;
     u32 rows;
     u32 n_heads;
     u32 n_kv_heads;
@@ -22,7 +23,7 @@ struct RopeParams {
     u32 half;  // rotated / 2
     u32 is_halves;
     float eps;
-    u32 padding;
+    u32 defers;  // whether pages that have copies are written later, by `write_far`
 };
 static_assert(sizeof(RopeParams) == ROPE_PARAMS_SIZE, "the host's RopeParams differs");
 
@@ -69,10 +70,48 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
     const u32 place = p.places[row], token = place % PAGE;
     const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
     Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
+    const u32 frame = frame_of(p.near, slot);
+    Element* copy = frame == NOT_NEAR ? 0 : (Element*)near_page(p.near, kv_head, frame);
     for (u32 i = lane; i < HEAD_DIM; i += 32) {
-        if (is_value)
-            page[value_at(token, i)] = value_element(x[i]);
-        else
-            page[key_at(token, i)] = key_element(x[i]);
+        const u32 at = is_value ? value_at(token, i) : key_at(token, i);
+        const Element y = is_value ? value_element(x[i]) : key_element(x[i]);
+        if (copy) copy[at] = y;
+        if (!copy || !p.defers) page[at] = y;
+    }
+}
+
+// Writes what the batch's rows have put into copies of pages to the pages themselves, which are far.
+//
+// Threads that follow each other write bytes that do. Grid: as many blocks as may be busy with it. Reads
+// and writes each row once.
+
+struct WriteFarParams {
+    u8* layer;              // [G][slot][page]
+    const u32* places;      // [T]
+    const u32* table_rows;  // [T]
+    const u32* tables;      // [row][table_len]
+    u64 head_bytes;
+    Near near;
+    u32 rows;
+    u32 n_kv_heads;
+    u32 table_len;
+    u32 padding;
+};
+static_assert(sizeof(WriteFarParams) == WRITE_FAR_PARAMS_SIZE, "the host's WriteFarParams differs");
+
+#define FAR_THREADS 512
+
+extern "C" __global__ void __launch_bounds__(FAR_THREADS) write_far(WriteFarParams p) {
+    begin();
+    const u64 n = (u64)p.n_kv_heads * 2 * p.rows * ROW_PIECES;
+    for (u64 at = blockIdx.x * FAR_THREADS + threadIdx.x; at < n; at += gridDim.x * FAR_THREADS) {
+        const u32 piece = at % ROW_PIECES, row = at / ROW_PIECES % p.rows;
+        const u32 half = at / ROW_PIECES / p.rows, head = half / 2, place = p.places[row];
+        const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
+        const u32 frame = frame_of(p.near, slot);
+        if (frame == NOT_NEAR) continue;
+        const u32 offset = half % 2 * HALF_PAGE_BYTES + (place % PAGE * ROW_PIECES + piece) * 16;
+        u8* page = p.layer + head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES;
+        *(uint4*)(page + offset) = *(const uint4*)(near_page(p.near, head, frame) + offset);
     }
 }

@@ -64,11 +64,12 @@ struct SparsePages {
     const u8* layer;    // [G][slot][page]
     const u32* tables;  // [row][table_len]
     u64 head_bytes;
+    Near near;
     u32 table_len;
     u32 padding;
 };
 
 DEVICE const u8* page_of(const SparsePages& p, u32 head, u32 table_row, u32 page) {
     const u32 slot = p.tables[(u64)table_row * p.table_len + page];
-    return p.layer + head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES;
+    return page_in(p.layer, p.head_bytes, p.near, head, slot);
 }

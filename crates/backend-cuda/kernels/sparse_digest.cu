@@ -25,6 +25,7 @@ struct DigestParams {
     const u32* tables;      // [row][table_len]
     const u32* slots;
     u64 head_bytes;         // of all slots of one head
+    Near near;
     u64 digest_head_bytes;
     u64 frame_stride;       // floats from head to head
     u32 rows;
@@ -45,8 +46,7 @@ DEVICE void digest_bounds(const DigestParams& p, u32 row, u32 slot, u32 token) {
                                   : token == PAGE - 1;
     if (!is_last) return;
     const u32 head = blockIdx.y;
-    const Element* page =
-        (const Element*)(p.arena + head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
+    const Element* page = (const Element*)page_in(p.arena, p.head_bytes, p.near, head, slot);
     u16* out = (u16*)(p.digests + head * p.digest_head_bytes + (u64)slot * p.page_bytes);
     for (u32 e = threadIdx.x; e < HEAD_DIM; e += DIGEST_THREADS) {
         float least = INFINITE, most = -INFINITE;
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestP
         float x = 0.0f;
         if (at < n) {
             const Element* page =
-                (const Element*)(p.arena + head * p.head_bytes + (u64)slots[at] * HEAD_PAGE_BYTES);
+                (const Element*)page_in(p.arena, p.head_bytes, p.near, head, slots[at]);
             x = element_value(page[key_at(tokens[at], e)]);
             if (p.kind == DIGEST_SIGNS) x -= p.mean[head * HEAD_DIM + e];
         }

@@ -237,8 +237,8 @@ DEVICE float score_plain(const ScoreParams& p, const Question& ask, const ScoreR
             sum += fmaxf(q[e] * f16_to_float(bounds[e]), q[e] * f16_to_float(bounds[HEAD_DIM + e]));
         return sum;
     }
-    const Element* page = (const Element*)(p.pages.layer + ask.head * p.pages.head_bytes +
-                                           (u64)slot * HEAD_PAGE_BYTES);
+    const Element* page = (const Element*)page_in(p.pages.layer, p.pages.head_bytes, p.pages.near,
+                                                  ask.head, slot);
     for (u32 e = 0; e < HEAD_DIM; e++) sum = __fmaf_rn(q[e], element_value(page[key_at(at % PAGE, e)]), sum);
     return sum;
 }

@@ -162,12 +162,18 @@ impl Device {
         Ok(memory)
     }
 
-    /// Makes all bytes zero again.
-    pub(crate) fn clear(&self, memory: &Memory) -> Result<(), DeviceError> {
+    /// Makes bytes zero again, from byte `start` on.
+    pub(crate) fn clear(
+        &self,
+        memory: &Memory,
+        start: usize,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
         self.enter()?;
-        let (address, bytes, stream) = (memory.address, memory.bytes, self.stream.cu_stream());
+        assert!(start + bytes <= memory.bytes, "inside the memory");
+        let (address, stream) = (memory.address + start as u64, self.stream.cu_stream());
         #[expect(unsafe_code, reason = "raw device memory")]
-        // SAFETY: the memory is live and has this size.
+        // SAFETY: the memory is live, and the range inside it, as asserted.
         let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, stream) };
         self.check(zeroed)
     }

@@ -1,10 +1,12 @@
 //! The arena of keys and values: `[layer][kv head][slot]`, and inside a page of one head the order
 //! that `kernels/kv.cuh` draws.
 
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, NearCounts};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
+use crate::launch::NearPages;
+use crate::near::Near;
 use crate::pinned::PinnedMemory;
 use crate::sparse::Sparse;
 
@@ -38,21 +40,32 @@ impl PageShape {
     }
 }
 
-/// Where the pages of the device tier are.
-pub(crate) enum Arena {
-    Device(Memory),
-    /// In memory of the host, which kernels read and write at the same addresses: for top-k attention,
-    /// whose working sets are on the device.
-    Host(PinnedMemory),
+/// Pages are far, in memory of the host, which kernels read and write over the link: for top-k attention,
+/// whose working sets are on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FarPages {
+    /// Pages that have copies on the device.
+    pub n_near: u32,
+    /// First layers whose pages are on the device.
+    pub n_resident: u32,
 }
 
-impl Arena {
-    pub(crate) fn address(&self) -> u64 {
-        match self {
-            Arena::Device(memory) => memory.address(),
-            Arena::Host(memory) => memory.address(),
-        }
-    }
+/// Where the pages of the device tier are.
+struct Arena {
+    /// Of the first layers, or of all.
+    device: Memory,
+    /// Of the others.
+    far: Option<PinnedMemory>,
+    /// Heads on the device.
+    n_resident: usize,
+}
+
+/// Heads whose pages are in one run of memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadRun {
+    pub(crate) first: usize,
+    pub(crate) n: usize,
+    pub(crate) address: u64,
 }
 
 /// The keys and values of all layers.
@@ -60,11 +73,13 @@ pub struct CudaKv {
     pub(crate) shape: KvShape,
     pub(crate) page: PageShape,
     pub(crate) slots: KvSlots,
-    pub(crate) arena: Arena,
+    arena: Arena,
     /// The pages that wait on the host, in the same order.
     pub(crate) host: Option<PinnedMemory>,
     /// Room for one page on its way out or in: `[layer][kv head]`.
     pub(crate) gate: PinnedMemory,
+    /// Copies of pages that are far.
+    pub(crate) near: Option<Near>,
     /// What top-k attention keeps; its pages are of rows.
     pub(crate) sparse: Option<Sparse>,
 }
@@ -74,7 +89,7 @@ impl CudaKv {
         device: &Device,
         shape: KvShape,
         slots: KvSlots,
-        is_on_host: bool,
+        far: Option<FarPages>,
     ) -> Result<Self, DeviceError> {
         if shape.page_len as usize != PAGE_LEN {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
@@ -89,18 +104,27 @@ impl CudaKv {
         let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
         let bytes =
             |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
-        let n_bytes = bytes(slots.device);
-        let arena = if is_on_host {
-            Arena::Host(PinnedMemory::new(device, n_bytes, "the KV cache on the host")?)
-        } else {
-            Arena::Device(device.alloc(n_bytes, "the KV cache")?)
+        let all_layers = far.map_or(shape.n_layers, |far| far.n_resident.min(shape.n_layers));
+        let n_resident = all_layers as usize * shape.n_kv_heads as usize;
+        let of_heads = |n: usize| bytes(slots.device) / heads.max(1) * n;
+        let n_far = heads - n_resident;
+        let arena = Arena {
+            device: device.alloc(of_heads(n_resident), "the KV cache")?,
+            far: match n_far {
+                0 => None,
+                n => Some(PinnedMemory::new(device, of_heads(n), "the KV cache on the host")?),
+            },
+            n_resident,
         };
+        let near =
+            |far: FarPages| Near::new(device, page.bytes() * n_far, slots.device, far.n_near);
+        let near = far.filter(|_| n_far > 0).map(near).transpose()?;
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
-        Ok(CudaKv { shape, page, slots, arena, host, gate, sparse: None })
+        Ok(CudaKv { shape, page, slots, arena, host, gate, near, sparse: None })
     }
 
     /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
@@ -127,10 +151,65 @@ impl CudaKv {
         self.page.bytes() as u64 * u64::from(self.slots.device)
     }
 
+    /// Heads by where their pages are, in order.
+    pub(crate) fn runs(&self) -> impl Iterator<Item = HeadRun> + use<> {
+        let n_resident = self.arena.n_resident;
+        let here = HeadRun { first: 0, n: n_resident, address: self.arena.device.address() };
+        let run = |memory: &PinnedMemory| HeadRun {
+            first: n_resident,
+            n: self.n_heads() - n_resident,
+            address: memory.address(),
+        };
+        let far = self.arena.far.as_ref().map(run);
+        [Some(here), far].into_iter().flatten().filter(|run| run.n > 0)
+    }
+
+    /// Heads whose pages are far.
+    pub(crate) fn far_run(&self) -> Option<HeadRun> {
+        self.runs().find(|run| run.first == self.arena.n_resident && self.arena.far.is_some())
+    }
+
+    /// Whether the pages of a layer are far.
+    pub(crate) fn is_far(&self, layer: u32) -> bool {
+        (layer * self.shape.n_kv_heads) as usize >= self.arena.n_resident
+    }
+
+    /// Where the pages of a head are, counting all layers' heads.
+    pub(crate) fn head_address(&self, head: usize) -> u64 {
+        let run = self.runs().find(|run| (run.first..run.first + run.n).contains(&head));
+        let run = run.expect("a head of the model");
+        run.address + (head - run.first) as u64 * self.head_bytes()
+    }
+
+    /// Where the copies of a layer's pages are.
+    pub(crate) fn near_pages(&self, layer: u32) -> NearPages {
+        let none = NearPages { frames: 0, layer: 0, head_bytes: 0 };
+        let Some(near) = self.near.as_ref().filter(|_| self.is_far(layer)) else { return none };
+        let head_bytes = self.page.bytes() as u64 * u64::from(near.n_frames);
+        let first = (layer * self.shape.n_kv_heads) as usize - self.arena.n_resident;
+        let layer = near.pages.address() + first as u64 * head_bytes;
+        NearPages { frames: near.map.address(), layer, head_bytes }
+    }
+
+    /// These pages were written, but not their copies on the device.
+    pub(crate) fn forget_near(
+        &self,
+        device: &Device,
+        slots: impl Iterator<Item = Slot>,
+    ) -> Result<(), DeviceError> {
+        self.near.as_ref().map_or(Ok(()), |near| near.forget(device, slots))
+    }
+
+    /// Rows that were copied to the device because they were missing there.
+    pub(crate) fn near_counts(&self) -> NearCounts {
+        let n_loaded = self.near.as_ref().map_or(0, Near::n_loaded);
+        let rows = (PAGE_LEN * (self.n_heads() - self.arena.n_resident)) as u64;
+        NearCounts { n_brought: 0, n_filled: n_loaded * rows }
+    }
+
     /// Where the heads of a layer start.
     pub(crate) fn layer_address(&self, layer: u32) -> u64 {
         assert!(layer < self.shape.n_layers, "a layer of the model");
-        let heads = u64::from(layer) * u64::from(self.shape.n_kv_heads);
-        self.arena.address() + heads * self.head_bytes()
+        self.head_address((layer * self.shape.n_kv_heads) as usize)
     }
 }

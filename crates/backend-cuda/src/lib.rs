@@ -7,6 +7,7 @@
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
 //! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
 //!   products
+//! - `near`: pages that are far, and their copies on the device
 //! - `kernels`: kernels that are loaded when they are first needed; `sparse`: top-k attention
 //! - `graph`: passes that are queued again by one call; `branch`: what runs beside them; `timing`: what each kernel takes
 //!
@@ -22,6 +23,7 @@ mod graph;
 mod kernels;
 mod kv;
 mod launch;
+mod near;
 mod nvrtc;
 mod open;
 mod pinned;
@@ -37,7 +39,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
-    Draw, HostMatrix, Norm, Pass, Pick, PlanShape, Rules, WeightType,
+    Draw, HostMatrix, NearCounts, Norm, Pass, Pick, PlanShape, Rules, WeightType,
 };
 use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
@@ -47,17 +49,19 @@ pub use compile::{Extent, compile_all};
 use device::Device;
 pub use error::{CompileError, OpenError};
 use graph::PassKey;
-pub use kv::CudaKv;
 use kv::PageShape;
+pub use kv::{CudaKv, FarPages};
 use launch::attend::{AttendKernels, Attention};
 use launch::draw::Draws;
 use launch::matmul::Target;
 use launch::{copy, embed, gather, norm, rope, shift, swiglu};
+pub use near::near_pages;
 use nvrtc::Compiler;
 pub use open::CudaConfig;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
 use sparse::SparseLayer;
+pub use sparse::{DecidingShape, deciding_bytes};
 pub use timing::KernelTime;
 pub use weight::{CudaWeight, weight_bytes};
 use weight::{Part, WeightKernels, check_size};
@@ -74,7 +78,7 @@ pub struct Cuda {
     is_exact: bool,
     l2_prefetch: u32,
     is_eager: bool,
-    kv_on_host: bool,
+    far: Option<FarPages>,
     scratch: Mutex<Scratch>,
 }
 
@@ -154,7 +158,7 @@ impl Backend for Cuda {
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
-        CudaKv::new(&self.device, shape, slots, self.kv_on_host)
+        CudaKv::new(&self.device, shape, slots, self.far)
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<CudaTables, DeviceError> {
@@ -216,6 +220,10 @@ impl Backend for Cuda {
     }
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
+        self.prepare_near(plan, kv)?;
+        if kv.near.is_some() && kv.sparse.is_some() && !plan.is_decode() {
+            plan.begin_far(&self.device)?;
+        }
         if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
             return Ok(Pass::Needed);
         }
@@ -223,7 +231,7 @@ impl Backend for Cuda {
             n_rows: plan.n_rows(),
             deciding: plan.deciding.clone(),
             tables: (plan.tables, plan.table_len),
-            arena: (kv.arena.address(), kv.slots.device),
+            arena: (kv.head_address(0), kv.slots.device),
             scratch: self.scratch_generation(),
         };
         plan.check_tokens_again();
@@ -232,6 +240,7 @@ impl Backend for Cuda {
     }
 
     fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
+        plan.end_far(&self.device)?;
         plan.recordings.end(&self.device)
     }
 
@@ -344,6 +353,7 @@ impl Backend for Cuda {
         qkv: &mut CudaBuf,
         kv: &mut CudaKv,
     ) -> Result<(), DeviceError> {
+        self.prepare_near(plan, kv)?;
         rope::rope_append(&self.device, plan, layer, spec, qkv, kv)?;
         self.digest_rows(plan, layer, spec, kv)
     }
@@ -394,6 +404,10 @@ impl Backend for Cuda {
         of: (u32, u32, u32),
     ) -> Result<Vec<f32>, DeviceError> {
         self.keys_of(plan, layer, kv, of)
+    }
+
+    fn near_counts(&self, kv: &CudaKv) -> NearCounts {
+        kv.near_counts()
     }
 
     fn score(

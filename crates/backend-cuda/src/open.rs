@@ -11,6 +11,7 @@ use crate::buf::CudaBuf;
 use crate::common::Common;
 use crate::device::Device;
 use crate::error::OpenError;
+use crate::kv::FarPages;
 use crate::launch::roof;
 use crate::nvrtc::Compiler;
 use crate::product::Scratch;
@@ -30,9 +31,8 @@ pub struct CudaConfig {
     pub l2_prefetch: u32,
     /// Whether every kernel is queued by itself, and no pass is recorded.
     pub is_eager: bool,
-    /// Whether pages are in pinned memory of the host, and only what is attended to on the device: for
-    /// top-k attention. Attention to everything reads them over the link.
-    pub kv_on_host: bool,
+    /// Pages that are far, if they are.
+    pub far: Option<FarPages>,
 }
 
 impl Cuda {
@@ -52,9 +52,14 @@ impl Cuda {
             is_exact: config.is_exact,
             l2_prefetch: config.l2_prefetch,
             is_eager: config.is_eager,
-            kv_on_host: config.kv_on_host,
+            far: config.far,
             scratch: Mutex::new(Scratch::default()),
         })
+    }
+
+    /// Keeps pages far from now on.
+    pub fn keep_far(&mut self, far: FarPages) {
+        self.far = Some(far);
     }
 
     /// Free and total bytes of the device.

@@ -8,11 +8,13 @@
 //! queued with depends on nothing but the number of rows, so that they can be recorded.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nuthatch_backend::{BatchLayout, DeviceError, PlanShape};
 use nuthatch_types::Slot;
 
+use crate::branch::Branch;
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{CudaKv, PAGE_LEN, PageShape};
@@ -30,17 +32,26 @@ const SPLIT_WORDS: usize = size_of::<Split>() / 4;
 const PART_WORDS: usize = size_of::<Part>() / 4;
 const TASK_WORDS: usize = size_of::<Task>() / 4;
 
+/// Slots of all tables.
+type Slots = Arc<Mutex<Vec<u32>>>;
+
+/// Batches that were planned so far.
+static STEPS: AtomicU64 = AtomicU64::new(0);
+
 /// Tables of slots, one row for each running sequence.
 pub struct CudaTables {
     memory: Memory,
+    /// The same on this side.
+    slots: Slots,
     n_rows: u32,
     n_pages: u32,
 }
 
 impl CudaTables {
     pub(crate) fn new(device: &Device, n_rows: u32, n_pages: u32) -> Result<Self, DeviceError> {
-        let bytes = n_rows as usize * n_pages as usize * 4;
-        Ok(CudaTables { memory: device.alloc(bytes, "tables")?, n_rows, n_pages })
+        let n = n_rows as usize * n_pages as usize;
+        let memory = device.alloc(n * 4, "tables")?;
+        Ok(CudaTables { memory, slots: Arc::new(Mutex::new(vec![0; n])), n_rows, n_pages })
     }
 
     pub(crate) fn write(
@@ -54,6 +65,8 @@ impl CudaTables {
         assert!(start as usize + slots.len() <= self.n_pages as usize, "the slots fit the table");
         let slots: Vec<u32> = slots.iter().map(|slot| slot.0).collect();
         let at = row as usize * self.n_pages as usize + start as usize;
+        let mut all = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        all[at..at + slots.len()].copy_from_slice(&slots);
         device.upload(&self.memory, at * 4, &slots)
     }
 }
@@ -89,6 +102,9 @@ pub struct CudaPlan {
     /// The tables that the batch was planned with.
     pub(crate) tables: u64,
     pub(crate) table_len: u32,
+    slots: Slots,
+    /// The batch's number, of all that were ever planned.
+    pub(crate) step: u64,
     /// `[T]` tokens, positions, places and table rows, then output rows, splits, tiles, and parts of
     /// splits.
     words: Memory,
@@ -102,6 +118,10 @@ pub struct CudaPlan {
     /// Layers that were decided about before their turn: an even one, and an odd one.
     pub(crate) ahead: [Cell<Option<usize>>; 2],
     parts: Parts,
+    /// While a pass is queued that is no decode: where pages that are far are written.
+    pub(crate) far: Option<Branch>,
+    /// What it was before and will be again.
+    idle_far: Option<Branch>,
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
     pub(crate) recordings: Recordings,
@@ -144,7 +164,11 @@ impl CudaPlan {
             max_partials,
             tables: 0,
             table_len: 0,
+            slots: Slots::default(),
+            step: 0,
             parts: Parts::default(),
+            far: None,
+            idle_far: None,
             vocab: Cell::new(0),
             recordings: Recordings::default(),
         })
@@ -195,6 +219,28 @@ impl CudaPlan {
     /// Query heads that share a key/value head.
     pub(crate) fn group(&self) -> usize {
         self.shape.n_heads / self.shape.kv.n_kv_heads as usize
+    }
+
+    /// `[row][table_len]` the slots of all tables.
+    pub(crate) fn slots(&self) -> MutexGuard<'_, Vec<u32>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Pages that are far are written beside the pass that begins.
+    pub(crate) fn begin_far(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if self.far.is_none() {
+            let idle = self.idle_far.take();
+            self.far = Some(idle.map_or_else(|| Branch::new(device), Ok)?);
+        }
+        Ok(())
+    }
+
+    /// What comes after the pass begins after they are written.
+    pub(crate) fn end_far(&mut self, device: &Device) -> Result<(), DeviceError> {
+        let Some(branch) = self.far.take() else { return Ok(()) };
+        branch.join(device, 0)?;
+        self.idle_far = Some(branch);
+        Ok(())
     }
 
     fn word(&self, at: usize) -> u64 {
@@ -262,6 +308,8 @@ impl CudaPlan {
         assert!(layout.output_rows.len() <= n_rows, "no more outputs than rows");
         assert!(layout.output_rows.iter().all(|&row| (row as usize) < n_rows), "rows of the batch");
         (self.tables, self.table_len) = (tables.memory.address(), tables.n_pages);
+        self.slots = Arc::clone(&tables.slots);
+        self.step = STEPS.fetch_add(1, Ordering::Relaxed) + 1;
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         self.seqs.clear();
         self.deciding.clear();

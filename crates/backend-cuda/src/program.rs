@@ -110,6 +110,7 @@ impl Program {
             ("WIDE_STAGES", attend::WIDE_STAGES.to_string()),
             ("WIDE_SHARED", attend.wide_shared_bytes().to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
+            ("WRITE_FAR_PARAMS_SIZE", size_of::<rope::WriteFarParams>().to_string()),
             ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
             ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),

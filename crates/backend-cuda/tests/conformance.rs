@@ -7,15 +7,20 @@
 
 use nuthatch_backend::conformance::{self, Check, checks};
 use nuthatch_backend::{Backend as _, DeviceError, HostMatrix, WeightType, quant};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 
 /// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.
 fn gpu(is_exact: bool) -> Option<Cuda> {
+    open(is_exact, None)
+}
+
+/// The same with pages that may be far.
+fn open(is_exact: bool, far: Option<FarPages>) -> Option<Cuda> {
     if std::env::var_os("FEW_CASES").is_some() {
         conformance::take_few_cases();
     }
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    match Cuda::open(0, CudaConfig { cache_dir, is_exact, ..CudaConfig::default() }) {
+    match Cuda::open(0, CudaConfig { cache_dir, is_exact, far, ..CudaConfig::default() }) {
         Ok(cuda) => Some(cuda),
         Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
             println!("SKIPPED: {error}");
@@ -88,6 +93,12 @@ macro_rules! judged_topk {
             #[test]
             fn $check() {
                 on_the_gpu(stringify!($check), conformance::$check);
+                for (n_near, n_resident) in [(2, 0), (7, 1)] {
+                    let far = FarPages { n_near, n_resident };
+                    let Some(cuda) = open(false, Some(far)) else { return };
+                    println!("{}, {far:?}", stringify!($check));
+                    conformance::$check(&cuda);
+                }
             }
         )*
     };

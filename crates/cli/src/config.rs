@@ -118,8 +118,9 @@ pub(crate) struct EngineConfig {
     pub(crate) key_file: Option<std::path::PathBuf>,
     /// Tokens of one step.
     pub(crate) max_rows: u32,
-    /// Sequences that the engine knows at one time.
+    /// Sequences that the engine knows at one time, and whether they may be fewer where memory is short.
     pub(crate) max_seqs: u32,
+    pub(crate) may_run_fewer: bool,
     pub(crate) options: EngineOptions,
     pub(crate) rope: RopeOverride,
     /// Which tokens are attended.
@@ -281,6 +282,7 @@ impl EngineConfig {
             key_file: args.kv_key_file.clone(),
             max_rows: batch.max_rows,
             max_seqs,
+            may_run_fewer: args.scheduling.max_num_seqs.is_none() && max_seqs == batch.n_seqs,
             sparse: args.sparse.clone(),
             options: EngineOptions {
                 policy,

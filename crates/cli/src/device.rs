@@ -6,17 +6,20 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
-use nuthatch_engine::topk::{NearPlan, Stats};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
+use nuthatch_engine::topk::{NearPlan, Policy, Stats};
 use nuthatch_engine::{
-    Attachment, Engine, EngineOptions, Execute, Executor, LoadedModel, Pages, SharedClock, Sizes,
-    TopKOptions,
+    Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, LoadedModel, NearSizes,
+    Pages, SharedClock, Sizes, TopKOptions, TopKStats,
 };
-use nuthatch_model::{LoadError, ModelError, ModelFiles};
-use nuthatch_types::{ColdKv, HostReads, PageImage, SeqId, Slot, StepPlan, StepResult};
+use nuthatch_model::{LoadError, ModelError, ModelFiles, topk_shape};
+use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
 use crate::host;
+
+/// Share of the host's available memory that pages of a GPU may take.
+const HOST_SHARE: f64 = 0.85;
 
 /// An engine on whatever device was chosen.
 pub(crate) type AnyEngine = Engine<AnyExecutor>;
@@ -120,6 +123,56 @@ impl Device {
         }
     }
 
+    /// Bytes that it needs to decide about top-k attention by itself, for sequences of `max_context`
+    /// tokens.
+    pub(crate) fn deciding_bytes(
+        &self,
+        files: &ModelFiles,
+        topk: &TopKOptions,
+        (kv, max_context, n_tables): (KvShape, u32, u32),
+    ) -> u64 {
+        match self {
+            Device::Cpu(_) => 0,
+            Device::Cuda(_) => {
+                let (config, shape) = (files.config(), topk_shape(files.config()));
+                nuthatch_backend_cuda::deciding_bytes(&DecidingShape {
+                    kv,
+                    n_layers: config.n_layers,
+                    n_heads: config.n_heads,
+                    max_context,
+                    n_tables,
+                    set_rows: topk.working_rows(&shape, max_context),
+                })
+            }
+        }
+    }
+
+    /// What it may keep of pages that are far, if it reads them over a link by itself.
+    pub(crate) fn far(&self, topk: Option<&TopKOptions>) -> Option<FarRequest> {
+        let Device::Cuda(_) = self else { return None };
+        let topk = topk.filter(|topk| topk.offload.is_some())?;
+        let most = |of: fn(&Policy) -> u32| topk.policies.iter().map(of).max().unwrap_or(0);
+        let host = host::available_memory().unwrap_or(u64::MAX / 2);
+        Some(FarRequest {
+            host_usable: (host as f64 * HOST_SHARE) as u64,
+            near_budget: topk.offload.and_then(|offload| offload.budget),
+            pages_per_seq: nuthatch_backend_cuda::near_pages(
+                most(|policy| policy.sinks),
+                most(|policy| policy.recent),
+            ),
+            keeps_layers: topk.offload.is_some_and(|offload| offload.keeps_heads),
+        })
+    }
+
+    /// Pages are far; nobody else has the device yet.
+    pub(crate) fn keep_far(&mut self, near: &NearSizes) {
+        if let Device::Cuda(cuda) = self
+            && let Some(cuda) = Arc::get_mut(cuda)
+        {
+            cuda.keep_far(FarPages { n_near: near.n_pages, n_resident: near.n_layers });
+        }
+    }
+
     /// Loads a model and puts an engine around it.
     pub(crate) fn load(
         &self,
@@ -136,6 +189,9 @@ impl Device {
                 Ok(engine.map_executor(|cpu| AnyExecutor::Cpu(Box::new(cpu))))
             }
             Device::Cuda(cuda) => {
+                // The device keeps what it needs near by itself.
+                let topk = topk.map(|topk| TopKOptions { offload: None, ..topk.clone() });
+                let topk = topk.as_ref();
                 let engine =
                     Engine::load_topk(Arc::clone(cuda), files, sizes, options, clock, topk)?;
                 Ok(engine.map_executor(|cuda| AnyExecutor::Cuda(Box::new(cuda))))
@@ -196,6 +252,13 @@ impl Execute for AnyExecutor {
         match self {
             AnyExecutor::Cpu(executor) => executor.attach(seq, attachment),
             AnyExecutor::Cuda(executor) => executor.attach(seq, attachment),
+        }
+    }
+
+    fn topk(&self) -> Option<TopKStats> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.topk(),
+            AnyExecutor::Cuda(executor) => executor.topk(),
         }
     }
 

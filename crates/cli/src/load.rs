@@ -74,7 +74,7 @@ impl Prepared {
         config: &EngineConfig,
         env: &Env,
     ) -> anyhow::Result<Self> {
-        let device = Device::open(&DeviceConfig {
+        let mut device = Device::open(&DeviceConfig {
             device: config.device,
             threads: config.threads,
             is_exact: config.is_exact,
@@ -86,14 +86,28 @@ impl Prepared {
         let topk = sparse::options(&files, &config.sparse, env)?;
         let kv = kv_shape(files.config(), config.kv_dtype);
         let policies = topk.as_ref().map_or(&[][..], |topk| &topk.policies);
+        let context = config.max_context.unwrap_or(files.config().max_context);
+        let deciding = |max_seqs: u32| {
+            let bytes = |topk| device.deciding_bytes(&files, topk, (kv, context, max_seqs));
+            topk.as_ref().map_or(0, bytes)
+        };
+        let mut max_seqs = config.max_seqs;
+        while config.may_run_fewer && max_seqs > 1 && deciding(max_seqs) > available / 4 {
+            max_seqs /= 2;
+        }
+        if max_seqs < config.max_seqs {
+            tracing::info!("top-k attention takes much memory: {max_seqs} sequences at one time");
+        }
         let request = SizeRequest {
+            deciding: deciding(max_seqs),
             weights: device.weight_bytes(&files)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
-            max_seqs: config.max_seqs,
+            max_seqs,
             max_rows: config.max_rows,
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
+            far: device.far(topk.as_ref()),
             budget: match (config.kv_bytes, config.memory_share) {
                 // A file has room for as many pages as sequences can use, if the disk has.
                 (bytes, _) if config.sparse.kv_file().is_some() => {
@@ -106,6 +120,13 @@ impl Prepared {
         };
         let sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
+        if let Some(near) = &sizes.near {
+            anyhow::ensure!(
+                config.sparse.kv_file().is_none(),
+                "--kv-offload disk: a GPU reads pages from the host's memory only"
+            );
+            device.keep_far(near);
+        }
         let slow = SlowOptions {
             disk: config.disk.clone(),
             remote: match &config.remote {
@@ -230,12 +251,36 @@ fn describe_near(near: &NearPlan) -> String {
 }
 
 fn describe_memory(sizes: &Sizes) -> String {
+    let deciding = match sizes.deciding {
+        0 => String::new(),
+        bytes => format!(", top-k attention {}", Bytes(bytes)),
+    };
+    if let Some(near) = &sizes.near {
+        let layers = match near.n_layers {
+            0 => String::new(),
+            n => format!(", {n} whole layers {}", Bytes(near.layers)),
+        };
+        return format!(
+            "on the device {}: weights {}, working memory {}{deciding}, digests {}, copies of {} \
+             pages {}{layers}; on the host {}: KV of {} pages of {} tokens, {}",
+            Bytes(sizes.total() - sizes.host_kv),
+            Bytes(sizes.weights),
+            Bytes(sizes.working),
+            Bytes(near.digests),
+            near.n_pages,
+            Bytes(near.copies),
+            Bytes(sizes.host_kv),
+            sizes.n_pages,
+            sizes.page_len,
+            sizes.kv_dtype,
+        );
+    }
     let host = match sizes.host_kv {
         0 => String::new(),
         bytes => format!(" and {} on the host", Bytes(bytes)),
     };
     format!(
-        "weights {}, KV {} ({} pages of {} tokens, {}){host}, working memory {}",
+        "weights {}, KV {} ({} pages of {} tokens, {}){host}, working memory {}{deciding}",
         Bytes(sizes.weights),
         Bytes(sizes.kv),
         sizes.n_pages,

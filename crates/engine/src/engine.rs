@@ -24,7 +24,7 @@ use crate::{
 };
 
 pub use self::disk::{DiskOptions, SlowOptions};
-pub use self::stats::{CachePicture, EngineStats};
+pub use self::stats::{CachePicture, EngineStats, TopKStats};
 
 /// A clock that the engine and its callers read.
 pub type SharedClock = Arc<dyn Clock + Send + Sync>;
@@ -255,6 +255,7 @@ impl<E: Execute> Engine<E> {
             step_time: self.step_time,
             execute_time: self.execute_time,
             tier: self.tier.as_ref().map(Tier::stats),
+            topk: self.executor.topk(),
             error: self.error.as_ref().map(ToString::to_string),
         }
     }

@@ -17,7 +17,7 @@ use nuthatch_types::{
 
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
-use crate::{Attachment, Capacity, Pages, SharedClock};
+use crate::{Attachment, Capacity, Pages, SharedClock, TopKStats};
 
 pub use prompt::{PromptReader, PromptScores, ScoredToken};
 
@@ -38,6 +38,11 @@ pub trait Execute: Pages {
 
     /// The opposite of [`Execute::attach`]. Nothing happens if the sequence has nothing of its own.
     fn detach(&mut self, seq: SeqId);
+
+    /// What top-k attention did so far, if there is such.
+    fn topk(&self) -> Option<TopKStats> {
+        None
+    }
 }
 
 /// A model with its KV arena and tables: what a forward pass needs of a device.
@@ -57,6 +62,10 @@ pub trait Forward: Pages {
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
+    /// What top-k attention did so far, if there is such.
+    fn topk(&self) -> Option<TopKStats> {
+        None
+    }
     /// Floats of a hidden state.
     fn hidden_len(&self) -> usize;
     /// The hidden states of the first output rows of the last forward pass, after the last norm:
@@ -408,6 +417,10 @@ impl<F: fmt::Debug> fmt::Debug for Executor<F> {
 impl<F: Forward> Execute for Executor<F> {
     fn vocab(&self) -> u32 {
         self.forward.vocab()
+    }
+
+    fn topk(&self) -> Option<TopKStats> {
+        self.forward.topk()
     }
 
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {

@@ -36,12 +36,13 @@ mod tier;
 pub use attachment::{Attachment, Constraint, ConstraintError, Form, HiddenSink, Pooling};
 pub use engine::{
     CacheListener, CachePicture, DiskOptions, Engine, EngineStats, SharedClock, SlowOptions,
+    TopKStats,
 };
 pub use error::{EngineError, SubmitError};
 pub use executor::{Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::{LoadedModel, Offload, TopKOptions};
-pub use memory::{Budget, Capacity, MemoryError, SizeRequest, Sizes};
+pub use memory::{Budget, Capacity, FarRequest, MemoryError, NearSizes, SizeRequest, Sizes};
 pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{
     Branch, CachedPage, ContentId, Event as CacheEvent, Eviction, Retention, SlotUse,

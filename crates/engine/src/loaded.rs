@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_attention::topk::{
-    Calibration, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
-    digest_page_bytes, prefetchable_heads,
+    Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
+    TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
 };
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec};
 use nuthatch_cache::{Cache, Options};
@@ -17,7 +17,7 @@ use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
 use nuthatch_types::{ColdKv, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
-use crate::{Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes};
+use crate::{Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes, TopKStats};
 
 /// Attention to the tokens that a query needs, instead of to all.
 #[derive(Clone, Debug)]
@@ -34,6 +34,12 @@ pub struct TopKOptions {
 }
 
 impl TopKOptions {
+    /// The most rows that the working sets of all heads of a sequence of `n` tokens have together.
+    pub fn working_rows(&self, shape: &TopKShape, n: u32) -> u64 {
+        let empty = Profile::empty(shape);
+        working_rows(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty), n)
+    }
+
     /// What digests and policies do to pages' bytes, as a number to mix into the key of the cache:
     /// tokens that were decoded by other policies have other keys and values.
     fn salt(&self) -> u128 {
@@ -315,6 +321,13 @@ impl<B: Backend> Forward for LoadedModel<B> {
             self.backend.read(device_logits, logits)?;
         }
         self.model.count_decisions(&self.store)
+    }
+
+    fn topk(&self) -> Option<TopKStats> {
+        let mut counts = Counts::default();
+        self.topk_stats()?.policies.iter().for_each(|&policy| counts += policy);
+        let near = self.backend.near_counts(self.store.device());
+        Some(TopKStats { counts, near, row_bytes: self.store.shape().row_bytes() as u64 })
     }
 
     fn hidden_len(&self) -> usize {

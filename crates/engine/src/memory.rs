@@ -8,10 +8,16 @@
 //! Nothing grows afterwards: what does not fit is refused here, with the numbers, or when a request
 //! is submitted. How much memory there is, the caller says; nothing is read from the machine.
 
+mod far;
+
 use std::fmt;
 
 use nuthatch_model::{ModelFiles, kv_shape};
 use nuthatch_types::{HostReads, KvDtype, KvShape, Window};
+
+pub use far::{FarRequest, NearSizes};
+
+use far::FarRoom;
 
 /// The largest plans that an executor carries out. A larger one is a programmer error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +59,9 @@ pub struct SizeRequest {
     pub kv: KvShape,
     /// Bytes of digests beside one page, over all layers; 0 without top-k attention.
     pub digest_page_bytes: u64,
+    /// Bytes that a device that decides about top-k attention by itself needs for that: for
+    /// `max_seqs` sequences of the context that is asked for.
+    pub deciding: u64,
     /// Bytes of the weights, as they lie in memory.
     pub weights: u64,
     /// Tokens of the vocabulary.
@@ -81,6 +90,8 @@ pub struct SizeRequest {
     /// ([`nuthatch_backend::Backend::host_reads`]): unless never, a sequence for which the device tier
     /// has no room may run on them.
     pub host_reads: HostReads,
+    /// If given, pages are in the host's memory, and the device keeps copies of some.
+    pub far: Option<FarRequest>,
 }
 
 /// How large everything is.
@@ -106,12 +117,16 @@ pub struct Sizes {
     pub max_rows: u32,
     /// Bytes of the weights.
     pub weights: u64,
-    /// Bytes of the KV pages on the device.
+    /// Bytes of the KV pages on the device; if they are far, of what is kept of them there.
     pub kv: u64,
     /// Bytes of the KV pages on the host.
     pub host_kv: u64,
+    /// What is kept of pages that are far.
+    pub near: Option<NearSizes>,
     /// Bytes of tables, activations and logits.
     pub working: u64,
+    /// Bytes of what the device decides by.
+    pub deciding: u64,
 }
 
 /// What does not fit.
@@ -119,8 +134,9 @@ pub struct Sizes {
 pub enum MemoryError {
     /// Weights, working memory and host pages leave no room for pages.
     #[error(
-        "the weights need {}, working memory {}{}, but only {} may be used",
-        Bytes(*weights), Bytes(*working), Swap(" and swap space ", *host_bytes), Bytes(*usable)
+        "the weights need {}, working memory {}{}{}, but only {} may be used",
+        Bytes(*weights), Bytes(*working), TopK(*deciding, *max_seqs),
+        Swap(" and swap space ", *host_bytes), Bytes(*usable)
     )]
     Weights {
         /// Bytes for pages of the host that were asked for.
@@ -129,15 +145,19 @@ pub enum MemoryError {
         weights: u64,
         /// Bytes of tables, activations and logits.
         working: u64,
+        /// Bytes of what the device decides by.
+        deciding: u64,
+        /// Sequences at one time.
+        max_seqs: u32,
         /// Bytes that may be used.
         usable: u64,
     },
     /// The KV pages that were asked for do not fit beside the weights.
     #[error(
-        "{} of KV{} were asked for beside {} of weights and {} of working memory, but only {} are \
+        "{} of KV{} were asked for beside {} of weights and {} of working memory{}, but only {} are \
          available",
         Bytes(*kv_asked), Swap(" and swap space of ", *host_bytes), Bytes(*weights),
-        Bytes(*working), Bytes(*available)
+        Bytes(*working), TopK(*deciding, *max_seqs), Bytes(*available)
     )]
     Kv {
         /// Bytes of KV that were asked for.
@@ -148,8 +168,41 @@ pub enum MemoryError {
         weights: u64,
         /// Bytes of tables, activations and logits.
         working: u64,
+        /// Bytes of what the device decides by.
+        deciding: u64,
+        /// Sequences at one time.
+        max_seqs: u32,
         /// Bytes that are available.
         available: u64,
+    },
+    /// The host has no room for the pages that were asked for.
+    #[error("{} of KV on the host were asked for, but only {} may be used", Bytes(*asked), Bytes(*usable))]
+    Host {
+        /// Bytes of KV that were asked for.
+        asked: u64,
+        /// Bytes of the host that may be used.
+        usable: u64,
+    },
+    /// The device has no room for what it needs of pages that are far.
+    #[error(
+        "{} on the device are too few: top-k attention of {max_seqs} sequences of {max_context} \
+         tokens needs {}, digests {} and copies of the pages that are always seen or are written {}; \
+         fewer sequences, a shorter context or a policy with fewer rows need less",
+        Bytes(*budget), Bytes(*deciding), Bytes(*digests), Bytes(*copies)
+    )]
+    Near {
+        /// Bytes that may be used.
+        budget: u64,
+        /// Bytes of what the device decides by.
+        deciding: u64,
+        /// Bytes of one sequence's digests.
+        digests: u64,
+        /// Bytes of the copies of pages that are needed.
+        copies: u64,
+        /// Sequences at one time.
+        max_seqs: u32,
+        /// Tokens of a sequence.
+        max_context: u32,
     },
     /// One sequence of the context that was asked for does not fit.
     #[error(
@@ -190,6 +243,7 @@ impl SizeRequest {
         SizeRequest {
             kv: kv_shape(config, kv_dtype),
             digest_page_bytes: 0,
+            deciding: 0,
             weights: files.weight_bytes(),
             vocab: config.vocab,
             // The residual stream and its norm; q, k and v; the attended heads; gate, up and both
@@ -204,6 +258,7 @@ impl SizeRequest {
             budget: Budget::Share(0.8),
             host_bytes: 0,
             host_reads: HostReads::Near,
+            far: None,
         }
     }
 }
@@ -217,10 +272,17 @@ impl Sizes {
     /// both tiers.
     pub fn compute(request: &SizeRequest) -> Result<Self, MemoryError> {
         check(request)?;
-        let kv_budget = kv_budget(request)?;
+        let far = request.far.map(|far| FarRoom::new(request, &far)).transpose()?;
+        let kv_budget = match &far {
+            Some(room) => room.host_bytes,
+            None => kv_budget(request)?,
+        };
         let page_bytes = request.kv.page_bytes() as u64 + request.digest_page_bytes;
         let page_len = u64::from(request.kv.page_len);
-        let n_affordable = kv_budget / page_bytes;
+        let n_affordable = match &far {
+            Some(room) => (kv_budget / request.kv.page_bytes() as u64).min(room.n_digests),
+            None => kv_budget / page_bytes,
+        };
         let may_spill = request.host_reads != HostReads::Never;
         let n_spilled = if may_spill { request.host_bytes / page_bytes } else { 0 };
         let n_reachable = n_affordable + n_spilled;
@@ -245,6 +307,9 @@ impl Sizes {
         let n_pages = n_affordable.min(pages_wanted).min(pages_countable);
         let n_host_pages = (request.host_bytes / page_bytes).min(pages_countable - n_pages);
         let countable = |n: u64| u32::try_from(n).expect("at most 2^32 - 1 tokens");
+        let near = far.map(|room| room.near(request, n_pages));
+        let far_bytes =
+            near.map_or(0, |near| n_pages * request.kv.page_bytes() as u64 - near.layers);
         Ok(Sizes {
             n_pages: countable(n_pages),
             n_host_pages: countable(n_host_pages),
@@ -256,15 +321,17 @@ impl Sizes {
             max_seqs: request.max_seqs,
             max_rows: request.max_rows,
             weights: request.weights,
-            kv: n_pages * page_bytes,
-            host_kv: n_host_pages * page_bytes,
+            kv: near.map_or(n_pages * page_bytes, |near| near.bytes()),
+            host_kv: far_bytes + n_host_pages * page_bytes,
+            near,
             working: working_bytes(request),
+            deciding: request.deciding,
         })
     }
 
     /// Bytes of everything together.
     pub fn total(&self) -> u64 {
-        self.weights + self.kv + self.host_kv + self.working
+        self.weights + self.kv + self.host_kv + self.working + self.deciding
     }
 
     /// The executor's part.
@@ -326,17 +393,26 @@ fn pages_per_seq(request: &SizeRequest, n_tokens: u32) -> u64 {
 
 /// Bytes that pages of the device may take.
 fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
-    let SizeRequest { weights, available, host_bytes, .. } = *request;
+    let SizeRequest { weights, available, host_bytes, deciding, max_seqs, .. } = *request;
     let working = working_bytes(request);
-    let taken = weights.saturating_add(working).saturating_add(host_bytes);
+    let taken = [working, host_bytes, deciding].into_iter().fold(weights, u64::saturating_add);
+    let too_few =
+        |usable| MemoryError::Weights { weights, working, deciding, max_seqs, host_bytes, usable };
     match request.budget {
         Budget::KvBytes(kv_asked) => {
             if taken > available {
-                let usable = available;
-                return Err(MemoryError::Weights { weights, working, host_bytes, usable });
+                return Err(too_few(available));
             }
             if kv_asked > available - taken {
-                return Err(MemoryError::Kv { kv_asked, host_bytes, weights, working, available });
+                return Err(MemoryError::Kv {
+                    kv_asked,
+                    host_bytes,
+                    weights,
+                    working,
+                    deciding,
+                    max_seqs,
+                    available,
+                });
             }
             Ok(kv_asked)
         }
@@ -344,13 +420,11 @@ fn kv_budget(request: &SizeRequest) -> Result<u64, MemoryError> {
             // A share that is no number becomes 0, and the error below.
             let usable = (available as f64 * share.clamp(0.0, 1.0)) as u64;
             if taken >= usable {
-                return Err(MemoryError::Weights { weights, working, host_bytes, usable });
+                return Err(too_few(usable));
             }
             Ok(usable - taken)
         }
-        Budget::OutsideBytes(_) if taken > available => {
-            Err(MemoryError::Weights { weights, working, host_bytes, usable: available })
-        }
+        Budget::OutsideBytes(_) if taken > available => Err(too_few(available)),
         Budget::OutsideBytes(kv_asked) => Ok(kv_asked),
     }
 }
@@ -379,6 +453,18 @@ impl fmt::Display for Swap {
     }
 }
 
+/// What is said about the bytes that a device decides by, where it does.
+struct TopK(u64, u32);
+
+impl fmt::Display for TopK {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            TopK(0, _) => Ok(()),
+            TopK(bytes, n) => write!(f, ", top-k attention of {n} sequences {}", Bytes(bytes)),
+        }
+    }
+}
+
 /// Bytes for people.
 struct Bytes(u64);
 
@@ -398,10 +484,10 @@ impl fmt::Display for Bytes {
 mod tests {
     use super::*;
 
-    const GIB: u64 = 1 << 30;
+    pub(super) const GIB: u64 = 1 << 30;
 
     /// Llama-3-8B: 128 KiB of KV a token, 2 MiB a page.
-    fn request() -> SizeRequest {
+    pub(super) fn request() -> SizeRequest {
         SizeRequest {
             kv: KvShape {
                 n_layers: 32,
@@ -411,6 +497,7 @@ mod tests {
                 dtype: KvDtype::F16,
             },
             digest_page_bytes: 0,
+            deciding: 0,
             weights: 16 * GIB,
             vocab: 128_256,
             row_floats: 50_000,
@@ -423,6 +510,7 @@ mod tests {
             budget: Budget::Share(0.9),
             host_bytes: 0,
             host_reads: HostReads::Never,
+            far: None,
         }
     }
 
@@ -517,6 +605,18 @@ mod tests {
         // Not asked for, the context is cut down to what the pages hold without a window.
         let less = SizeRequest { max_context: None, ..less };
         assert_eq!(Sizes::compute(&less).unwrap().max_context, 288 * 16);
+    }
+
+    #[test]
+    fn what_the_device_decides_by_is_counted() {
+        let plain = SizeRequest { max_seqs: 64, max_rows: 64, model_context: 1 << 20, ..request() };
+        let request = SizeRequest { deciding: 10 * GIB, ..plain };
+        let (plain, sizes) = (Sizes::compute(&plain).unwrap(), Sizes::compute(&request).unwrap());
+        assert_eq!(plain.kv - sizes.kv, 10 * GIB);
+        assert_eq!(plain.total(), sizes.total());
+        let error = Sizes::compute(&SizeRequest { deciding: 90 * GIB, ..request }).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(", top-k attention of 64 sequences 90.0 GiB, but only"), "{text}");
     }
 
     #[test]

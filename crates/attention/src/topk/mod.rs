@@ -40,7 +40,7 @@ pub use policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, dig
 pub use profile::{Calibration, Profile, ProfileError};
 pub use residency::prefetchable_heads;
 pub use reuse::{aggregate, cosine, threshold};
-pub use run::{TopK, TopKLayer, TopKShape};
+pub use run::{TopK, TopKLayer, TopKShape, working_rows};
 pub use spec::{AUTO, GRAMMAR, SpecError};
 pub use stats::{Counts, Stats};
 pub use trace::Decision;

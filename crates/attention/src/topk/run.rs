@@ -117,6 +117,27 @@ pub(super) enum Deciding {
     Now,
 }
 
+/// What follows from a policy for each head, `[layer][G]`.
+fn rules_of(shape: &TopKShape, policy: &Policy, profile: &Profile) -> Vec<HeadRule> {
+    let heads = (0..shape.n_layers * shape.n_kv_heads)
+        .map(|i| (i / shape.n_kv_heads, i % shape.n_kv_heads));
+    let mut rules: Vec<HeadRule> = heads
+        .map(|(layer, head)| HeadRule::new(policy, &profile.importances(layer, head)))
+        .collect();
+    HeadRule::share_rows(policy, &mut rules);
+    rules
+}
+
+/// The most rows that the working sets of all heads of a sequence have together, by the policy that has
+/// most, in a context of `n` tokens.
+pub fn working_rows(shape: &TopKShape, policies: &[Policy], profile: &Profile, n: u32) -> u64 {
+    let rows = |policy: &Policy| -> u64 {
+        let rules = rules_of(shape, policy, profile);
+        rules.iter().map(|rule| u64::from(policy.rows_max(n, rule.weight))).sum()
+    };
+    policies.iter().map(rows).max().unwrap_or(0)
+}
+
 impl TopK {
     /// Top-k attention by any of these policies, for sequences in up to `n_rows` tables.
     ///
@@ -135,13 +156,7 @@ impl TopK {
                     }))
                 }
             };
-            let heads = (0..shape.n_layers * shape.n_kv_heads)
-                .map(|i| (i / shape.n_kv_heads, i % shape.n_kv_heads));
-            let mut rules: Vec<HeadRule> = heads
-                .map(|(layer, head)| HeadRule::new(policy, &profile.importances(layer, head)))
-                .collect();
-            HeadRule::share_rows(policy, &mut rules);
-            PolicyRules { policy: *policy, by, rules }
+            PolicyRules { policy: *policy, by, rules: rules_of(&shape, policy, profile) }
         });
         let policies: Vec<PolicyRules> = rules.collect();
         let stats = Stats { policies: vec![Counts::default(); policies.len()], ..Stats::default() };

@@ -24,7 +24,7 @@ use std::error::Error;
 use std::fmt::Write as _;
 
 use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
-use nuthatch_backend_cuda::{Cuda, CudaConfig};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages};
 use nuthatch_types::{Clock, KvDtype, KvShape, SystemClock};
 
 use rig::Rig;
@@ -33,6 +33,8 @@ type Outcome = Result<(), Box<dyn Error>>;
 
 /// Layers that take turns.
 const N_LAYERS: u32 = 4;
+/// Copies on the device of pages that are on the host.
+const NEAR_PAGES: u32 = 256;
 
 /// What was measured, for people and as JSON.
 #[derive(Default)]
@@ -64,8 +66,10 @@ fn main() -> Outcome {
     let has = |word: &str| words.iter().any(|found| found == word);
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let l2_prefetch = if has("l2") { 3 } else { 0 };
-    let (is_eager, kv_on_host) = (has("eager"), has("host"));
-    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager, kv_on_host };
+    let is_eager = has("eager");
+    let n_resident = number(&words, "resident").unwrap_or(0) as u32;
+    let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident });
+    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager, far };
     let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };
@@ -107,6 +111,12 @@ fn main() -> Outcome {
         std::fs::write(path, text)?;
     }
     Ok(())
+}
+
+/// The number of a word such as `batch=16`.
+pub(crate) fn number(words: &[String], name: &str) -> Option<usize> {
+    let value = |word: &String| word.strip_prefix(name)?.strip_prefix('=')?.parse().ok();
+    words.iter().find_map(value)
 }
 
 /// How fast the device reads when it does nothing else.

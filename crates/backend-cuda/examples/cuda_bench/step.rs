@@ -33,6 +33,18 @@ pub(crate) const LLAMA3_8B: Shape = Shape {
     head_dim: 128,
 };
 
+/// A model that was made for a million tokens.
+const QWEN25_7B: Shape = Shape {
+    name: "qwen2.5-7b",
+    n_layers: 28,
+    hidden: 3584,
+    ff: 18_944,
+    vocab: 152_064,
+    n_heads: 28,
+    n_kv_heads: 4,
+    head_dim: 128,
+};
+
 const QWEN25_14B: Shape = Shape {
     name: "qwen2.5-14b",
     n_layers: 48,
@@ -84,6 +96,12 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         Model::new(cuda, *shape)?.time(cuda, report, batches)?;
     }
     Ok(())
+}
+
+/// The shape that is named, or Llama-3-8B's.
+pub(crate) fn named(words: &[String]) -> Shape {
+    let is_named = |shape: &Shape| words.iter().any(|word| word == shape.name);
+    [QWEN25_7B, QWEN25_14B, SMOLLM2_135M].into_iter().find(is_named).unwrap_or(LLAMA3_8B)
 }
 
 /// Times prompts of 8192 tokens at several depths, each in one pass, of the first model that is named.

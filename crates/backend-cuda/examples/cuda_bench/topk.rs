@@ -12,8 +12,8 @@ use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{Clock as _, KvDtype, KvShape, LayerIdx, SystemClock};
 
 use crate::rig::Rig;
-use crate::step::{Acts, Buf, LLAMA3_8B, Model, Shape};
-use crate::{Outcome, Report, random, time};
+use crate::step::{self, Acts, Buf, Model, Shape};
+use crate::{Outcome, Report, number, random, time};
 
 /// Steps that are timed.
 const STEPS: usize = 24;
@@ -43,8 +43,8 @@ struct Queries {
 }
 
 impl Queries {
-    fn new(shape: &Shape) -> Self {
-        let mut random = Random(9);
+    fn new(shape: &Shape, seq: usize) -> Self {
+        let mut random = Random(9 + 1000 * seq as u64);
         let group = (shape.n_heads / shape.n_kv_heads * shape.head_dim) as usize;
         let heads = (0..shape.n_kv_heads).map(|_| (0..group).map(|_| random.bell()).collect());
         let heads = heads.collect();
@@ -102,11 +102,14 @@ fn digests(shape: &Shape) -> [Digest; 2] {
     [channels, signs]
 }
 
-/// Times steps at the depths among the words, or at 32768 and 131072.
+/// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences; with `short`,
+/// by the default policy's rules and with a quarter of the heads turning away.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
+    let (n_seqs, is_short) =
+        (number(words, "batch").unwrap_or(1), words.iter().any(|word| word == "short"));
     let named: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
     let depths = if named.is_empty() { vec![32_768, 131_072] } else { named };
-    let model = Model::new(cuda, LLAMA3_8B)?;
+    let model = Model::new(cuda, step::named(words))?;
     let shape = &model.shape;
     let kv = KvShape {
         n_layers: shape.n_layers,
@@ -116,20 +119,26 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         dtype: KvDtype::F16,
     };
     for depth in depths {
-        for (i, digest) in digests(shape).into_iter().enumerate() {
+        for (i, digest) in digests(shape).into_iter().enumerate().take(if is_short { 1 } else { 2 })
+        {
+            let (free, _) = cuda.memory()?;
             let name = if i == 0 { "loki:32 3% x 3" } else { "hata:128 10%" };
             let mut rig = Rig::with(
                 cuda,
                 (kv, shape.n_heads),
-                (1, depth, 10 * (STEPS + 10)),
+                (n_seqs, depth, 10 * (STEPS + 10)),
                 (false, Some(&[digest])),
             )?;
             let rules = rules(shape, ScoreBy::Digest(0), i == 1);
-            let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &[rules], 1)?;
+            let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &[rules], n_seqs as u32)?;
             assert!(decides, "this device decides");
+            let used = (free - cuda.memory()?.0) as f64;
+            println!("{name}, {n_seqs} x {depth}: {:.2} GB on the device for KV", used / 1e9);
+            let (is_new, is_ahead) = (true, false);
             let mut run =
-                Run { cuda, model: &model, depth, n_done: 0, is_new: true, is_ahead: false };
-            for turned in [100, 45, 25, 10, 0] {
+                Run { cuda, model: &model, n_seqs, depth, n_done: 0, is_new, is_ahead, is_short };
+            let turns: &[u32] = if is_short { &[45, 25] } else { &[100, 45, 25, 10, 0] };
+            for &turned in turns {
                 for is_ahead in [false, true] {
                     run.is_ahead = is_ahead;
                     run.time(&mut rig, report, (name, turned))?;
@@ -144,11 +153,14 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
 struct Run<'a> {
     cuda: &'a Cuda,
     model: &'a Model,
+    n_seqs: usize,
     depth: usize,
     n_done: usize,
     is_new: bool,
     /// Whether layers are decided about before their turn.
     is_ahead: bool,
+    /// Whether kernels are not timed one by one.
+    is_short: bool,
 }
 
 impl Run<'_> {
@@ -159,15 +171,16 @@ impl Run<'_> {
         (name, turned): (&str, u32),
     ) -> Outcome {
         let shape = &self.model.shape;
-        let mut queries = Queries::new(shape);
+        let mut queries: Vec<Queries> =
+            (0..self.n_seqs).map(|seq| Queries::new(shape, seq)).collect();
         let width = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim;
-        let mut query_buf = self.cuda.alloc(width as usize)?;
-        let mut acts = Acts::new(self.cuda, shape, 1)?;
+        let mut query_buf = self.cuda.alloc(self.n_seqs * width as usize)?;
+        let mut acts = Acts::new(self.cuda, shape, self.n_seqs)?;
         rig.renew_plan()?;
         let clock = SystemClock::start();
         let (mut seconds, mut n_lookups, mut n_hits, mut n_moved) = (Vec::new(), 0u64, 0u64, 0u64);
         for step in 0..STEPS + 5 {
-            self.cuda.write(&mut query_buf, &queries.next(turned))?;
+            self.turn(&mut query_buf, &mut queries, turned)?;
             self.cuda.wait()?;
             let begin = clock.now();
             self.step(rig, (&query_buf, &mut acts))?;
@@ -178,10 +191,12 @@ impl Run<'_> {
                 continue;
             }
             seconds.push(passed);
-            for head in self.cuda.decided(&rig.kv, 0)? {
-                n_lookups += 1;
-                n_hits += u64::from(head.found == Found::Hit);
-                n_moved += u64::from(head.n_moved);
+            for seq in 0..self.n_seqs as u32 {
+                for head in self.cuda.decided(&rig.kv, seq)? {
+                    n_lookups += 1;
+                    n_hits += u64::from(head.found == Found::Hit);
+                    n_moved += u64::from(head.n_moved);
+                }
             }
         }
         seconds.sort_by(f64::total_cmp);
@@ -190,23 +205,39 @@ impl Run<'_> {
         let moved = 100.0 * n_moved as f64 / n_lookups as f64 / self.depth as f64;
         let ahead = if self.is_ahead { ", ahead" } else { "" };
         let name = format!(
-            "topk {name}{ahead}, 1 x {}, {turned} turn: {hits:.0} % hits, {moved:.2} % moved",
-            self.depth
+            "topk {}, {name}{ahead}, {} x {}, {turned} turn: {hits:.0} % hits, {moved:.2} % moved",
+            shape.name, self.n_seqs, self.depth
         );
         report.add(&name, median, self.model.bytes(&kv_of(shape), 0), 0.0);
-        if self.is_ahead {
+        if self.is_ahead || self.is_short {
             return Ok(());
         }
         self.kernels(rig, report, (&mut query_buf, &mut acts), &mut queries, turned)
     }
 
-    /// One step of a sequence that grows.
+    /// The next queries of all sequences.
+    fn turn(&self, query_buf: &mut Buf, queries: &mut [Queries], turned: u32) -> Outcome {
+        let shape = &self.model.shape;
+        let keys = (2 * shape.n_kv_heads * shape.head_dim) as usize;
+        // Keys and values of a row lie behind its queries.
+        let next = |queries: &mut Queries| {
+            let mut row = queries.next(turned);
+            row.resize(row.len() + keys, 0.0);
+            row
+        };
+        let rows: Vec<f32> = queries.iter_mut().flat_map(next).collect();
+        Ok(self.cuda.write(query_buf, &rows)?)
+    }
+
+    /// One step of sequences that grow.
     fn step(&mut self, rig: &mut Rig<'_>, (queries, acts): (&Buf, &mut Acts)) -> Outcome {
         let at = self.depth + self.n_done;
         self.n_done += 1;
-        rig.lay_out(&[(0, at, 1)])?;
+        let parts: Vec<_> = (0..self.n_seqs).map(|seq| (seq, at, 1)).collect();
+        rig.lay_out(&parts)?;
         let is_new = std::mem::take(&mut self.is_new);
-        let rows = [Deciding { seq: 0, table_row: 0, rules: 0, is_new }];
+        let row = |seq| Deciding { seq, table_row: seq, rules: 0, is_new };
+        let rows: Vec<Deciding> = (0..self.n_seqs as u32).map(row).collect();
         self.cuda.begin_deciding(&mut rig.plan, &rig.kv, &rows)?;
         if self.cuda.begin_pass(&mut rig.plan, &rig.kv)? == Pass::Needed {
             self.model.pass_with(self.cuda, rig, acts, (None, Some(queries), self.is_ahead))?;
@@ -221,13 +252,13 @@ impl Run<'_> {
         rig: &mut Rig<'_>,
         report: &mut Report,
         (query_buf, acts): (&mut Buf, &mut Acts),
-        queries: &mut Queries,
+        queries: &mut [Queries],
         turned: u32,
     ) -> Outcome {
         const N: usize = 3;
         let mut sums: BTreeMap<&'static str, (f64, usize)> = BTreeMap::new();
         for _ in 0..N {
-            self.cuda.write(query_buf, &queries.next(turned))?;
+            self.turn(query_buf, queries, turned)?;
             self.cuda.begin_timing();
             self.step(rig, (query_buf, acts))?;
             for kernel in self.cuda.end_timing()? {

@@ -4,7 +4,7 @@ use nuthatch_backend::{AttnSpec, DeviceError};
 use nuthatch_types::{KvDtype, LayerIdx};
 
 use super::merge::{MergeParams, MergeShape};
-use super::{Address, count, params};
+use super::{Address, NearPages, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::{Device, Kernel};
@@ -62,6 +62,7 @@ params! {
         n_tasks: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
@@ -85,6 +86,7 @@ params! {
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         q_stride: u32,
         table_len: u32,
         n_kv_heads: u32,
@@ -146,6 +148,7 @@ const STEP: usize = 32;
 /// The kernels for one KV type and head width.
 pub(crate) struct AttendKernels {
     pub(crate) rope: Kernel,
+    pub(crate) write_far: Kernel,
     pub(crate) shift: Kernel,
     pub(crate) attend: Attend,
 }
@@ -381,6 +384,7 @@ impl Attention<'_> {
             n_tasks: self.plan.n_split_parts(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
@@ -447,6 +451,7 @@ impl Attention<'_> {
             table_rows: self.plan.table_rows(),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,

@@ -27,21 +27,27 @@ const THREADS: u32 = 256;
 #[derive(Clone, Copy)]
 pub(crate) struct Tiers {
     pub(crate) device: Address,
+    pub(crate) n_device: u32,
     /// Where slots behind the device's are, and how many.
     pub(crate) host: Address,
     pub(crate) n_host: u32,
     /// Of one head's page.
     pub(crate) page_bytes: usize,
+    pub(crate) n_heads: usize,
 }
 
 impl Tiers {
-    fn of(kv: &CudaKv) -> Self {
-        Tiers {
-            device: kv.arena.address(),
-            host: kv.host.as_ref().map_or(0, PinnedMemory::address),
-            n_host: kv.slots.host,
-            page_bytes: kv.page.bytes(),
-        }
+    /// Keys and values, with so many slots at `host` behind those of the device.
+    fn of(kv: &CudaKv, (host, n_host): (Address, u32)) -> impl Iterator<Item = Self> + use<> {
+        let (n_device, page_bytes) = (kv.slots.device, kv.page.bytes());
+        kv.runs().map(move |run| Tiers {
+            device: run.address,
+            n_device,
+            host: host + (run.first * page_bytes) as u64 * u64::from(n_host),
+            n_host,
+            page_bytes,
+            n_heads: run.n,
+        })
     }
 }
 
@@ -52,7 +58,11 @@ pub(crate) fn copy_pages(
     kv: &mut CudaKv,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
-    copy_between(device, kernel, kv, Tiers::of(kv), copies)
+    let host = (kv.host.as_ref().map_or(0, PinnedMemory::address), kv.slots.host);
+    for tiers in Tiers::of(kv, host) {
+        copy_between(device, kernel, tiers, copies)?;
+    }
+    kv.forget_near(device, copies.iter().map(|copy| copy.target))
 }
 
 /// Copies a page's bytes to the host, and waits.
@@ -91,7 +101,8 @@ pub(crate) fn write_page(
     if slot.0 < kv.slots.device {
         // Nothing that uses the gate is queued, because everything that did was waited for.
         kv.gate.write(0, source);
-        return pass_gate(device, kernel, kv, slot, false);
+        pass_gate(device, kernel, kv, slot, false)?;
+        return kv.forget_near(device, std::iter::once(slot));
     }
     device.wait()?;
     let starts = kv.host_starts(slot);
@@ -113,16 +124,16 @@ fn pass_gate(
     let gate = Slot(kv.slots.device);
     let (source, target) = if is_out { (slot, gate) } else { (gate, slot) };
     let copy = PageCopy { source, target };
-    let gate = Tiers { host: kv.gate.address(), n_host: 1, ..Tiers::of(kv) };
-    copy_between(device, kernel, kv, gate, &[copy])?;
+    for tiers in Tiers::of(kv, (kv.gate.address(), 1)) {
+        copy_between(device, kernel, tiers, &[copy])?;
+    }
     device.wait()
 }
 
-/// Copies pages in order, all layers and heads.
+/// Copies pages in order, all heads of some tiers.
 pub(crate) fn copy_between(
     device: &Device,
     kernel: &Kernel,
-    kv: &CudaKv,
     tiers: Tiers,
     copies: &[PageCopy],
 ) -> Result<(), DeviceError> {
@@ -130,7 +141,7 @@ pub(crate) fn copy_between(
         return Ok(());
     }
     let list: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.source.0, copy.target.0]).collect();
-    let n_slots = kv.slots.device + tiers.n_host;
+    let n_slots = tiers.n_device + tiers.n_host;
     assert!(list.as_flattened().iter().all(|&slot| slot < n_slots), "slots of the arena");
     let on_device = device.alloc(size_of_val(&list[..]), "a list of copies")?;
     device.upload(&on_device, 0, &list)?;
@@ -138,12 +149,12 @@ pub(crate) fn copy_between(
         device: tiers.device,
         host: tiers.host,
         copies: on_device.address(),
-        n_device: kv.slots.device,
+        n_device: tiers.n_device,
         n_host: tiers.n_host,
         page_bytes: count(tiers.page_bytes),
         n_copies: count(list.len()),
     };
-    let heads = count(kv.n_heads());
+    let heads = count(tiers.n_heads);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: block `i` touches the asserted slots of head `i` of both memories, which live. The
     // list is freed after the kernel has run, because freeing waits.

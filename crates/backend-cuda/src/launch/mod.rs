@@ -38,6 +38,15 @@ macro_rules! params {
 }
 pub(crate) use params;
 
+params! {
+    /// Mirrors `Near`: copies of pages that are far; all zero if none is.
+    NearPages {
+        frames: Address,
+        layer: Address,
+        head_bytes: u64,
+    }
+}
+
 /// An address in device memory.
 pub(crate) type Address = u64;
 

@@ -3,8 +3,9 @@
 use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
 use nuthatch_types::LayerIdx;
 
-use super::{Address, count, params};
+use super::{Address, NearPages, count, params};
 use crate::Cuda;
+use crate::branch::{Branch, LINK_BLOCKS};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Kernel};
 use crate::kv::CudaKv;
@@ -35,6 +36,7 @@ params! {
         table_rows: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         rows: u32,
         n_heads: u32,
         n_kv_heads: u32,
@@ -42,12 +44,29 @@ params! {
         half: u32,
         is_halves: u32,
         eps: f32,
+        defers: u32,
+    }
+}
+
+params! {
+    /// Mirrors `WriteFarParams`.
+    WriteFarParams {
+        layer: Address,
+        places: Address,
+        table_rows: Address,
+        tables: Address,
+        head_bytes: u64,
+        near: NearPages,
+        rows: u32,
+        n_kv_heads: u32,
+        table_len: u32,
         padding: u32,
     }
 }
 
 const ANGLES_THREADS: usize = 128;
 const WARPS: usize = 4;
+const FAR_THREADS: u32 = 512;
 
 /// Cosines and sines of the plan's positions.
 pub(crate) fn angles(device: &Device, kernel: &Kernel, plan: &CudaPlan) -> Result<(), DeviceError> {
@@ -102,6 +121,7 @@ pub(crate) fn rope_append(
         table_rows: plan.table_rows(),
         tables: plan.tables,
         head_bytes: kv.head_bytes(),
+        near: kv.near_pages(layer.0),
         rows: count(plan.n_rows()),
         n_heads: spec.n_heads,
         n_kv_heads,
@@ -109,14 +129,46 @@ pub(crate) fn rope_append(
         half: count(plan.shape.rope.inv_freq.len()),
         is_halves: u32::from(plan.shape.rope.style == RopeStyle::Halves),
         eps: spec.eps,
-        padding: 0,
+        defers: u32::from(plan.far.is_some()),
     };
     qkv.set_stale();
     let blocks = count((plan.n_rows() * heads).div_ceil(WARPS));
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: rows and heads were asserted to be in qkv; slots come from the plan's tables, whose
     // entries the executor has checked against the arena.
-    unsafe {
-        device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params)
+    unsafe { device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params) }?;
+    match &plan.far {
+        Some(branch) if n_kv_heads > 0 && kv.is_far(layer.0) => {
+            write_far(device, plan, layer, kv, branch)
+        }
+        _ => Ok(()),
     }
+}
+
+/// Writes the batch's keys and values from copies of pages to the pages, while other things run.
+fn write_far(
+    device: &Device,
+    plan: &CudaPlan,
+    layer: LayerIdx,
+    kv: &CudaKv,
+    branch: &Branch,
+) -> Result<(), DeviceError> {
+    let params = WriteFarParams {
+        layer: kv.layer_address(layer.0),
+        places: plan.places(),
+        table_rows: plan.table_rows(),
+        tables: plan.tables,
+        head_bytes: kv.head_bytes(),
+        near: kv.near_pages(layer.0),
+        rows: count(plan.n_rows()),
+        n_kv_heads: kv.shape.n_kv_heads,
+        table_len: plan.table_len,
+        padding: 0,
+    };
+    let (kernel, stream) = (&plan.kernels_of(kv).write_far, branch.fork(device)?);
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: slots come from the plan's tables, whose entries the executor has checked against the
+    // arena; frames are those that the arena's own list names.
+    unsafe { device.launch_on((stream, false), kernel, ((LINK_BLOCKS, 1), FAR_THREADS), &params) }?;
+    branch.end(device, 0)
 }

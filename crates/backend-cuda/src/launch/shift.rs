@@ -61,7 +61,7 @@ pub(crate) fn shift_pages(
     let turns_on_device = device.alloc(size_of_val(&turns[..]), WHAT)?;
     device.upload(&turns_on_device, 0, &turns)?;
     let params = ShiftParams {
-        arena: kv.arena.address(),
+        arena: 0,
         shifts: on_device.address(),
         turns: turns_on_device.address(),
         head_bytes: kv.head_bytes(),
@@ -70,13 +70,14 @@ pub(crate) fn shift_pages(
         is_halves: u32::from(rope.style == RopeStyle::Halves),
         padding: 0,
     };
-    let heads = kv.shape.n_layers * kv.shape.n_kv_heads;
-    #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: block `i` touches the asserted slots of head `i`. The lists are freed after the kernel
-    // has run, because freeing waits.
-    unsafe {
-        device.launch(&plan.kernels_of(kv).shift, (heads, 1), THREADS, &params)
+    for run in kv.runs() {
+        let params = ShiftParams { arena: run.address, ..params };
+        #[expect(unsafe_code, reason = "a kernel")]
+        // SAFETY: block `i` touches the asserted slots of head `i` of the run. The lists are freed after
+        // the kernel has run, because freeing waits.
+        unsafe { device.launch(&plan.kernels_of(kv).shift, (count(run.n), 1), THREADS, &params) }?;
     }
+    kv.forget_near(device, shifts.iter().map(|shift| shift.target))
 }
 
 fn shift_of(shift: &PageShift) -> Shift {

@@ -7,7 +7,7 @@ use nuthatch_types::KvDtype;
 
 use super::sparse_attend::{SparseParams, SparseShape};
 use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tally};
-use super::{Address, count, params};
+use super::{Address, NearPages, count, params};
 use crate::device::{Device, Kernel};
 use crate::launch::attend::AttendShape;
 
@@ -84,6 +84,7 @@ params! {
         layer: Address,
         tables: Address,
         head_bytes: u64,
+        near: NearPages,
         table_len: u32,
         padding: u32,
     }
@@ -101,6 +102,7 @@ params! {
         tables: Address,
         slots: Address,
         head_bytes: u64,
+        near: NearPages,
         digest_head_bytes: u64,
         frame_stride: u64,
         rows: u32,

@@ -5,9 +5,8 @@
 //!   decide ─► gather ─► attend ─► merge        once a layer
 //! ```
 //!
-//! What is remembered of a sequence lies in the memory of its table's row: labels and states of all
-//! heads from the start, marks and working sets when its first row is decided about. Rows that are
-//! decided about by the same rules are decided about together, and all of them attend together.
+//! What is remembered of a sequence lies in the seat of its table's row (`room`). Rows that are decided
+//! about by the same rules are decided about together, and all of them attend together.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -15,29 +14,24 @@ use cudarc::driver::CudaStream;
 use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
-use crate::branch::Branch;
+use crate::branch::{Branch, LINK_BLOCKS};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
-use crate::kv::{Arena, CudaKv, PAGE_LEN};
+use crate::kv::CudaKv;
 use crate::launch::sparse::{GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows};
-use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend, max_tasks};
+use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, PIECE, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide,
-    shared_bytes,
+    DecideParams, HeadRule, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide, shared_bytes,
 };
 use crate::launch::{count, sparse};
 use crate::plan::CudaPlan;
 use crate::{Attention, Cuda};
 
 use super::SparseLayer;
+use super::room::{Room, RoomShape, Seats};
 use super::rules::DeviceRules;
 
-/// Bytes of scratch that rows may need together; more of them are decided about in turns. Guessed.
-const SCRATCH_BYTES_MAX: usize = 512 << 20;
 pub(super) const WHAT: &str = "top-k attention";
-/// Blocks that bring rows over the link: 0.89 to 0.98 of the copy engine's rate from 4 MiB on, where
-/// eight reach 0.75 to 0.88, and more no more (`kernels/lab/sparse`, one H200).
-const LINK_BLOCKS: u32 = 16;
 
 /// What decides.
 pub(crate) struct Decider {
@@ -45,18 +39,18 @@ pub(crate) struct Decider {
     /// Heads of all layers.
     n_all: usize,
     group: usize,
-    /// Places that a sequence may have, whole pieces.
-    stride: usize,
     max_context: usize,
-    /// `[table][layer][G]`, and `[table][layer][G][group][D]`.
+    /// How large everything is.
+    room: Room,
+    seats: Mutex<Seats>,
+    /// `[table][layer][G]`, `[table][layer][G][group][D]` and `[table][layer][G][stride]`.
     states: Memory,
     labels: Memory,
-    /// Of each table, when it was first needed.
-    tables: Mutex<Vec<Option<TableMemory>>>,
+    marks: Memory,
+    /// `[table]` the pages of working sets.
+    pages: Memory,
     /// The rows of the batch.
     rows: Memory,
-    /// Rows that are decided about at a time.
-    n_at_once: usize,
     /// Two of each, because layers that are decided about before their turn overlap.
     raw: [Memory; 2],
     scores: [Memory; 2],
@@ -77,14 +71,6 @@ struct Turn {
     n: usize,
 }
 
-/// What a table's sequence needs that grows with its length.
-struct TableMemory {
-    rules: usize,
-    /// `[layer][G][stride]`
-    marks: Memory,
-    pages: Memory,
-}
-
 impl Decider {
     fn new(
         device: &Device,
@@ -95,38 +81,39 @@ impl Decider {
     ) -> Result<Self, DeviceError> {
         let alloc = |bytes| device.alloc(bytes, WHAT);
         let two = |bytes| Ok::<_, DeviceError>([alloc(bytes)?, alloc(bytes)?]);
-        let n_heads = kv.shape.n_kv_heads as usize;
         let n_all = rules.first().map_or(0, |one| one.rules.heads.len());
         assert!(rules.iter().all(|one| one.rules.heads.len() == n_all), "rules of one model");
-        let (width, d) = (kv.page.width(), kv.page.head_dim as usize);
         let max_context = plan.shape.max_context;
-        let stride = max_context.next_multiple_of(PIECE);
-        let one = n_heads * stride * 4 * (group + 3) + n_heads * size_of::<Tally>();
-        let n_at_once = (SCRATCH_BYTES_MAX / one).min(MAX_NUMBERS / n_heads);
-        let n_at_once = n_at_once.min(plan.shape.max_seqs).max(1);
-        let n = n_at_once * n_heads;
-        // A head may see everything, in three runs that begin and end within pages.
-        let n_tasks = n * max_tasks(max_context + 2 * PAGE_LEN);
+        let room = Room::new(&RoomShape {
+            page: kv.page,
+            n_all,
+            n_kv_heads: kv.shape.n_kv_heads as usize,
+            group,
+            max_context,
+            n_rows: plan.shape.max_seqs,
+            set_pages: rules.iter().map(DeviceRules::n_pages).max().unwrap_or(0),
+        });
         Ok(Decider {
             rules,
             n_all,
             group,
-            stride,
             max_context,
-            states: alloc(n_tables * n_all * size_of::<HeadState>())?,
-            labels: alloc(n_tables * n_all * group * d * 4)?,
-            tables: Mutex::new((0..n_tables).map(|_| None).collect()),
-            rows: alloc(plan.shape.max_seqs * size_of::<SparseRow>())?,
-            n_at_once,
-            raw: two(n * group * stride * 4)?,
-            scores: two(n * stride * 4)?,
-            score_sums: two(n * stride / PIECE * group * 8)?,
-            tallies: two(n * size_of::<Tally>())?,
-            moves: two(n * stride * 8)?,
+            seats: Mutex::new(Seats::new(n_tables)),
+            states: alloc(n_tables * room.states)?,
+            labels: alloc(n_tables * room.labels)?,
+            marks: alloc(n_tables * room.marks)?,
+            pages: alloc(n_tables * room.pages)?,
+            rows: alloc(room.rows)?,
+            raw: two(room.raw)?,
+            scores: two(room.scores)?,
+            score_sums: two(room.score_sums)?,
+            tallies: two(room.tallies)?,
+            moves: two(room.moves)?,
             branch: Branch::new(device)?,
-            partials: alloc(n_tasks * group * width * 4)?,
-            sums: alloc(n_tasks * group * 8)?,
-            tasks: alloc((n + 1) * 4)?,
+            partials: alloc(room.partials)?,
+            sums: alloc(room.sums)?,
+            tasks: alloc(room.tasks)?,
+            room,
         })
     }
 
@@ -137,8 +124,8 @@ impl Decider {
         for &(rules, n) in &plan.deciding {
             let end = start + n;
             if idx >= self.rules[rules].rules.first_layer as usize {
-                turns.extend((start..end).step_by(self.n_at_once).map(|first| {
-                    let n = self.n_at_once.min(end - first);
+                turns.extend((start..end).step_by(self.room.n_at_once).map(|first| {
+                    let n = self.room.n_at_once.min(end - first);
                     Turn { rules, first, n }
                 }));
             }
@@ -162,43 +149,18 @@ impl Decider {
         }
     }
 
-    /// Bytes of all states of one table.
-    fn table_bytes(&self) -> usize {
-        self.n_all * size_of::<HeadState>()
-    }
-
-    /// The memory of a table's row, forgotten if it is new: marks and pages.
-    fn table(
-        &self,
-        device: &Device,
-        page_bytes: usize,
-        row: &Deciding,
-    ) -> Result<(u64, u64), DeviceError> {
-        let mut tables = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
-        let (rules, table) = (row.rules as usize, &mut tables[row.table_row as usize]);
-        let pages = &self.rules[rules].pages;
-        // What is freed first can be had again.
-        *table = table.take().filter(|memory| memory.rules == rules);
-        let is_new = row.is_new || table.is_none();
-        let memory = match table {
-            Some(memory) => memory,
-            None => {
-                let n_pages = pages.last().map_or(0, |&(first, n)| first + n);
-                table.insert(TableMemory {
-                    rules,
-                    marks: device.alloc(self.n_all * self.stride * 8, WHAT)?,
-                    pages: device.alloc(n_pages * page_bytes, WHAT)?,
-                })
-            }
-        };
-        if is_new {
-            device.clear(&memory.marks)?;
-            let empty = pages.iter().map(|&(first, n)| HeadState::empty(first, n));
-            let empty: Vec<HeadState> = empty.collect();
-            let start = row.table_row as usize * self.table_bytes();
-            device.upload(&self.states, start, &empty)?;
+    /// Where marks and working sets of a table's row are, cleared if it is new.
+    fn seat(&self, device: &Device, row: &Deciding) -> Result<(u64, u64), DeviceError> {
+        let mut seats = self.seats.lock().unwrap_or_else(PoisonError::into_inner);
+        let (seat, rules) = (row.table_row as usize, row.rules as usize);
+        if seats.take(seat, rules, row.is_new) {
+            device.clear(&self.marks, seat * self.room.marks, self.room.marks)?;
+            let pages = self.rules[rules].pages.iter();
+            let empty: Vec<_> = pages.map(|&(first, n)| HeadState::empty(first, n)).collect();
+            device.upload(&self.states, seat * self.room.states, &empty)?;
         }
-        Ok((memory.marks.address(), memory.pages.address()))
+        let at = |memory: &Memory, bytes: usize| memory.address() + (seat * bytes) as u64;
+        Ok((at(&self.marks, self.room.marks), at(&self.pages, self.room.pages)))
     }
 }
 
@@ -235,8 +197,12 @@ impl Cuda {
             DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
         };
         let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
-        let rules = (all, n_tables as usize);
-        let decider = Decider::new(&self.device, group, plan, kv, rules)?;
+        let all = (all, n_tables as usize);
+        let decider = Decider::new(&self.device, group, plan, kv, all)?;
+        if let Some(near) = &kv.near {
+            let most = |of: fn(&Rules) -> u32| rules.iter().map(of).max().unwrap_or(0) as usize;
+            near.want(most(|rules| rules.sinks), most(|rules| rules.recent));
+        }
         if let Some(sparse) = &mut kv.sparse {
             sparse.decider = Some(decider);
         }
@@ -259,7 +225,7 @@ impl Cuda {
                 let seq = &plan.seqs[row.seq as usize];
                 assert!(seq.n_rows == 1 && seq.table_row == row.table_row, "one row of its table");
                 assert!(seq.kv_len() <= decider.max_context, "no longer than planned for");
-                let (marks, pages) = decider.table(&self.device, kv.page.bytes(), row)?;
+                let (marks, pages) = decider.seat(&self.device, row)?;
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
                 let batch_row = count(seq.first_row);
                 let state_row = table_row;
@@ -302,7 +268,9 @@ impl Cuda {
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for &Turn { first, n, .. } in &turns {
             match runs.last_mut() {
-                Some(run) if run.0 + run.1 == first && run.1 + n <= decider.n_at_once => run.1 += n,
+                Some(run) if run.0 + run.1 == first && run.1 + n <= decider.room.n_at_once => {
+                    run.1 += n
+                }
                 _ => runs.push((first, n)),
             }
         }
@@ -352,7 +320,7 @@ impl Cuda {
             raw: decider.raw[idx % 2].address(),
             scores: decider.scores[idx % 2].address(),
             sums: decider.score_sums[idx % 2].address(),
-            stride: count(decider.stride),
+            stride: count(decider.room.stride),
             ..at.score_params(rules.by)
         };
         let d = at.kv.page.head_dim as usize;
@@ -366,7 +334,7 @@ impl Cuda {
             tallies: tallies.address(),
             moves: moves.address(),
             percent: rules.percent,
-            mark_stride: decider.stride as u64,
+            mark_stride: decider.room.stride as u64,
             first_head: count(first_head),
             k_min: rules.k_min,
             k_max: rules.k_max,
@@ -385,13 +353,11 @@ impl Cuda {
             moves: moves.address(),
             tallies: tallies.address(),
             tally_words: size_of::<Tally>() as u64 / 4,
-            stride: count(decider.stride),
+            stride: count(decider.room.stride),
             n_zeros: count(TALLY_ZEROS),
         };
-        let blocks = match at.kv.arena {
-            Arena::Device(_) => self.device.n_multiprocessors(),
-            Arena::Host(_) => LINK_BLOCKS,
-        };
+        let is_far = at.kv.is_far(at.layer.0);
+        let blocks = if is_far { LINK_BLOCKS } else { self.device.n_multiprocessors() };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 
@@ -425,7 +391,7 @@ impl Cuda {
     ) -> Result<Vec<Decided>, DeviceError> {
         let decider = decider_of(kv);
         let mut states = vec![HeadState::empty(0, 0); decider.n_all];
-        let start = table_row as usize * decider.table_bytes();
+        let start = table_row as usize * decider.room.states;
         self.device.download_from(&decider.states, start, &mut states)?;
         Ok(states.iter().map(decided).collect())
     }
@@ -438,13 +404,12 @@ impl Cuda {
     ) -> Result<DecidedPlaces, DeviceError> {
         let decider = decider_of(kv);
         let mut state = [HeadState::empty(0, 0)];
-        let start = table_row as usize * decider.table_bytes() + head * size_of::<HeadState>();
+        let start = table_row as usize * decider.room.states + head * size_of::<HeadState>();
         self.device.download_from(&decider.states, start, &mut state)?;
         let mut places = DecidedPlaces::default();
-        let tables = decider.tables.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(memory) = &tables[table_row as usize] else { return Ok(places) };
-        let mut marks = vec![[0u32; 2]; decider.stride];
-        self.device.download_from(&memory.marks, head * decider.stride * 8, &mut marks)?;
+        let mut marks = vec![[0u32; 2]; decider.room.stride];
+        let start = table_row as usize * decider.room.marks + head * size_of_val(&marks[..]);
+        self.device.download_from(&decider.marks, start, &mut marks)?;
         for (place, [stamp, _]) in (0..).zip(marks).filter(|(_, [stamp, _])| *stamp > 0) {
             places.members.push(place);
             if stamp == state[0].now {

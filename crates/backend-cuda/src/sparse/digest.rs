@@ -98,7 +98,7 @@ impl DigestArena {
     /// What taking digests is told, from one head on; rows are somebody else's.
     pub(super) fn params(&self, kv: &CudaKv, head: usize) -> DigestParams {
         DigestParams {
-            arena: kv.arena.address() + head as u64 * kv.head_bytes(),
+            arena: kv.head_address(head),
             digests: self.address(kv, head),
             frame: self.frame_address(kv, head),
             mean: self.mean.address() + head as u64 * u64::from(kv.page.head_dim) * 4,
@@ -107,6 +107,7 @@ impl DigestArena {
             tables: 0,
             slots: 0,
             head_bytes: kv.head_bytes(),
+            near: kv.near_pages(head as u32 / kv.shape.n_kv_heads),
             digest_head_bytes: self.head_bytes(kv),
             frame_stride: self.frame_stride(kv),
             rows: 0,
@@ -156,10 +157,11 @@ impl Cuda {
         let slots: Vec<u32> = shifts.iter().map(|shift| shift.target.0).collect();
         let list = self.device.alloc(size_of_val(&slots[..]), "a list of shifts")?;
         self.device.upload(&list, 0, &slots)?;
-        for digest in &sparse.digests {
-            let rows = count(slots.len() * PAGE_LEN);
-            let params = DigestParams { slots: list.address(), rows, ..digest.params(kv, 0) };
-            digest_keys(&self.device, &sparse.kernels.digest, &params, count(kv.n_heads()))?;
+        let all = sparse.digests.iter().flat_map(|digest| kv.runs().map(move |run| (digest, run)));
+        for (digest, run) in all {
+            let (slots, rows) = (list.address(), count(slots.len() * PAGE_LEN));
+            let params = DigestParams { slots, rows, ..digest.params(kv, run.first) };
+            digest_keys(&self.device, &sparse.kernels.digest, &params, count(run.n))?;
         }
         Ok(())
     }
@@ -170,11 +172,13 @@ impl Cuda {
             let host = digest.host.as_ref().map_or(0, PinnedMemory::address);
             let tiers = Tiers {
                 device: digest.device.address(),
+                n_device: kv.slots.device,
                 host,
                 n_host: kv.slots.host,
                 page_bytes: digest.page_bytes,
+                n_heads: kv.n_heads(),
             };
-            copy::copy_between(&self.device, &self.common.copy, kv, tiers, copies)?;
+            copy::copy_between(&self.device, &self.common.copy, tiers, copies)?;
         }
         Ok(())
     }

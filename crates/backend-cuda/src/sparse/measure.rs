@@ -74,6 +74,7 @@ impl Cuda {
             layer: kv.layer_address(layer.0),
             tables: plan.tables,
             head_bytes: kv.head_bytes(),
+            near: kv.near_pages(layer.0),
             table_len: plan.table_len,
             padding: 0,
         };
@@ -98,7 +99,7 @@ impl Cuda {
         let room = scratch.picked(&self.device, &sizes)?;
         assert!(bytes as u64 <= kv.head_bytes() * kv.n_heads() as u64, "bytes of the arena");
         self.device.enter()?;
-        let (target, source) = (room.pages.address(), kv.arena.address());
+        let (target, source) = (room.pages.address(), kv.head_address(0));
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: both ranges are inside live allocations, as asserted, at addresses that the driver knows
         // the kind of.

@@ -10,6 +10,7 @@
 mod decide;
 mod digest;
 mod measure;
+mod room;
 mod rules;
 mod scratch;
 
@@ -39,6 +40,7 @@ use crate::program::Program;
 use crate::{Attention, Cuda};
 use decide::Decider;
 use digest::DigestArena;
+pub use room::{DecidingShape, deciding_bytes};
 use scratch::Scratch;
 
 /// What an arena keeps for top-k attention.
@@ -98,6 +100,7 @@ impl SparseLayer<'_> {
             layer: self.kv.layer_address(self.layer.0),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
+            near: self.kv.near_pages(self.layer.0),
             table_len: self.plan.table_len,
             padding: 0,
         }
@@ -190,6 +193,9 @@ impl Cuda {
             .max();
         let shape = AttendShape { by_rows: true, ..AttendShape::new(kv.page, self.is_exact) };
         kv.sparse = None;
+        if let Some(near) = &kv.near {
+            near.clear(&self.device, kv.slots)?;
+        }
         let arenas = digests.iter().map(|digest| DigestArena::new(&self.device, kv, digest));
         let digests = arenas.collect::<Result<Vec<_>, _>>()?;
         kv.sparse = Some(Sparse {
@@ -232,6 +238,7 @@ impl Cuda {
             layer: kv.layer_address(layer.0),
             tables: plan.tables,
             head_bytes: kv.head_bytes(),
+            near: kv.near_pages(layer.0),
             table_len: plan.table_len,
             padding: 0,
         };

@@ -44,6 +44,11 @@ impl DeviceRules {
         Ok(made)
     }
 
+    /// Pages of the working sets of all heads.
+    pub(super) fn n_pages(&self) -> usize {
+        self.pages.last().map_or(0, |&(first, n)| first + n)
+    }
+
     /// How similarities are mixed, as the kernel calls it.
     pub(super) fn aggregate(&self) -> u32 {
         self.rules.reuse.map_or(0, |reuse| match reuse.mix {

@@ -20,13 +20,15 @@ pub(crate) struct SparseArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) head_profile: Option<PathBuf>,
     /// Keep KV pages far, and near only the rows that --sparse attends to: host, or disk:PATH for a
-    /// file at or in PATH that is gone when the program ends
+    /// file at or in PATH that is gone when the program ends; a GPU's pages go to the host only
     #[arg(long, value_name = "WHERE")]
     pub(crate) kv_offload: Option<OffloadArg>,
-    /// Near memory, for rows and digests [default: what the policy needs]
+    /// Near memory, for rows and digests; on a GPU, its own, also for what it decides by [default: what
+    /// the policy needs]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "kv_offload")]
     pub(crate) kv_device_budget: Option<u64>,
-    /// Whether heads whose selections change most stay near whole, as far as the budget allows
+    /// Whether heads whose selections change most (on a GPU: the first layers) stay near whole, as far as
+    /// the budget allows
     #[arg(long, value_name = "on|off", default_value = "on", requires = "kv_offload")]
     pub(crate) kv_resident: Switch,
 }

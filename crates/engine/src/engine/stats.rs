@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use nuthatch_cache::{Branch, SlotUse};
 
+use nuthatch_attention::topk::Counts;
+use nuthatch_backend::NearCounts;
+
 use crate::tier::TierStats;
 
 /// What the engine holds and what it did, as plain numbers.
@@ -17,8 +20,21 @@ pub struct EngineStats {
     pub execute_time: Duration,
     /// The tiers that are slower than the host, if there are any.
     pub tier: Option<TierStats>,
+    /// Top-k attention, if there is such.
+    pub topk: Option<TopKStats>,
     /// Why the engine does no more work, if it does not.
     pub error: Option<String>,
+}
+
+/// What top-k attention did.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TopKStats {
+    /// What all policies did together.
+    pub counts: Counts,
+    /// Rows that came from pages that are far.
+    pub near: NearCounts,
+    /// Bytes of a row: a token's key and value of one head.
+    pub row_bytes: u64,
 }
 
 /// A picture of the cache at one moment, for people who watch it.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam_channel::unbounded;
+use nuthatch_backend::Backend;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
     Budget, Engine, EngineHandle, EngineOptions, Eviction, Executor, Hints, LoadedModel, Output,
@@ -72,27 +73,27 @@ pub(crate) fn load_topk(
 ) -> Engine<Executor<LoadedModel<Cpu>>> {
     let cpu = Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap();
     let clock = Arc::new(SystemClock::start());
-    load_on((cpu, clock), path, pool, options, max_rows, topk).unwrap()
+    load_on((cpu, clock), path, pool, options, (max_rows, KvDtype::F32), topk).unwrap()
 }
 
 /// The same on a device and by a clock of the caller's.
-pub(crate) fn load_on(
-    (cpu, clock): (Cpu, SharedClock),
+pub(crate) fn load_on<B: Backend>(
+    (device, clock): (B, SharedClock),
     path: &Path,
     pool: Pool,
     options: &EngineOptions,
-    max_rows: u32,
+    (max_rows, kv_dtype): (u32, KvDtype),
     topk: Option<&TopKOptions>,
-) -> Result<Engine<Executor<LoadedModel<Cpu>>>, LoadError> {
+) -> Result<Engine<Executor<LoadedModel<B>>>, LoadError> {
     let Pool { kv_pages, host_pages, spill, max_seqs } = pool;
     let files = ModelFiles::open(path).unwrap();
-    let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
+    let request = SizeRequest::for_model(&files, kv_dtype, 1 << 30);
     let bytes = |n_pages: u32| request.kv.page_bytes() as u64 * u64::from(n_pages);
     let (budget, host_bytes) = (Budget::KvBytes(bytes(kv_pages)), bytes(host_pages));
     let host_reads = if spill { HostReads::Near } else { HostReads::Never };
     let request = SizeRequest { max_seqs, max_rows, budget, host_bytes, host_reads, ..request };
     let sizes = Sizes::compute(&request).unwrap();
-    Engine::load_topk(Arc::new(cpu), &files, &sizes, options, clock, topk)
+    Engine::load_topk(Arc::new(device), &files, &sizes, options, clock, topk)
 }
 
 pub(crate) fn request(prompt: &[TokenId], sampling: Sampling) -> Submission {

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use nuthatch_backend::Backend;
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 use nuthatch_engine::topk::Counts;
 use nuthatch_engine::{
     Engine, EngineHandle, EngineOptions, Executor, LoadedModel, Offload, SharedClock, Submission,
@@ -43,10 +45,7 @@ fn load(
     policy: &str,
     far: Option<(Far, Offload)>,
 ) -> Result<Engine<Executor<LoadedModel<Cpu>>>, String> {
-    let text = (0..64).map(|i| TokenId(i * 7 % 90)).collect();
-    let offload = far.map(|(_, offload)| offload);
-    let policies = vec![policy.parse().unwrap()];
-    let topk = TopKOptions { policies, profile: None, text, offload };
+    let topk = TopKOptions { offload: far.map(|(_, offload)| offload), ..topk(policy) };
     let cpu = Cpu::new(CpuConfig { threads: 2, isa: None }).unwrap();
     let cpu = match far {
         Some((Far::Disk, _)) => cpu.with_kv_file(std::env::temp_dir()),
@@ -55,8 +54,15 @@ fn load(
     // Time stands still, so that what the scheduler decides depends on nothing but the requests.
     let clock: SharedClock = Arc::new(HandClock::default());
     let options = EngineOptions::default();
-    load_on((cpu, clock), &folder("llama3"), pool, &options, max_rows, Some(&topk))
+    let steps = (max_rows, KvDtype::F32);
+    load_on((cpu, clock), &folder("llama3"), pool, &options, steps, Some(&topk))
         .map_err(|error| error.to_string())
+}
+
+fn topk(policy: &str) -> TopKOptions {
+    let text = (0..64).map(|i| TokenId(i * 7 % 90)).collect();
+    let policies = vec![policy.parse().unwrap()];
+    TopKOptions { policies, profile: None, text, offload: None }
 }
 
 fn spawn(pool: Pool, max_rows: u32, policy: &str, far: Option<(Far, Offload)>) -> EngineHandle {
@@ -211,7 +217,10 @@ fn company_and_little_room_leave_nothing_behind() {
 
 /// What a seed makes of an engine: requests with common beginnings, some for several answers, some
 /// cancelled, in little room. Gives the answers of those that were not.
-fn simulate(seed: u64, policy: &str, far: Option<(Far, bool)>) -> Vec<Vec<Answer>> {
+fn simulate<B: Backend>(
+    seed: u64,
+    load: impl Fn(Pool, u32) -> Engine<Executor<LoadedModel<B>>>,
+) -> Vec<Vec<Answer>> {
     let mut random = Rng::new(seed);
     let pool = Pool {
         kv_pages: random.range(14..30),
@@ -219,10 +228,7 @@ fn simulate(seed: u64, policy: &str, far: Option<(Far, bool)>) -> Vec<Vec<Answer
         spill: random.one_in(2),
         max_seqs: random.range(2..5),
     };
-    let far = far.map(|(far, keeps_heads)| {
-        (far, if keeps_heads { some_heads(policy, pool) } else { least() })
-    });
-    let mut engine = load(pool, random.range(6..40), policy, far).unwrap();
+    let mut engine = load(pool, random.range(6..40));
     let common = prompt(90);
     let mut asked = Vec::new();
     for _ in 0..160 {
@@ -268,15 +274,59 @@ fn seeds() -> std::ops::Range<u64> {
 fn far_pages_change_nothing_in_simulations() {
     for seed in seeds() {
         let policy = POLICIES[seed as usize % POLICIES.len()];
-        let here = simulate(seed, policy, None);
+        let here = simulate(seed, |pool, max_rows| load(pool, max_rows, policy, None).unwrap());
         assert!(!here.is_empty());
         for far in [Far::Host, Far::Disk] {
             for keeps_heads in [false, true] {
-                let found = simulate(seed, policy, Some((far, keeps_heads)));
+                let found = simulate(seed, |pool, max_rows| {
+                    let offload = if keeps_heads { some_heads(policy, pool) } else { least() };
+                    load(pool, max_rows, policy, Some((far, offload))).unwrap()
+                });
                 assert_eq!(found, here, "seed {seed}, {policy}, {far:?}");
             }
         }
     }
+}
+
+/// The same on a GPU, whose pages are far, but perhaps those of the first layers, and of which few, or many, have
+/// copies on the device. Without a driver nothing is judged, and the output shows it.
+#[test]
+fn far_pages_change_nothing_on_a_gpu() {
+    const BY_THE_HOST: &str = "hata:64,k=12,sinks=4,recent=8,reuse=lru(page=4,capacity=2)";
+    let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
+    let open = |far| {
+        let cache_dir = cache_dir.clone();
+        Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() })
+    };
+    if let Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) = open(None) {
+        println!("SKIPPED: {error}");
+        return;
+    }
+    let mut n_answers = 0;
+    for seed in seeds() {
+        let policies = POLICIES.iter().copied().chain([BY_THE_HOST]);
+        let policy = policies.cycle().nth(seed as usize).unwrap();
+        for kv_dtype in [KvDtype::F32, KvDtype::F16] {
+            let run = |far| {
+                simulate(seed, |pool, max_rows| {
+                    let (pool, clock) = (Pool { spill: false, ..pool }, HandClock::default());
+                    let device = (open(far).unwrap(), Arc::new(clock) as SharedClock);
+                    let (path, options) = (folder("llama3"), EngineOptions::default());
+                    let steps = (max_rows, kv_dtype);
+                    load_on(device, &path, pool, &options, steps, Some(&topk(policy))).unwrap()
+                })
+            };
+            let here = run(None);
+            assert!(!here.is_empty());
+            n_answers += here.len();
+            for (n_near, n_resident) in [(2, 0), (5, 1), (64, 0)] {
+                let far = FarPages { n_near, n_resident };
+                assert_eq!(run(Some(far)), here, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
+            }
+        }
+        println!("seed {seed}, {policy}: the same answers");
+    }
+    println!("{n_answers} requests, each four times");
 }
 
 #[test]
@@ -286,6 +336,9 @@ fn what_cannot_be_far_is_refused() {
     let cpu = Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap();
     let cpu = cpu.with_kv_file(PathBuf::from("/nowhere/at/all"));
     let (options, clock) = (EngineOptions::default(), Arc::new(HandClock::default()));
-    let error = load_on((cpu, clock), &folder("llama3"), POOL, &options, 10, None).err().unwrap();
+    let error = {
+        let steps = (10, KvDtype::F32);
+        load_on((cpu, clock), &folder("llama3"), POOL, &options, steps, None).err().unwrap()
+    };
     assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
 }

@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
 use nuthatch_engine::{
-    CacheStats, DiskStats, EngineStats, RemoteCounters, SchedulerStats, TierStats,
+    CacheStats, DiskStats, EngineStats, RemoteCounters, SchedulerStats, Sizes, TierStats, TopKStats,
 };
 
 use super::{Counts, Histogram, REASONS};
@@ -26,6 +26,9 @@ pub(crate) async fn page(State(app): State<Arc<App>>) -> Handled<Response> {
     tiers(&mut page, &stats.scheduler);
     if let Some(tier) = &stats.tier {
         slow(&mut page, tier, stats.scheduler.counters.loads_declined);
+    }
+    if let Some(topk) = &stats.topk {
+        sparse(&mut page, topk, &app.config.sizes);
     }
     service(&mut page, &stats, &counts);
     if let Some(feed) = &app.feed {
@@ -276,6 +279,50 @@ fn disk(page: &mut Page, disk: &DiskStats, n_missed: u64) {
         ("foreign", counters.segments_foreign),
     ];
     labelled(page, "disk_misses", "What the disk tier could not use.", "reason", &misses);
+}
+
+/// Top-k attention, and what is kept near of pages that are far.
+fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
+    let TopKStats { counts, near, row_bytes } = topk;
+    let lookups = [("live", counts.live_lookups), ("frozen", counts.frozen_lookups)];
+    let what = "Lookups of selections, by whether the head practically ever selects anew.";
+    labelled(page, "topk_lookups", what, "heads", &lookups);
+    let hits = [("live", counts.live_hits), ("frozen", counts.frozen_hits)];
+    labelled(page, "topk_hits", "Lookups whose selection still served.", "heads", &hits);
+    page.counter("nuthatch:topk_selections", "Selections made.", counts.selections);
+    let rows = [
+        ("all", counts.rows_full),
+        ("attended", counts.rows_attended),
+        ("moved", counts.rows_moved),
+        ("filled", near.n_filled),
+    ];
+    let what = "Rows, a token's key and value of one head: those of the contexts, those that were \
+                attended, those that moved to working sets, those that were missing near.";
+    labelled(page, "topk_rows", what, "kind", &rows);
+    let what = "Bytes of rows that moved to working sets or were missing near.";
+    page.counter(
+        "nuthatch:topk_moved_bytes",
+        what,
+        (counts.rows_moved + near.n_filled) * row_bytes,
+    );
+    if let Some(near) = &sizes.near {
+        let name = "nuthatch:kv_near_bytes";
+        let what = "Bytes on the device for pages that are on the host.";
+        page.head(name, "gauge", what);
+        let parts = [
+            ("deciding", sizes.deciding),
+            ("digests", near.digests),
+            ("copies", near.copies),
+            ("layers", near.layers),
+        ];
+        for (part, bytes) in parts {
+            page.line(name, &format!("part=\"{part}\""), bytes as f64);
+        }
+        let what = "KV pages that have copies on the device.";
+        page.gauge("nuthatch:kv_near_pages", what, near.n_pages);
+        let bytes = sizes.host_kv as f64;
+        page.gauge("nuthatch:kv_far_bytes", "Bytes of KV pages on the host.", bytes);
+    }
 }
 
 /// What the server and the loop did.

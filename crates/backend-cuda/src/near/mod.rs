@@ -1,0 +1,170 @@
+//! Pages that are far: all of them lie in memory of the host, which kernels read and write over the link,
+//! and some have a copy in a *frame* on the device.
+//!
+//! ```text
+//!   host     [layer][kv head][slot]     everything that was ever written
+//!   device   [layer][kv head][frame]    what steps write, sinks, last pages, prompts that are computed
+//! ```
+//!
+//! Where a copy is, `frames[slot]` says; kernels look there first, and write to both. So it does not
+//! matter to answers which pages have one: prefix hits, forks, swaps and cancelling need nothing of
+//! their own.
+
+mod frames;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use nuthatch_backend::DeviceError;
+use nuthatch_types::{KvSlots, PageCopy, Slot};
+
+use crate::Cuda;
+use crate::device::{Device, Memory};
+use crate::kv::{CudaKv, PAGE_LEN};
+use crate::launch::copy::{self, Tiers};
+use crate::plan::CudaPlan;
+use frames::{Frames, Wanted};
+
+/// Tokens that a head goes on with one selection before the rest of its tail may come over the link.
+/// Guessed.
+const TAIL_TOKENS: usize = 128;
+
+/// Pages of a decoding sequence that should have copies on the device, if it always sees so many first
+/// and last tokens.
+pub fn near_pages(n_first: u32, n_last: u32) -> u32 {
+    let n =
+        (n_first as usize).div_ceil(PAGE_LEN) + (n_last as usize + TAIL_TOKENS).div_ceil(PAGE_LEN);
+    // The last tokens may begin within a page.
+    u32::try_from(n + 1).unwrap_or(u32::MAX)
+}
+
+/// Copies of pages on the device.
+pub(crate) struct Near {
+    /// `[layer][kv head][frame]`
+    pub(crate) pages: Memory,
+    /// `[slot]` the frame of each.
+    pub(crate) map: Memory,
+    pub(crate) n_frames: u32,
+    state: Mutex<State>,
+}
+
+/// What is known on this side.
+struct State {
+    frames: Frames,
+    /// The batch that frames were last given for.
+    step: u64,
+    /// First and last tokens of a decoding sequence that are wanted near.
+    n_first: usize,
+    n_last: usize,
+}
+
+impl Near {
+    pub(crate) fn new(
+        device: &Device,
+        page_bytes: usize,
+        n_slots: u32,
+        n_frames: u32,
+    ) -> Result<Self, DeviceError> {
+        let frames = Frames::new(n_slots, n_frames);
+        Ok(Near {
+            pages: device.alloc(page_bytes.saturating_mul(n_frames as usize), "near KV pages")?,
+            map: device.alloc(n_slots as usize * 4, "near KV pages")?,
+            n_frames,
+            state: Mutex::new(State { frames, step: 0, n_first: PAGE_LEN, n_last: 8 * PAGE_LEN }),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Which tokens decoding sequences always see.
+    pub(crate) fn want(&self, n_first: usize, n_last: usize) {
+        let mut state = self.state();
+        (state.n_first, state.n_last) = (n_first, n_last + TAIL_TOKENS);
+    }
+
+    /// Pages that were copied to frames so far.
+    pub(crate) fn n_loaded(&self) -> u64 {
+        self.state().frames.n_loaded
+    }
+
+    /// No page has a copy.
+    pub(crate) fn clear(&self, device: &Device, slots: KvSlots) -> Result<(), DeviceError> {
+        let mut state = self.state();
+        state.frames = Frames::new(slots.device, self.n_frames);
+        self.tell(device, &mut state)
+    }
+
+    /// These pages were written, but not their copies.
+    pub(crate) fn forget(
+        &self,
+        device: &Device,
+        slots: impl Iterator<Item = Slot>,
+    ) -> Result<(), DeviceError> {
+        let mut state = self.state();
+        slots.for_each(|slot| state.frames.forget(slot.0));
+        self.tell(device, &mut state)
+    }
+
+    /// Tells the device which pages have copies.
+    fn tell(&self, device: &Device, state: &mut State) -> Result<(), DeviceError> {
+        match state.frames.take_changes() {
+            Some((first, frames)) => device.upload(&self.map, first as usize * 4, frames),
+            None => Ok(()),
+        }
+    }
+}
+
+impl State {
+    /// The pages that a batch wants near: those that it writes, what decoding sequences always see, and
+    /// all of those that have several rows, because they see everything.
+    fn wanted(&self, plan: &CudaPlan) -> Wanted {
+        let mut wanted = Wanted::default();
+        let tables = plan.slots();
+        for seq in &plan.seqs {
+            let slots = &tables[seq.table_row as usize * plan.table_len as usize..];
+            let (begin, end) = (seq.place.div_ceil(PAGE_LEN), seq.kv_len().div_ceil(PAGE_LEN));
+            wanted.begun.extend(&slots[begin..end]);
+            let last = match seq.n_rows {
+                1 => seq.kv_len().saturating_sub(self.n_last) / PAGE_LEN,
+                _ => 0,
+            };
+            // The page that is written further comes first.
+            wanted.seen.extend(slots[last.min(begin)..begin].iter().rev());
+            wanted.seen.extend(&slots[..self.n_first.div_ceil(PAGE_LEN).min(last).min(begin)]);
+        }
+        wanted
+    }
+}
+
+impl Cuda {
+    /// Gives copies to the pages that a batch wants near; once for each batch.
+    pub(crate) fn prepare_near(&self, plan: &CudaPlan, kv: &CudaKv) -> Result<(), DeviceError> {
+        // Only kernels for pages of rows know of copies.
+        let (Some(near), Some(run), true) = (&kv.near, kv.far_run(), kv.sparse.is_some()) else {
+            return Ok(());
+        };
+        let mut state = near.state();
+        if state.step == plan.step {
+            return Ok(());
+        }
+        state.step = plan.step;
+        let wanted = state.wanted(plan);
+        let loads = state.frames.begin(&wanted);
+        near.tell(&self.device, &mut state)?;
+        let tiers = Tiers {
+            device: near.pages.address(),
+            n_device: near.n_frames,
+            host: run.address,
+            n_host: kv.slots.device,
+            page_bytes: kv.page.bytes(),
+            n_heads: run.n,
+        };
+        let copy = |load: &frames::Load| PageCopy {
+            source: Slot(near.n_frames + load.slot),
+            target: Slot(load.frame),
+        };
+        let copies: Vec<PageCopy> = loads.iter().map(copy).collect();
+        copy::copy_between(&self.device, &self.common.copy, tiers, &copies)
+    }
+}

@@ -1,0 +1,202 @@
+//! Memory that deciding takes. All of it is there from the start, and is counted before anything is
+//! allocated: a sequence has the memory of its table's row, a *seat*, for as long as it runs.
+//!
+//! ```text
+//!   each seat    states, labels, marks of all places, pages of working sets
+//!   once         scores and moves of as many rows as are decided about at a time, partial results
+//! ```
+
+use nuthatch_types::KvShape;
+
+use crate::kv::{PAGE_LEN, PageShape};
+use crate::launch::sparse::{HeadState, SparseRow};
+use crate::launch::sparse_attend::{MAX_NUMBERS, max_tasks};
+use crate::launch::sparse_score::{PIECE, Tally};
+
+/// Bytes of scratch that rows may need together; more of them are decided about in turns. Guessed.
+const SCRATCH_BYTES_MAX: usize = 512 << 20;
+
+/// What decides how much memory deciding takes.
+#[derive(Clone, Copy, Debug)]
+pub struct DecidingShape {
+    /// Shape of the model's KV.
+    pub kv: KvShape,
+    /// Layers of the model, also those without KV of their own.
+    pub n_layers: u32,
+    /// Query heads of a layer.
+    pub n_heads: u32,
+    /// Tokens of a sequence.
+    pub max_context: u32,
+    /// Sequences at one time.
+    pub n_tables: u32,
+    /// Rows of the working sets of all heads of a sequence together, at most.
+    pub set_rows: u64,
+}
+
+/// Bytes that deciding takes at most; the rules themselves, a few bytes for each head, are not counted.
+pub fn deciding_bytes(shape: &DecidingShape) -> u64 {
+    let n_all = shape.n_layers as usize * shape.kv.n_kv_heads as usize;
+    // Each head's rows begin in a page of their own, and have one more.
+    let set_pages = (shape.set_rows as usize).div_ceil(PAGE_LEN) + 2 * n_all;
+    let room = Room::new(&RoomShape {
+        page: PageShape::of(&shape.kv),
+        n_all,
+        n_kv_heads: shape.kv.n_kv_heads as usize,
+        group: (shape.n_heads / shape.kv.n_kv_heads.max(1)) as usize,
+        max_context: shape.max_context as usize,
+        n_rows: shape.n_tables as usize,
+        set_pages,
+    });
+    room.bytes(shape.n_tables as usize) as u64
+}
+
+/// The same as the arena knows it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RoomShape {
+    pub(super) page: PageShape,
+    /// Heads of all layers.
+    pub(super) n_all: usize,
+    pub(super) n_kv_heads: usize,
+    pub(super) group: usize,
+    pub(super) max_context: usize,
+    /// Rows of a batch.
+    pub(super) n_rows: usize,
+    /// Pages of the working sets of a sequence.
+    pub(super) set_pages: usize,
+}
+
+/// Bytes of everything.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Places that a sequence may have, whole pieces.
+    pub(super) stride: usize,
+    /// Rows that are decided about at a time.
+    pub(super) n_at_once: usize,
+    /// Of each seat.
+    pub(super) states: usize,
+    pub(super) labels: usize,
+    pub(super) marks: usize,
+    pub(super) pages: usize,
+    /// Two of each.
+    pub(super) raw: usize,
+    pub(super) scores: usize,
+    pub(super) score_sums: usize,
+    pub(super) tallies: usize,
+    pub(super) moves: usize,
+    /// One of each.
+    pub(super) rows: usize,
+    pub(super) partials: usize,
+    pub(super) sums: usize,
+    pub(super) tasks: usize,
+}
+
+impl Room {
+    pub(super) fn new(shape: &RoomShape) -> Self {
+        let RoomShape { page, n_all, n_kv_heads, group, max_context, n_rows, set_pages } = *shape;
+        let stride = max_context.next_multiple_of(PIECE);
+        let one = n_kv_heads * stride * 4 * (group + 3) + n_kv_heads * size_of::<Tally>();
+        let n_at_once = (SCRATCH_BYTES_MAX / one.max(1)).min(MAX_NUMBERS / n_kv_heads.max(1));
+        let n_at_once = n_at_once.min(n_rows).max(1);
+        let n = n_at_once * n_kv_heads;
+        // A head may see everything, in three runs that begin and end within pages.
+        let n_tasks = n * max_tasks(max_context + 2 * PAGE_LEN);
+        Room {
+            stride,
+            n_at_once,
+            states: n_all * size_of::<HeadState>(),
+            labels: n_all * group * page.head_dim as usize * 4,
+            marks: n_all * stride * 8,
+            pages: set_pages * page.bytes(),
+            raw: n * group * stride * 4,
+            scores: n * stride * 4,
+            score_sums: n * stride / PIECE * group * 8,
+            tallies: n * size_of::<Tally>(),
+            moves: n * stride * 8,
+            rows: n_rows * size_of::<SparseRow>(),
+            partials: n_tasks * group * page.width() * 4,
+            sums: n_tasks * group * 8,
+            tasks: (n + 1) * 4,
+        }
+    }
+
+    /// Everything together, for so many seats.
+    fn bytes(&self, n_seats: usize) -> usize {
+        let seat = self.states + self.labels + self.marks + self.pages;
+        let two = self.raw + self.scores + self.score_sums + self.tallies + self.moves;
+        n_seats.saturating_mul(seat) + 2 * two + self.rows + self.partials + self.sums + self.tasks
+    }
+}
+
+/// Whose memory each seat is: which rules its sequence is decided about by.
+#[derive(Debug)]
+pub(super) struct Seats(Vec<Option<usize>>);
+
+impl Seats {
+    pub(super) fn new(n: usize) -> Self {
+        Seats(vec![None; n])
+    }
+
+    /// A row of this seat is decided about by these rules; says whether the seat has to be cleared, because
+    /// another sequence had it, or other rules.
+    pub(super) fn take(&mut self, seat: usize, rules: usize, is_new: bool) -> bool {
+        self.0[seat].replace(rules) != Some(rules) || is_new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::KvDtype;
+
+    use super::*;
+
+    const LLAMA3_8B: KvShape =
+        KvShape { n_layers: 32, n_kv_heads: 8, head_dim: 128, page_len: 16, dtype: KvDtype::F16 };
+
+    fn shape(n_tables: u32) -> DecidingShape {
+        let set_rows = 256 * 9 * 131_072 / 100;
+        DecidingShape {
+            kv: LLAMA3_8B,
+            n_layers: 32,
+            n_heads: 32,
+            max_context: 131_072,
+            n_tables,
+            set_rows,
+        }
+    }
+
+    #[test]
+    fn the_sum_has_all_parts() {
+        let seat = deciding_bytes(&shape(2)) - deciding_bytes(&shape(1));
+        let states = 256 * 64;
+        let (labels, marks) = (256 * 4 * 128 * 4, 256 * 131_072 * 8);
+        let pages = (256u64 * 9 * 131_072 / 100).div_ceil(16) + 2 * 256;
+        // Two rows instead of one are decided about at a time as well.
+        let raw_scores_moves = 8 * 131_072 * (4 * 4 + 4 + 8);
+        let sums = 8 * 131_072 / PIECE as u64 * 4 * 8;
+        let tallies = 8 * size_of::<Tally>() as u64;
+        let tasks = 8 * max_tasks(131_072 + 32) as u64;
+        let partials = tasks * 4 * (128 * 4 + 8) + 8 * 4;
+        let expected = states
+            + labels
+            + marks
+            + pages * 8192
+            + partials
+            + size_of::<SparseRow>() as u64
+            + 2 * (raw_scores_moves + sums + tallies);
+        assert_eq!(seat, expected);
+        // More rows than fit the scratch take turns, so that from then on only seats are added.
+        let many = deciding_bytes(&shape(200)) - deciding_bytes(&shape(199));
+        assert_eq!(many, states + labels + marks + pages * 8192 + size_of::<SparseRow>() as u64);
+    }
+
+    #[test]
+    fn a_seat_is_cleared_for_others_only() {
+        let mut seats = Seats::new(2);
+        assert!(seats.take(1, 0, false), "nobody was there");
+        assert!(!seats.take(1, 0, false));
+        assert!(seats.take(1, 0, true), "another sequence");
+        assert!(seats.take(1, 3, false), "other rules");
+        assert!(!seats.take(1, 3, false));
+        assert!(seats.take(0, 3, false), "nobody was there either");
+    }
+}

@@ -1,0 +1,245 @@
+//! Pages in memory of the host that a device reads over a link, and what it keeps of them itself.
+//!
+//! ```text
+//!   host     [ pages ............................ | swap space ]
+//!   device   [ weights | working memory | what it decides by | digests | copies | whole layers ]
+//!                                        └──────────────── the near budget ─────────────────┘
+//! ```
+
+use super::{Budget, MemoryError, SizeRequest, kv_budget, pages_per_seq, working_bytes};
+
+/// What a device may keep of pages that are far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FarRequest {
+    /// Bytes of the host's memory that pages and swap space may take.
+    pub host_usable: u64,
+    /// Bytes of the device for what it decides by, digests and copies of pages, never exceeded; without
+    /// it, enough for copies of one sequence's pages beside those that are needed.
+    pub near_budget: Option<u64>,
+    /// Pages of each decoding sequence that should have copies.
+    pub pages_per_seq: u32,
+    /// Whether the pages of the first layers stay on the device, of as many as the budget allows.
+    pub keeps_layers: bool,
+}
+
+/// What a device keeps of pages that are far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NearSizes {
+    /// Pages that have copies at one time.
+    pub n_pages: u32,
+    /// Bytes of the copies.
+    pub copies: u64,
+    /// First layers whose pages are not far.
+    pub n_layers: u32,
+    /// Bytes of their pages.
+    pub layers: u64,
+    /// Bytes of the digests of all pages.
+    pub digests: u64,
+}
+
+impl NearSizes {
+    /// All of it.
+    pub fn bytes(&self) -> u64 {
+        self.copies + self.layers + self.digests
+    }
+}
+
+/// How many pages there may be, and what is left for copies.
+pub(super) struct FarRoom {
+    /// Bytes of the host for pages.
+    pub(super) host_bytes: u64,
+    /// Pages whose digests have room beside the least copies.
+    pub(super) n_digests: u64,
+    near_most: u64,
+    /// Copies that are needed, and that are made unless the budget says otherwise.
+    least: u64,
+    usual: u64,
+    keeps_layers: bool,
+    has_budget: bool,
+}
+
+impl FarRoom {
+    pub(super) fn new(request: &SizeRequest, far: &FarRequest) -> Result<Self, MemoryError> {
+        let (page, digest) = (request.kv.page_bytes() as u64, request.digest_page_bytes.max(1));
+        let host_room = far.host_usable.saturating_sub(request.host_bytes);
+        let host_bytes = match request.budget {
+            Budget::KvBytes(asked) | Budget::OutsideBytes(asked) if asked > host_room => {
+                return Err(MemoryError::Host { asked, usable: host_room });
+            }
+            Budget::KvBytes(asked) | Budget::OutsideBytes(asked) => asked,
+            Budget::Share(_) => host_room,
+        };
+        // Neither pages nor swap space are on the device.
+        let budget = match request.budget {
+            Budget::Share(share) => Budget::Share(share),
+            Budget::KvBytes(_) | Budget::OutsideBytes(_) => Budget::Share(1.0),
+        };
+        let device = SizeRequest { budget, host_bytes: 0, deciding: 0, ..*request };
+        let device_room = kv_budget(&device)?;
+        let budget = far.near_budget.unwrap_or(device_room);
+        if budget > device_room {
+            return Err(MemoryError::Kv {
+                kv_asked: budget,
+                host_bytes: 0,
+                weights: request.weights,
+                working: working_bytes(request),
+                deciding: 0,
+                max_seqs: request.max_seqs,
+                available: request.available,
+            });
+        }
+        let max_context = request.max_context.unwrap_or(request.model_context);
+        let n_least = pages_per_seq(request, request.max_context.unwrap_or(super::CONTEXT_MIN));
+        // What a step writes, and what decoding sequences always see.
+        let step = u64::from(request.max_rows / request.kv.page_len) + u64::from(request.max_seqs);
+        let least = u64::from(request.max_seqs) * u64::from(far.pages_per_seq) + step;
+        let copies = least * page;
+        let digests = n_least * request.digest_page_bytes;
+        let (deciding, max_seqs) = (request.deciding, request.max_seqs);
+        let needed = deciding.saturating_add(copies).saturating_add(digests);
+        let Some(rest) = budget.checked_sub(needed) else {
+            let error =
+                MemoryError::Near { budget, deciding, digests, copies, max_seqs, max_context };
+            return Err(error);
+        };
+        Ok(FarRoom {
+            host_bytes,
+            n_digests: n_least + rest / digest,
+            near_most: budget - deciding,
+            least,
+            usual: least + pages_per_seq(request, max_context),
+            keeps_layers: far.keeps_layers && far.near_budget.is_some(),
+            has_budget: far.near_budget.is_some(),
+        })
+    }
+
+    /// What is kept near of so many pages.
+    pub(super) fn near(&self, request: &SizeRequest, n_pages: u64) -> NearSizes {
+        let all = u64::from(request.kv.n_layers);
+        let (layer, digests) =
+            (request.kv.page_bytes() as u64 / all, n_pages * request.digest_page_bytes);
+        let room = self.near_most.saturating_sub(digests);
+        // A prompt's copies come first: it is read by every chunk of it.
+        let usual = self.usual.min(n_pages);
+        let fits = |n: &u64| n_pages * layer * n + usual * layer * (all - n) <= room;
+        let n_layers = (0..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
+        let layers = n_pages * layer * n_layers;
+        let far_bytes = layer * (all - n_layers);
+        let n_room = (room - layers).checked_div(far_bytes).unwrap_or(0);
+        let most = if self.has_budget { n_pages } else { usual };
+        let n = n_room.max(self.least).min(most);
+        let countable = |n: u64| u32::try_from(n).expect("no more than there are pages or layers");
+        let (n_pages, n_layers) = (countable(n), countable(n_layers));
+        NearSizes { n_pages, copies: n * far_bytes, n_layers, layers, digests }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::HostReads;
+
+    use super::super::tests::{GIB, request};
+    use super::super::{SizeRequest, Sizes};
+    use super::*;
+
+    /// A hundred thousand tokens of Llama-3-8B, 12.2 GiB, with digests of 32 bytes and two sequences.
+    fn far(near_budget: Option<u64>) -> SizeRequest {
+        SizeRequest {
+            far: Some(FarRequest {
+                host_usable: 100 * GIB,
+                near_budget,
+                pages_per_seq: 14,
+                keeps_layers: false,
+            }),
+            digest_page_bytes: 256 * 16 * 34,
+            deciding: GIB,
+            max_context: Some(100_000),
+            max_seqs: 2,
+            host_reads: HostReads::Never,
+            ..request()
+        }
+    }
+
+    #[test]
+    fn pages_are_on_the_host_and_some_have_copies() {
+        let sizes = Sizes::compute(&far(Some(4 * GIB))).unwrap();
+        assert_eq!((sizes.n_pages, sizes.max_context), (2 * 6250, 100_000));
+        assert_eq!(sizes.host_kv, 12_500 << 21);
+        let near = sizes.near.unwrap();
+        assert_eq!(near.digests, 12_500 * 256 * 16 * 34);
+        assert_eq!(near.copies, u64::from(near.n_pages) << 21);
+        assert_eq!(sizes.kv, near.digests + near.copies);
+        // The budget is used, and never exceeded.
+        let used = sizes.deciding + sizes.kv;
+        assert!(used <= 4 * GIB && used > 4 * GIB - (2 << 21), "{used}");
+        // Without one, copies of one sequence's pages beside the least.
+        let large = SizeRequest { available: 64 * GIB, ..far(None) };
+        let near = Sizes::compute(&large).unwrap().near.unwrap();
+        assert_eq!(near.n_pages, 2 * 14 + 512 / 16 + 2 + 6250);
+    }
+
+    #[test]
+    fn first_layers_stay_as_far_as_the_budget_goes() {
+        let with = |near_budget| {
+            let mut request = far(Some(near_budget));
+            request.far = request.far.map(|far| FarRequest { keeps_layers: true, ..far });
+            Sizes::compute(&SizeRequest { available: 128 * GIB, ..request }).unwrap()
+        };
+        // A layer's pages are 781 MiB, and copies of a sequence's 12.3 GiB.
+        let few = with(12 * GIB).near.unwrap();
+        assert_eq!((few.n_layers, few.layers), (0, 0));
+        let sizes = with(20 * GIB);
+        let near = sizes.near.unwrap();
+        assert_eq!((near.n_layers, near.layers), (13, (13 * 12_500) << 16));
+        assert_eq!(near.copies, u64::from(near.n_pages) * (19 << 16));
+        assert_eq!(sizes.host_kv, 12_500 * (19 << 16));
+        let used = sizes.deciding + sizes.kv;
+        assert!(near.n_pages >= 6312 && used <= 20 * GIB, "{near:?}");
+        // With room for everything nothing is far.
+        let all = with(40 * GIB);
+        assert_eq!((all.near.unwrap().n_layers, all.host_kv), (32, 0));
+    }
+
+    #[test]
+    fn digests_bound_the_pages() {
+        // One sequence's, the least copies, and digests of a thousand pages more.
+        let digest = 256 * 16 * 34;
+        let needed = GIB + ((2 * 14 + 32 + 2) << 21) + 6250 * digest;
+        let sizes = Sizes::compute(&far(Some(needed + 1000 * digest))).unwrap();
+        assert_eq!(sizes.n_pages, 7250);
+        assert_eq!(sizes.near.unwrap().n_pages, 2 * 14 + 32 + 2);
+        let error = Sizes::compute(&far(Some(needed - 1))).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "1.9 GiB on the device are too few: top-k attention of 2 sequences of 100000 tokens \
+             needs 1.0 GiB, digests 830.1 MiB and copies of the pages that are always seen or are \
+             written 124.0 MiB; fewer sequences, a shorter context or a policy with fewer rows need \
+             less"
+        );
+    }
+
+    #[test]
+    fn each_memory_has_its_bound() {
+        let small = FarRequest {
+            host_usable: 12 * GIB,
+            near_budget: None,
+            pages_per_seq: 14,
+            keeps_layers: false,
+        };
+        let error = Sizes::compute(&SizeRequest { far: Some(small), ..far(None) }).unwrap_err();
+        assert!(matches!(error, MemoryError::Context { fits: 98_304, .. }), "{error}");
+        let swap = SizeRequest { host_bytes: 90 * GIB, ..far(None) };
+        let error = Sizes::compute(&swap).unwrap_err();
+        assert!(matches!(error, MemoryError::Context { .. }), "{error}");
+        let asked = SizeRequest { budget: Budget::KvBytes(200 * GIB), ..far(None) };
+        let error = Sizes::compute(&asked).unwrap_err();
+        assert!(matches!(error, MemoryError::Host { asked, .. } if asked == 200 * GIB), "{error}");
+        let error = Sizes::compute(&far(Some(40 * GIB))).unwrap_err();
+        assert!(
+            matches!(error, MemoryError::Kv { kv_asked, .. } if kv_asked == 40 * GIB),
+            "{error}"
+        );
+        let some = SizeRequest { budget: Budget::KvBytes(13 * GIB), ..far(None) };
+        assert_eq!(Sizes::compute(&some).unwrap().n_pages, 13 * 512);
+    }
+}
