@@ -48,7 +48,7 @@ use device::Device;
 pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::CudaKv;
-use kv::PageShape;
+use kv::{PageShape, check_dtype};
 use launch::attend::{AttendKernels, Attention};
 use launch::draw::Draws;
 use launch::matmul::Target;
@@ -200,6 +200,7 @@ impl Backend for Cuda {
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {
+        check_dtype(shape.kv.dtype)?;
         let kernels = self.attend_kernels(PageShape::of(&shape.kv), false)?;
         CudaPlan::new(&self.device, shape, kernels)
     }

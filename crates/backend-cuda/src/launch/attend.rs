@@ -212,7 +212,7 @@ impl AttendShape {
             KvDtype::F32 => 1,
             _ if !is_exact => 1,
             KvDtype::F16 => 2,
-            KvDtype::Bf16 => 3,
+            _ => 3,
         };
         AttendShape { page, parts, by_rows: false }
     }
