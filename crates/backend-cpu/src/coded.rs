@@ -98,8 +98,16 @@ impl CodedPage {
 
     /// What the scores of a page's keys, or the weights of its values, are multiplied by.
     pub(crate) fn scales(&self, page: &[u8], is_value: bool, out: &mut [f32]) {
-        for (token, out) in out[..PAGE].iter_mut().enumerate() {
-            *out = scale_at(self.code, &page[self.place(token, is_value).scale..]);
+        let (first, unit) = (self.place(0, is_value).scale, unit(self.code));
+        if self.by_rows {
+            let rows = page[first..].chunks(2 * (SCALE_BYTES + self.d));
+            out.iter_mut().zip(rows).for_each(|(out, row)| *out = scale_at(self.code, row));
+            return;
+        }
+        // A register of them: every page of a decode step comes by here.
+        let (scales, _) = page[first..][..PAGE * SCALE_BYTES].as_chunks();
+        for (out, &scale) in out[..PAGE].iter_mut().zip(scales) {
+            *out = f32::from_le_bytes(scale) * unit;
         }
     }
 }
