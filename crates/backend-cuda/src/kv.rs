@@ -28,7 +28,9 @@ impl PageShape {
         let head_dim = self.head_dim as usize;
         match self.dtype {
             KvDtype::F32 => head_dim,
-            _ => head_dim.next_multiple_of(32),
+            KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => {
+                head_dim.next_multiple_of(32)
+            }
         }
     }
 

@@ -129,7 +129,7 @@ impl Program {
             KvDtype::F32 => {
                 files.push(("attend_f32.cu", include_str!("../kernels/attend_f32.cu")));
             }
-            _ => files.extend([
+            KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => files.extend([
                 ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
                 ("attend.cuh", include_str!("../kernels/attend.cuh")),
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),

@@ -340,7 +340,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
     pub(crate) kv_disk: Option<DiskOptions>,
     /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
-    /// redis://HOST:PORT or file:///FOLDER
+    /// gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, redis://HOST:PORT or file:///FOLDER
     #[arg(long, value_name = "URL")]
     pub(crate) kv_remote: Option<String>,
     /// Encrypt stored pages with the key in this file: 32 bytes, or 64 hexadecimal digits

@@ -52,7 +52,7 @@ impl KvDtype {
             KvDtype::Int8(wide) | KvDtype::Fp8(wide) if wide.contains(layer) => KvDtype::F16,
             KvDtype::Int8(_) => KvDtype::Int8(LayerSet::NONE),
             KvDtype::Fp8(_) => KvDtype::Fp8(LayerSet::NONE),
-            wide => wide,
+            KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => self,
         }
     }
 }
