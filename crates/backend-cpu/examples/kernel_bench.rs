@@ -12,7 +12,7 @@ use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, HostMatrix, PlanShape, RopeSpec, RopeStyle, WeightType, quant,
 };
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_types::{Clock, KvDtype, KvShape, KvSlots, LayerIdx, Slot, SystemClock};
+use nuthatch_types::{Clock, KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, Slot, SystemClock};
 
 fn main() -> Result<(), nuthatch_backend::DeviceError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
@@ -37,8 +37,11 @@ fn main() -> Result<(), nuthatch_backend::DeviceError> {
     if !wanted("attend") {
         return Ok(());
     }
+    let (int8, fp8) = (KvDtype::Int8(LayerSet::NONE), KvDtype::Fp8(LayerSet::NONE));
     for (depth, rows) in [(128, 1), (2048, 1), (8000, 1), (512, 512), (2048, 512), (8192, 512)] {
-        attend(&cpu, depth, rows)?;
+        for dtype in [KvDtype::F16, KvDtype::Bf16, int8, fp8] {
+            attend(&cpu, dtype, depth, rows)?;
+        }
     }
     Ok(())
 }
@@ -99,9 +102,14 @@ fn matmul(
     Ok(())
 }
 
-fn attend(cpu: &Cpu, depth: usize, rows: usize) -> Result<(), nuthatch_backend::DeviceError> {
+fn attend(
+    cpu: &Cpu,
+    dtype: KvDtype,
+    depth: usize,
+    rows: usize,
+) -> Result<(), nuthatch_backend::DeviceError> {
     let (n_heads, n_layers) = (9, 30);
-    let kv = KvShape { n_layers, n_kv_heads: 3, head_dim: 64, page_len: 16, dtype: KvDtype::F16 };
+    let kv = KvShape { n_layers, n_kv_heads: 3, head_dim: 64, page_len: 16, dtype };
     let n_pages = depth.div_ceil(16);
     let mut store = cpu.alloc_kv(kv, KvSlots::on_device(n_pages as u32))?;
     let mut tables = cpu.alloc_tables(1, n_pages as u32)?;
@@ -137,7 +145,8 @@ fn attend(cpu: &Cpu, depth: usize, rows: usize) -> Result<(), nuthatch_backend::
     let s = time.as_secs_f64();
     let keys: usize = (depth - rows..depth).map(|p| p + 1).sum();
     println!(
-        "attend depth {depth:5} rows {rows:3}, 30 layers: {:9.1} us {:6.1} GB/s {:8.1} GFMA/s",
+        "attend {dtype:4} depth {depth:5} rows {rows:3}, 30 layers: {:9.1} us {:6.1} GB/s {:8.1} \
+         GFMA/s",
         s * 1e6,
         (kv.token_bytes() * depth) as f64 / s / 1e9,
         (keys * 9 * 64 * 2 * 30) as f64 / s / 1e9

@@ -1,6 +1,7 @@
 //! Writing a step's keys and values, and their digests.
 
 use nuthatch_backend::AttnSpec;
+use nuthatch_types::KvDtype;
 
 use crate::Cpu;
 use crate::far::PageFile;
@@ -25,6 +26,7 @@ pub(crate) struct Append<'a> {
     near: Option<&'a NearRows>,
     /// First byte of each head's pages, and its number among all heads.
     heads: Vec<(usize, usize)>,
+    dtype: KvDtype,
     page_bytes: usize,
     row_bytes: usize,
     by_rows: bool,
@@ -41,9 +43,10 @@ impl<'a> Append<'a> {
     ) -> Self {
         let (shape, d) = (kv.shape, kv.shape.head_dim as usize);
         let n_kv = if spec.owns_kv { shape.n_kv_heads as usize } else { 0 };
-        let heads = (0..n_kv).map(|head| (kv.head_start(layer, head), kv.head_number(layer, head)));
-        let heads: Vec<(usize, usize)> = heads.collect();
-        let (page_bytes, row_bytes, by_rows) = (kv.head_page_bytes(), kv.row_bytes(), kv.by_rows);
+        let numbers = (0..n_kv).map(|head| kv.head_number(layer, head));
+        let heads: Vec<(usize, usize)> =
+            numbers.map(|head| (kv.page_start(head, 0), head)).collect();
+        let row_bytes = shape.row_bytes(layer as u32);
         Append {
             isa,
             plan,
@@ -54,9 +57,10 @@ impl<'a> Append<'a> {
             file: kv.file.as_deref(),
             near: kv.near.as_deref(),
             heads,
-            page_bytes,
+            dtype: shape.dtype.of_layer(layer as u32),
+            page_bytes: PAGE * row_bytes,
             row_bytes,
-            by_rows,
+            by_rows: kv.by_rows,
             encoding: Encoding::new(isa, shape.dtype, d, &mut kv.digests),
         }
     }
@@ -82,8 +86,10 @@ impl<'a> Append<'a> {
                 (SharedMut::new(&mut staged), pages)
             }
         };
+        let mut buffer = Vec::new();
         for i in 0..run.n {
-            self.row(seq.first_row + run.start + i, (bytes, &pages), start + i);
+            let row = seq.first_row + run.start + i;
+            self.row(row, (bytes, &pages), start + i, &mut buffer);
         }
         if !self.by_rows {
             return;
@@ -104,10 +110,17 @@ impl<'a> Append<'a> {
         }
     }
 
-    /// Prepares one row of the batch and writes its keys and values to the heads' pages.
-    fn row(&self, batch_row: usize, (bytes, pages): (SharedMut<'_, u8>, &[usize]), offset: usize) {
-        let (plan, spec) = (self.plan, self.spec);
-        let (dtype, d) = (plan.shape.kv.dtype, plan.shape.kv.head_dim as usize);
+    /// Prepares one row of the batch and writes its keys and values to the heads' pages; `buffer` is
+    /// scratch.
+    fn row(
+        &self,
+        batch_row: usize,
+        (bytes, pages): (SharedMut<'_, u8>, &[usize]),
+        offset: usize,
+        buffer: &mut Vec<u8>,
+    ) {
+        let (plan, spec, dtype) = (self.plan, self.spec, self.dtype);
+        let d = plan.shape.kv.head_dim as usize;
         #[expect(unsafe_code, reason = "threads write disjoint rows")]
         // SAFETY: each row belongs to one run, and each run is handled once.
         let qkv = unsafe { self.qkv.part(batch_row * self.width, self.width) };
@@ -130,7 +143,7 @@ impl<'a> Append<'a> {
         let pairs = k.chunks_exact_mut(d).zip(v.chunks_exact(d));
         for (&page, (k, v)) in pages.iter().zip(pairs) {
             prepare_head(self.isa, k, &prepare);
-            write_token(bytes, TokenPlace { page, offset, dtype, by_rows }, k, v);
+            write_token(bytes, TokenPlace { page, offset, dtype, by_rows }, (k, v), buffer);
         }
     }
 }

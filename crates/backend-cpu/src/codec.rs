@@ -20,10 +20,11 @@ pub(crate) struct CpuCodec {
 }
 
 impl CpuCodec {
-    /// `None` if there is no such layer as is to stay as it is.
+    /// `None` if pages have codes already, or if there is no such layer as is to stay as it is.
     pub(crate) fn new(kv: &CpuKv, cold: &ColdKv, page_bytes: usize) -> Option<Self> {
         let shape = kv.shape;
-        if cold.exact_layers.iter().any(|&layer| layer >= shape.n_layers) {
+        if shape.dtype.is_coded() || cold.exact_layers.iter().any(|&layer| layer >= shape.n_layers)
+        {
             return None;
         }
         let layer = |head| head as u32 / shape.n_kv_heads;
@@ -34,7 +35,7 @@ impl CpuCodec {
             d: shape.head_dim as usize,
             is_exact: heads.map(|head| cold.exact_layers.contains(&layer(head))).collect(),
             by_rows: kv.by_rows,
-            tail_bytes: page_bytes - kv.n_heads() * kv.head_page_bytes(),
+            tail_bytes: page_bytes - shape.page_bytes(),
         })
     }
 
@@ -141,6 +142,7 @@ fn widen(dtype: KvDtype, bytes: &[u8], numbers: &mut [f32]) {
             twos.zip(numbers).for_each(|(&two, x)| *x = bf16::from_le_bytes(two).to_f32());
         }
         KvDtype::F32 => fours.zip(numbers).for_each(|(&four, x)| *x = f32::from_le_bytes(four)),
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("`CpuCodec::new` refuses them"),
     }
 }
 
@@ -163,6 +165,7 @@ fn narrow(dtype: KvDtype, numbers: &[f32], bytes: &mut [u8]) {
                 *four = x.to_le_bytes();
             }
         }
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("`CpuCodec::new` refuses them"),
     }
 }
 

@@ -7,8 +7,9 @@
 //!
 //! An arena with digests is read token by token and holds rows instead: `[16 tokens][K|V][D]`.
 //! Attention over whole pages converts these to the order above, and gives the same bits. So does one
-//! whose pages are in a file.
+//! whose pages are in a file. Elements of eight bits have scales, see `coded`.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -16,12 +17,13 @@ use half::{bf16, f16};
 use nuthatch_backend::{DeviceError, Digest, Near};
 use nuthatch_types::{KvDtype, KvShape, PageCopy, PageImage, Slot};
 
+use crate::coded::{CodedPage, code};
 use crate::far::PageFile;
 use crate::isa::Isa;
 use crate::mem::{Region, SharedMut};
 use crate::near::{NearRows, Worker};
 use crate::pack::LANES;
-use crate::topk::DigestPages;
+use crate::topk::{DigestPages, row_to_floats};
 
 /// Tokens of a page: one register of scores.
 pub(crate) const PAGE: usize = LANES;
@@ -30,6 +32,8 @@ pub(crate) const PAGE: usize = LANES;
 pub struct CpuKv {
     pub(crate) shape: KvShape,
     pub(crate) n_slots: usize,
+    /// `[layers * heads]` where the pages of each head start.
+    head_starts: Vec<usize>,
     /// All pages; empty if they are in a file.
     pub(crate) bytes: Region<u8>,
     pub(crate) file: Option<Arc<PageFile>>,
@@ -53,19 +57,37 @@ impl CpuKv {
             let fault = format!("pages of {} tokens; this device has 16", shape.page_len);
             return Err(DeviceError::Fault(fault));
         }
+        if let Some(layer) = shape.dtype.wide_layers().layers().find(|&l| l >= shape.n_layers) {
+            let fault = format!(
+                "layer {layer} of the KV cache cannot be f16: there are {}",
+                shape.n_layers
+            );
+            return Err(DeviceError::Fault(fault));
+        }
         let n_slots = n_slots as usize;
         let bytes = shape.page_bytes().saturating_mul(n_slots);
         let file = path.map(|path| PageFile::create(path, bytes).map(Arc::new)).transpose()?;
         let bytes = if file.is_some() { 0 } else { bytes };
         let bytes = Region::zeroed(bytes, "the KV cache")?;
         let by_rows = file.is_some();
+        if by_rows {
+            one_type(shape)?;
+        }
+        let layers = (0..shape.n_layers).flat_map(|layer| vec![layer; shape.n_kv_heads as usize]);
+        let head_starts = layers.scan(0, |next, layer| {
+            let start = *next;
+            *next += n_slots * PAGE * shape.row_bytes(layer);
+            Some(start)
+        });
+        let head_starts = head_starts.collect();
         let (near, worker, digests) = (None, None, Vec::new());
-        Ok(CpuKv { shape, n_slots, bytes, file, near, worker, by_rows, digests })
+        Ok(CpuKv { shape, n_slots, head_starts, bytes, file, near, worker, by_rows, digests })
     }
 
     pub(crate) fn keep_near(&mut self, near: &Near) -> Result<(), DeviceError> {
         assert_eq!(near.heads.len(), self.n_heads(), "something for each head");
-        let near = Arc::new(NearRows::new(near, self.row_bytes())?);
+        one_type(self.shape)?;
+        let near = Arc::new(NearRows::new(near, self.row_bytes(0))?);
         self.worker = self.file.as_ref().map(|file| Worker::start(file, &near)).transpose()?;
         self.near = Some(near);
         self.by_rows = true;
@@ -85,6 +107,25 @@ impl CpuKv {
         }
     }
 
+    /// The keys of one head in slots at offsets, `[n][D]`, where pages hold rows.
+    pub(crate) fn read_keys(
+        &self,
+        isa: Isa,
+        head: usize,
+        places: impl Iterator<Item = (usize, usize)>,
+    ) -> Vec<f32> {
+        assert!(self.by_rows, "an arena with digests");
+        let mut key = vec![0.0; self.shape.head_dim as usize];
+        let mut bytes = vec![0; self.row_bytes(head) / 2];
+        let mut keys = Vec::new();
+        for (slot, offset) in places {
+            self.read(self.row_start(head, slot, offset), &mut bytes);
+            row_to_floats(isa, self.shape.dtype, &bytes, &mut key);
+            keys.extend_from_slice(&key);
+        }
+        keys
+    }
+
     /// One head's part of a page, in `buffer` if it is in a file.
     pub(crate) fn page<'b>(
         &'b self,
@@ -92,7 +133,7 @@ impl CpuKv {
         slot: usize,
         buffer: &'b mut Vec<u8>,
     ) -> &'b [u8] {
-        let (at, len) = (self.page_start(head, slot), self.head_page_bytes());
+        let (at, len) = (self.page_start(head, slot), self.head_page_bytes(head));
         match &self.file {
             None => &self.bytes[at..at + len],
             Some(file) => {
@@ -109,6 +150,7 @@ impl CpuKv {
     }
 
     pub(crate) fn keep_digests(&mut self, digests: &[Digest]) -> Result<(), DeviceError> {
+        one_type(self.shape)?;
         let (heads, d) = (self.n_heads(), self.shape.head_dim as usize);
         let pages = digests.iter().map(|digest| DigestPages::new(digest, heads, self.n_slots, d));
         self.digests = pages.collect::<Result<_, _>>()?;
@@ -122,36 +164,32 @@ impl CpuKv {
         layer * self.shape.n_kv_heads as usize + head
     }
 
-    /// Bytes of one token's key and value of one head, where pages hold rows.
-    pub(crate) fn row_bytes(&self) -> usize {
-        self.shape.row_bytes()
+    /// Bytes of one token's key and value of one head, counted over layers and heads.
+    pub(crate) fn row_bytes(&self, head: usize) -> usize {
+        self.shape.row_bytes(head as u32 / self.shape.n_kv_heads)
     }
 
     /// Bytes of one head's part of a page.
-    pub(crate) fn head_page_bytes(&self) -> usize {
-        PAGE * self.row_bytes()
-    }
-
-    /// Where the pages of one head start; slot `s` is `s * head_page_bytes` further.
-    pub(crate) fn head_start(&self, layer: usize, head: usize) -> usize {
-        self.page_start(self.head_number(layer, head), 0)
+    pub(crate) fn head_page_bytes(&self, head: usize) -> usize {
+        PAGE * self.row_bytes(head)
     }
 
     /// First byte of a page; `head` counts layers and heads together.
     pub(crate) fn page_start(&self, head: usize, slot: usize) -> usize {
         assert!(slot < self.n_slots, "slot outside the arena");
-        (head * self.n_slots + slot) * self.head_page_bytes()
+        self.head_starts[head] + slot * self.head_page_bytes(head)
     }
 
     /// First byte of a row, where pages hold rows.
     pub(crate) fn row_start(&self, head: usize, slot: usize, offset: usize) -> usize {
-        self.page_start(head, slot) + offset * self.row_bytes()
+        self.page_start(head, slot) + offset * self.row_bytes(head)
     }
 
     pub(crate) fn copy_pages(&mut self, copies: &[PageCopy]) {
-        let (heads, len) = (self.n_heads(), self.head_page_bytes());
+        let heads = self.n_heads();
         let mut buffer = Vec::new();
         for head in 0..heads {
+            let len = self.head_page_bytes(head);
             for copy in copies {
                 let source = self.page_start(head, copy.source.0 as usize);
                 let target = self.page_start(head, copy.target.0 as usize);
@@ -171,7 +209,7 @@ impl CpuKv {
     /// How a page's bytes leave: `[layer][head]` the page of the head, and then so for each digest.
     pub(crate) fn page_image(&self, isa: Isa) -> PageImage {
         let digests = self.digests.iter().map(|digest| digest.encoder.page_bytes);
-        let bytes = self.n_heads() * (self.head_page_bytes() + digests.sum::<usize>());
+        let bytes = self.shape.page_bytes() + self.n_heads() * digests.sum::<usize>();
         let order = if self.by_rows { "rows" } else { "keys across tokens" };
         let mut layout = format!("cpu 1, {isa}, {order}, {:?}", self.shape);
         for digest in &self.digests {
@@ -181,48 +219,57 @@ impl CpuKv {
     }
 
     pub(crate) fn read_page(&self, slot: Slot, target: &mut [u8]) {
-        let mut parts = target;
-        for (bytes, starts, page) in self.parts(slot) {
-            for start in starts {
-                let (part, rest) = parts.split_at_mut(page);
-                part.copy_from_slice(&bytes[start..start + page]);
-                parts = rest;
+        let mut rest = target;
+        for (arena, range) in self.parts(slot) {
+            let (part, after) = rest.split_at_mut(range.len());
+            match arena.checked_sub(1) {
+                None => part.copy_from_slice(&self.bytes[range]),
+                Some(digest) => part.copy_from_slice(&self.digests[digest].bytes[range]),
             }
+            rest = after;
         }
-        assert!(parts.is_empty(), "a page's bytes are as many as its image has");
+        assert!(rest.is_empty(), "a page's bytes are as many as its image has");
     }
 
     pub(crate) fn write_page(&mut self, slot: Slot, source: &[u8]) {
-        assert!((slot.0 as usize) < self.n_slots, "slot outside the arena");
-        let (heads, page, n_slots) = (self.n_heads(), self.head_page_bytes(), self.n_slots);
-        let digests = self.digests.iter_mut();
-        let digests = digests.map(|digest| (&mut digest.bytes, digest.encoder.page_bytes));
-        let mut parts = source;
-        for (bytes, page) in std::iter::once((&mut self.bytes, page)).chain(digests) {
-            for head in 0..heads {
-                let (part, rest) = parts.split_at(page);
-                let start = (head * n_slots + slot.0 as usize) * page;
-                bytes[start..start + page].copy_from_slice(part);
-                parts = rest;
+        let mut rest = source;
+        for (arena, range) in self.parts(slot) {
+            let (part, after) = rest.split_at(range.len());
+            match arena.checked_sub(1) {
+                None => self.bytes[range].copy_from_slice(part),
+                Some(digest) => self.digests[digest].bytes[range].copy_from_slice(part),
             }
+            rest = after;
         }
-        assert!(parts.is_empty(), "a page's bytes are as many as its image has");
+        assert!(rest.is_empty(), "a page's bytes are as many as its image has");
     }
 
-    /// The arenas in which a page has parts: the bytes, where each head's part starts, and its length.
-    fn parts(
-        &self,
-        slot: Slot,
-    ) -> impl Iterator<Item = (&Region<u8>, impl Iterator<Item = usize>, usize)> {
-        assert!((slot.0 as usize) < self.n_slots, "slot outside the arena");
-        let (heads, n_slots) = (self.n_heads(), self.n_slots);
-        let digests = self.digests.iter();
-        let digests = digests.map(|digest| (&digest.bytes, digest.encoder.page_bytes));
-        let arenas = std::iter::once((&self.bytes, self.head_page_bytes())).chain(digests);
-        arenas.map(move |(bytes, page)| {
-            (bytes, (0..heads).map(move |head| (head * n_slots + slot.0 as usize) * page), page)
-        })
+    /// Where a page's bytes are: in which arena, that of pages or those of digests, and which ones.
+    fn parts(&self, slot: Slot) -> Vec<(usize, Range<usize>)> {
+        let (heads, slot) = (0..self.n_heads(), slot.0 as usize);
+        let pages = heads.clone().map(|head| {
+            let start = self.page_start(head, slot);
+            (0, start..start + self.head_page_bytes(head))
+        });
+        let digests = self.digests.iter().enumerate().flat_map(|(i, digest)| {
+            let len = digest.encoder.page_bytes;
+            heads.clone().map(move |head| {
+                let start = (head * self.n_slots + slot) * len;
+                (i + 1, start..start + len)
+            })
+        });
+        pages.chain(digests).collect()
     }
+}
+
+/// Rows are brought and told apart by their length alone, so all layers have the same.
+fn one_type(shape: KvShape) -> Result<(), DeviceError> {
+    if shape.dtype.wide_layers().is_empty() {
+        return Ok(());
+    }
+    let fault = "some layers of the KV cache cannot be f16 where tokens are chosen or pages are in a \
+                 file: leave out --kv-cache-dtype-skip-layers, or --sparse and --kv-offload";
+    Err(DeviceError::Fault(fault.to_owned()))
 }
 
 /// Where a token's key and value go in a page of one head.
@@ -237,15 +284,27 @@ pub(crate) struct TokenPlace {
     pub(crate) by_rows: bool,
 }
 
-/// Writes one token's key and value into a page of one head.
-pub(crate) fn write_token(bytes: SharedMut<'_, u8>, place: TokenPlace, k: &[f32], v: &[f32]) {
+/// Writes one token's key and value into a page of one head; `buffer` is scratch.
+pub(crate) fn write_token(
+    bytes: SharedMut<'_, u8>,
+    place: TokenPlace,
+    (k, v): (&[f32], &[f32]),
+    buffer: &mut Vec<u8>,
+) {
     let TokenPlace { page, offset, dtype, by_rows } = place;
     let d = k.len();
     let size = dtype.bytes();
+    let page_bytes = 2 * PAGE * (d * size + dtype.scale_bytes());
     #[expect(unsafe_code, reason = "threads write disjoint heads and tokens")]
     // SAFETY: callers write each (head, token) once per step, but tokens of one page interleave in
     // `K`; a page of one head is therefore written by one thread only (see `Cpu::rope_append`).
-    let page = unsafe { bytes.part(page, 2 * PAGE * d * size) };
+    let page = unsafe { bytes.part(page, page_bytes) };
+    if let Some(code) = code(dtype) {
+        let coded = CodedPage { code, d, by_rows };
+        coded.write(page, (offset, false), k, buffer);
+        coded.write(page, (offset, true), v, buffer);
+        return;
+    }
     // Element `i` of the key is at `first + i * step`; those of the value follow each other.
     let (keys, value, first, step) = if by_rows {
         let (key, value) = page[offset * 2 * d * size..][..2 * d * size].split_at_mut(d * size);
@@ -278,6 +337,7 @@ pub(crate) fn write_token(bytes: SharedMut<'_, u8>, place: TokenPlace, k: &[f32]
                 value[i * 2..][..2].copy_from_slice(&v.to_le_bytes());
             }
         }
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("they have codes"),
     }
 }
 

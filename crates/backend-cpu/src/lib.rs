@@ -4,6 +4,7 @@
 //! - `acts`: activations as eight-bit integers
 //! - `matmul`: products, one kernel per instruction set, one order of summation
 //! - `kv`, `plan`, `append`, `attend`: the paged cache, a step's batch, writing and reading
+//! - `coded`, `codec`: pages in eight bits, and pages in fewer bits far away
 //! - `far`, `near`: pages in a file, and the rows of them that are kept in memory
 //! - `topk`: digests of keys, and finding places by them
 //! - `shift`: pages whose keys move to other positions
@@ -14,6 +15,7 @@ mod acts;
 mod append;
 mod attend;
 mod codec;
+mod coded;
 mod far;
 mod isa;
 mod kv;
@@ -36,7 +38,7 @@ use nuthatch_backend::{
     PageCodec, Pick, PlanShape,
 };
 use nuthatch_types::{
-    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+    ColdKv, HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
 };
 
 use acts::Acts;
@@ -195,6 +197,10 @@ impl Backend for Cpu {
 
     fn host_reads(&self) -> HostReads {
         HostReads::Near
+    }
+
+    fn holds_kv(&self, _dtype: KvDtype) -> bool {
+        true
     }
 
     /// Both tiers are one arena: here, a slot of the host differs from one of the device only by
@@ -435,15 +441,11 @@ impl Backend for Cpu {
         kv: &CpuKv,
         (seq, head, n): (u32, u32, u32),
     ) -> Result<Vec<f32>, DeviceError> {
-        assert!(kv.by_rows, "an arena with digests");
-        let (d, seq) = (kv.shape.head_dim as usize, &plan.seqs[seq as usize]);
+        let seq = &plan.seqs[seq as usize];
+        let slot = |place| plan.slot(seq, place);
         let head = kv.head_number(layer.0 as usize, head as usize);
-        let mut keys = vec![0.0; n as usize * d];
-        let mut bytes = vec![0; kv.row_bytes() / 2];
-        for (place, key) in keys.chunks_exact_mut(d).enumerate() {
-            kv.read(kv.row_start(head, plan.slot(seq, place), place % PAGE), &mut bytes);
-            topk::row_to_floats(self.isa, kv.shape.dtype, &bytes, key);
-        }
+        let keys =
+            kv.read_keys(self.isa, head, (0..n as usize).map(|place| (slot(place), place % PAGE)));
         kv.check()?;
         Ok(keys)
     }

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use nuthatch_backend::{RopeSpec, RopeStyle};
 use nuthatch_types::{KvDtype, PageShift};
 
+use crate::coded::{CodedPage, code};
 use crate::kv::{CpuKv, PAGE};
 use crate::mem::SharedMut;
 use crate::pool::Pool;
@@ -16,20 +17,19 @@ type Lanes = [f32; PAGE];
 
 /// Writes pages in order, each head of each layer on a thread of its own.
 pub(crate) fn shift_pages(pool: &Pool, kv: &mut CpuKv, rope: &RopeSpec, shifts: &[PageShift]) {
-    let (dtype, n_slots, page_bytes) = (kv.shape.dtype, kv.n_slots, kv.head_page_bytes());
+    let n_slots = kv.n_slots;
     let in_arena = |shift: &PageShift| (shift.source.0.max(shift.target.0) as usize) < n_slots;
     assert!(shifts.iter().all(in_arena), "slot outside the arena");
     let turns: Vec<Vec<Turn>> = shifts.iter().map(|shift| turns(rope, shift.by)).collect();
     let n_heads = kv.n_heads();
-    let head_bytes = n_slots * page_bytes;
-    let (by_rows, d) = (kv.by_rows, kv.shape.head_dim as usize);
+    let heads: Vec<Head> = (0..n_heads).map(|head| Head::new(kv, head)).collect();
     if let Some(file) = kv.file.clone() {
         let kv = &*kv;
         let head = |head: usize| {
             let mut page = Vec::new();
             for (shift, turns) in shifts.iter().zip(&turns) {
                 kv.page(head, shift.source.0 as usize, &mut page);
-                turn_rows(&mut page, d, dtype, turns);
+                heads[head].turn(&mut page, turns);
                 file.write(kv.page_start(head, shift.target.0 as usize), &page);
             }
         };
@@ -37,23 +37,50 @@ pub(crate) fn shift_pages(pool: &Pool, kv: &mut CpuKv, rope: &RopeSpec, shifts: 
     }
     let bytes = SharedMut::new(&mut kv.bytes);
     let head = |head: usize| {
+        let head = &heads[head];
+        let page_bytes = head.page_bytes;
         #[expect(unsafe_code, reason = "threads write disjoint heads")]
-        // SAFETY: the arena is `[layer][kv head][slot]`, `head` counts the first two together, and
-        // each is handled once.
-        let pages = unsafe { bytes.part(head * head_bytes, head_bytes) };
+        // SAFETY: the arena is `[layer][kv head][slot]`, and each head is handled once.
+        let pages = unsafe { bytes.part(head.start, n_slots * page_bytes) };
         for (shift, turns) in shifts.iter().zip(&turns) {
             let source = shift.source.0 as usize * page_bytes;
             let target = shift.target.0 as usize * page_bytes;
             pages.copy_within(source..source + page_bytes, target);
-            let page = &mut pages[target..target + page_bytes];
-            if by_rows {
-                turn_rows(page, d, dtype, turns);
-            } else {
-                turn_keys(&mut page[..page_bytes / 2], dtype, turns);
-            }
+            head.turn(&mut pages[target..target + page_bytes], turns);
         }
     };
     pool.run(n_heads, &head);
+}
+
+/// The pages of one head.
+struct Head {
+    start: usize,
+    page_bytes: usize,
+    dtype: KvDtype,
+    d: usize,
+    by_rows: bool,
+}
+
+impl Head {
+    fn new(kv: &CpuKv, head: usize) -> Self {
+        Head {
+            start: kv.page_start(head, 0),
+            page_bytes: kv.head_page_bytes(head),
+            dtype: kv.shape.dtype.of_layer(head as u32 / kv.shape.n_kv_heads),
+            d: kv.shape.head_dim as usize,
+            by_rows: kv.by_rows,
+        }
+    }
+
+    /// Turns the keys of one page.
+    fn turn(&self, page: &mut [u8], turns: &[Turn]) {
+        let &Head { dtype, d, by_rows, .. } = self;
+        match code(dtype) {
+            Some(code) => turn_codes(page, CodedPage { code, d, by_rows }, turns),
+            None if by_rows => turn_rows(page, d, dtype, turns),
+            None => turn_keys(&mut page[..self.page_bytes / 2], dtype, turns),
+        }
+    }
 }
 
 /// Two elements of a head that are rotated together, and by how much.
@@ -95,6 +122,22 @@ fn turn_keys(keys: &mut [u8], dtype: KvDtype, turns: &[Turn]) {
     }
 }
 
+/// The same for a page in eight bits, whose scales change too.
+fn turn_codes(page: &mut [u8], coded: CodedPage, turns: &[Turn]) {
+    if turns.is_empty() {
+        return;
+    }
+    let (mut key, mut buffer) = (vec![0.0; coded.d], Vec::new());
+    for token in 0..PAGE {
+        coded.read(page, (token, false), &mut key, &mut buffer);
+        for &Turn { first, second, cos, sin } in turns {
+            let (a, b) = (key[first], key[second]);
+            (key[first], key[second]) = (a * cos - b * sin, b * cos + a * sin);
+        }
+        coded.write(page, (token, false), &key, &mut buffer);
+    }
+}
+
 /// The same for a page of rows, `[16][K|V][D]`.
 fn turn_rows(page: &mut [u8], d: usize, dtype: KvDtype, turns: &[Turn]) {
     let size = dtype.bytes();
@@ -128,6 +171,7 @@ fn load(bytes: &[u8], dtype: KvDtype) -> Lanes {
             let value = |word: [u8; 2]| bf16::from_le_bytes(word).to_f32();
             lanes.iter_mut().zip(words).for_each(|(lane, word)| *lane = value(*word));
         }
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("`turn_codes` turns them"),
     }
     lanes
 }
@@ -150,5 +194,6 @@ fn store(lanes: &Lanes, bytes: &mut [u8], dtype: KvDtype) {
             let word = |lane: f32| bf16::from_f32(lane).to_le_bytes();
             lanes.iter().zip(words).for_each(|(lane, target)| *target = word(*lane));
         }
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("`turn_codes` turns them"),
     }
 }

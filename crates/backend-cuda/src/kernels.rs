@@ -68,7 +68,7 @@ impl AttendKernels {
         let shape = attend.tile(device.describe().1.0);
         let attend = match attend.page.dtype {
             KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
-            KvDtype::F16 | KvDtype::Bf16 => Attend::Mma {
+            KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => Attend::Mma {
                 splits: [split(small)?, split(large)?],
                 tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
                 merges: [merge(few)?, merge(many)?],

@@ -30,7 +30,9 @@ impl PageShape {
         let head_dim = self.head_dim as usize;
         match self.dtype {
             KvDtype::F32 => head_dim,
-            KvDtype::F16 | KvDtype::Bf16 => head_dim.next_multiple_of(32),
+            KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => {
+                head_dim.next_multiple_of(32)
+            }
         }
     }
 
@@ -38,6 +40,15 @@ impl PageShape {
     pub(crate) fn bytes(self) -> usize {
         2 * PAGE_LEN * self.width() * self.dtype.bytes()
     }
+}
+
+/// An error if kernels have no such keys and values.
+pub(crate) fn check_dtype(dtype: KvDtype) -> Result<(), DeviceError> {
+    if dtype.is_coded() {
+        let fault = format!("keys and values as {dtype}: a GPU has f16, bf16 and f32");
+        return Err(DeviceError::Fault(fault));
+    }
+    Ok(())
 }
 
 /// Pages are far, in memory of the host, which kernels read and write over the link: for top-k attention,
@@ -95,6 +106,7 @@ impl CudaKv {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
             return Err(DeviceError::Fault(fault));
         }
+        check_dtype(shape.dtype)?;
         if !shape.head_dim.is_multiple_of(8) {
             let fault =
                 format!("heads of width {}; this device needs a multiple of 8", shape.head_dim);

@@ -49,8 +49,8 @@ pub use compile::{Extent, compile_all};
 use device::Device;
 pub use error::{CompileError, OpenError};
 use graph::PassKey;
-use kv::PageShape;
 pub use kv::{CudaKv, FarPages};
+use kv::{PageShape, check_dtype};
 use launch::attend::{AttendKernels, Attention};
 use launch::draw::Draws;
 use launch::matmul::Target;
@@ -204,6 +204,7 @@ impl Backend for Cuda {
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {
+        check_dtype(shape.kv.dtype)?;
         let kernels = self.attend_kernels(PageShape::of(&shape.kv), false)?;
         CudaPlan::new(&self.device, shape, kernels)
     }

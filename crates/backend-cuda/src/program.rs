@@ -130,7 +130,7 @@ impl Program {
             KvDtype::F32 => {
                 files.push(("attend_f32.cu", include_str!("../kernels/attend_f32.cu")));
             }
-            KvDtype::F16 | KvDtype::Bf16 => files.extend([
+            KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => files.extend([
                 ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
                 ("attend.cuh", include_str!("../kernels/attend.cuh")),
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
@@ -221,6 +221,7 @@ fn page_constants(attend: attend::AttendShape) -> Vec<(&'static str, String)> {
         KvDtype::F32 => "KV_F32",
         KvDtype::F16 => "KV_F16",
         KvDtype::Bf16 => "KV_BF16",
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("`CudaKv::new` refuses them"),
     };
     vec![
         ("KV", kv.to_owned()),

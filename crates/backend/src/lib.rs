@@ -21,7 +21,7 @@ mod weight;
 use std::sync::Arc;
 
 use nuthatch_types::{
-    ColdKv, HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+    ColdKv, HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
 };
 
 pub use cold::PageCodec;
@@ -96,6 +96,10 @@ pub trait Backend: Send + Sync + 'static {
     fn host_reads(&self) -> HostReads {
         HostReads::Never
     }
+    /// Whether keys and values can be stored so.
+    fn holds_kv(&self, dtype: KvDtype) -> bool {
+        !dtype.is_coded()
+    }
     /// Allocates the pages of both tiers.
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Self::Kv, DeviceError>;
     /// Allocates `n_rows` tables of `n_pages` entries.
@@ -111,13 +115,11 @@ pub trait Backend: Send + Sync + 'static {
     /// Copies whole pages inside a tier and between tiers, in order, all layers and heads.
     fn copy_pages(&self, kv: &mut Self::Kv, copies: &[PageCopy]) -> Result<(), DeviceError>;
     /// How a page's bytes lie when they leave the device; `None` where they cannot.
-    fn page_image(&self, kv: &Self::Kv) -> Option<PageImage> {
-        let _ = kv;
+    fn page_image(&self, _kv: &Self::Kv) -> Option<PageImage> {
         None
     }
     /// What turns pages of this arena into fewer bits and back; `None` where nothing does.
-    fn page_codec(&self, kv: &Self::Kv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
-        let _ = (kv, cold);
+    fn page_codec(&self, _kv: &Self::Kv, _cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
         None
     }
     /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,
@@ -164,13 +166,11 @@ pub trait Backend: Send + Sync + 'static {
     /// All passes of one plan must be the same operations with the same weights and buffers, for as
     /// many rows and outputs as the batch has, over `kv`: then a device may record one and queue it
     /// again for a batch of the same shape.
-    fn begin_pass(&self, plan: &mut Self::Plan, kv: &Self::Kv) -> Result<Pass, DeviceError> {
-        let _ = (plan, kv);
+    fn begin_pass(&self, _plan: &mut Self::Plan, _kv: &Self::Kv) -> Result<Pass, DeviceError> {
         Ok(Pass::Needed)
     }
     /// Ends the operations of a pass that were needed. Until then they may not have begun.
-    fn end_pass(&self, plan: &mut Self::Plan) -> Result<(), DeviceError> {
-        let _ = plan;
+    fn end_pass(&self, _plan: &mut Self::Plan) -> Result<(), DeviceError> {
         Ok(())
     }
 
@@ -358,8 +358,7 @@ pub trait Backend: Send + Sync + 'static {
         self.bring(plan, layer, kv, brings)
     }
     /// Rows that came from far so far.
-    fn near_counts(&self, kv: &Self::Kv) -> NearCounts {
-        let _ = kv;
+    fn near_counts(&self, _kv: &Self::Kv) -> NearCounts {
         NearCounts::default()
     }
     /// Copies the keys of one head at places `0..n` of a sequence of the batch, `[n][D]`, to the

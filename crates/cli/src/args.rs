@@ -232,8 +232,12 @@ pub(crate) enum KvDtypeArg {
     #[default]
     Auto,
     F16,
+    #[value(alias = "bfloat16")]
     Bf16,
     F32,
+    Int8,
+    #[value(alias = "fp8_e4m3")]
+    Fp8,
 }
 
 /// How keys and values are stored on a disk; `Auto` is as in memory.
@@ -262,7 +266,7 @@ impl EngineArgs {
         self.cold_kv_as(self.kv_cold_dtype)
     }
 
-    /// The same with another type.
+    /// As [`EngineArgs::cold_kv`], with another type.
     pub(crate) fn cold_kv_as(&self, dtype: ColdDtypeArg) -> Option<ColdKv> {
         let dtype = match dtype {
             ColdDtypeArg::Auto => return None,
@@ -305,9 +309,12 @@ pub(crate) struct EngineArgs {
     #[arg(short = 'c', long, visible_alias = "ctx-size", alias = "context-length")]
     #[arg(value_name = "TOKENS", value_parser = parse_tokens)]
     pub(crate) max_model_len: Option<u32>,
-    /// How keys and values are stored
+    /// How keys and values are stored; int8 and fp8 take half the memory and change answers a little
     #[arg(long, alias = "cache-type-k", value_enum, default_value_t, value_name = "TYPE")]
     pub(crate) kv_cache_dtype: KvDtypeArg,
+    /// Layers that stay f16 with int8 and fp8, such as 0,29
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
+    pub(crate) kv_cache_dtype_skip_layers: Vec<u32>,
     /// Memory of the KV cache, such as 2GiB [default: what the context and sequences need]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory_bytes: Option<u64>,
@@ -333,7 +340,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
     pub(crate) kv_disk: Option<DiskOptions>,
     /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
-    /// redis://HOST:PORT or file:///FOLDER
+    /// gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, redis://HOST:PORT or file:///FOLDER
     #[arg(long, value_name = "URL")]
     pub(crate) kv_remote: Option<String>,
     /// Encrypt stored pages with the key in this file: 32 bytes, or 64 hexadecimal digits

@@ -4,7 +4,9 @@
 
 use nuthatch_engine::{DiskOptions, EngineOptions, Policy};
 use nuthatch_model::{GenerationDefaults, PAGE_LEN, RopeOverride};
-use nuthatch_types::{BeamParams, ColdKv, EarlyStopping, KvDtype, Sampling, SamplingError};
+use nuthatch_types::{
+    BeamParams, ColdKv, EarlyStopping, KvDtype, LayerSet, Sampling, SamplingError,
+};
 
 use crate::args::{
     BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
@@ -40,6 +42,23 @@ pub(crate) enum ConfigError {
     /// A share that is none.
     #[error("--gpu-memory-utilization is {0}, but must be above 0 and at most 1")]
     Share(f64),
+    /// Layers beyond those that can be told apart.
+    #[error("--kv-cache-dtype-skip-layers is {0:?}, but layers are 0 to 127")]
+    SkipLayers(Vec<u32>),
+    /// Layers that are stored like all others anyway.
+    #[error("--kv-cache-dtype-skip-layers needs --kv-cache-dtype int8 or fp8, not {0}")]
+    NothingSkipped(KvDtype),
+    /// Fewer bits of fewer bits.
+    #[error(
+        "--kv-cold-dtype {cold} is for a KV cache of 16 or 32 bits; with --kv-cache-dtype {dtype} \
+         pages are stored as they are"
+    )]
+    CodedTwice {
+        /// In memory.
+        dtype: KvDtype,
+        /// Where pages wait.
+        cold: ColdKv,
+    },
     /// A number that must be positive.
     #[error("{0} is 0, but must be at least 1")]
     Zero(&'static str),
@@ -268,11 +287,7 @@ impl EngineConfig {
             is_exact: args.exact_activations,
             threads: args.threads.unwrap_or(0),
             max_context: args.max_model_len,
-            kv_dtype: match args.kv_cache_dtype {
-                KvDtypeArg::Auto | KvDtypeArg::F16 => KvDtype::F16,
-                KvDtypeArg::Bf16 => KvDtype::Bf16,
-                KvDtypeArg::F32 => KvDtype::F32,
-            },
+            kv_dtype: kv_dtype(args, args.kv_cache_dtype)?,
             kv_bytes: args.kv_cache_memory_bytes,
             memory_share: memory_share(args)?,
             host_bytes: args.swap_space,
@@ -304,6 +319,27 @@ impl EngineConfig {
                 original: args.rope_original_context,
             },
         })
+    }
+}
+
+/// How keys and values are stored in memory, in a type and with the layers that stay f16.
+pub(crate) fn kv_dtype(args: &EngineArgs, dtype: KvDtypeArg) -> Result<KvDtype, ConfigError> {
+    let skipped = &args.kv_cache_dtype_skip_layers;
+    let wide = LayerSet::of(skipped);
+    let wide = wide.ok_or_else(|| ConfigError::SkipLayers(skipped.clone()))?;
+    let dtype = match dtype {
+        KvDtypeArg::Auto | KvDtypeArg::F16 => KvDtype::F16,
+        KvDtypeArg::Bf16 => KvDtype::Bf16,
+        KvDtypeArg::F32 => KvDtype::F32,
+        KvDtypeArg::Int8 => KvDtype::Int8(wide),
+        KvDtypeArg::Fp8 => KvDtype::Fp8(wide),
+    };
+    if dtype.wide_layers() != wide {
+        return Err(ConfigError::NothingSkipped(dtype));
+    }
+    match args.cold_kv() {
+        Some(cold) if dtype.is_coded() => Err(ConfigError::CodedTwice { dtype, cold }),
+        _ => Ok(dtype),
     }
 }
 

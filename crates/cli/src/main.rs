@@ -29,7 +29,6 @@ mod random;
 mod resolve;
 mod run;
 mod serve;
-mod session;
 mod sessions;
 mod simulate;
 mod size;

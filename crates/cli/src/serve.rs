@@ -4,7 +4,7 @@ use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::process::ExitCode;
 
-use nuthatch_server::{Endpoint, Server, ServerConfig, Stopped, ToolFormat, listen};
+use nuthatch_server::{Endpoint, Server, ServerConfig, Sessions, Stopped, ToolFormat, listen};
 
 use crate::args::ToolParserArg;
 use crate::config::ServeConfig;
@@ -49,6 +49,7 @@ pub(crate) fn run(config: &ServeConfig, fetch: &Fetch<'_>) -> anyhow::Result<Exi
             api_keys: config.api_keys.clone(),
             admin_key: config.admin_key.clone(),
             isolates_tenants: config.isolates_tenants,
+            sessions: config.session_dir.clone().map(Sessions::new),
             pooling: config.pooling,
             tls: config.tls.clone(),
             events: config.events.clone(),

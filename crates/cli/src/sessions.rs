@@ -3,11 +3,11 @@
 use std::io::{self, Write as _};
 
 use anyhow::Context as _;
+use nuthatch_server::{Session, Sessions};
 use serde_json::json;
 
 use crate::args::SessionsCommand;
 use crate::env::Env;
-use crate::session::{Session, Sessions};
 
 /// Runs the command.
 pub(crate) fn run(what: &SessionsCommand, env: &Env) -> anyhow::Result<()> {

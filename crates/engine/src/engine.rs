@@ -146,9 +146,11 @@ impl<E: Execute> Engine<E> {
         let hints = self.scheduler_hints(&hints);
         // Only plain samples begin with what is stored.
         let is_plain = beam.is_none() && streaming.is_none() && !reads_prompt;
-        let n_stored = if is_plain { self.n_stored(hints.salt, &submission.prompt) } else { 0 };
+        let (n_stored, n_remote) =
+            if is_plain { self.n_stored(hints.salt, &submission.prompt) } else { (0, 0) };
         let computes_all = reads_prompt;
-        let hints = nuthatch_scheduler::Hints { streaming, computes_all, n_stored, ..hints };
+        let hints =
+            nuthatch_scheduler::Hints { streaming, computes_all, n_stored, n_remote, ..hints };
         let search = match beam {
             Some(params) => Some(self.submit_beams(submission, hints, params, n)?),
             None => {

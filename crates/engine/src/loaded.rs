@@ -142,7 +142,7 @@ impl<B: Backend> LoadedModel<B> {
         let needs = NearNeeds {
             n_tables: self.max_seqs,
             max_context: self.max_context,
-            row_bytes: shape.row_bytes(),
+            row_bytes: shape.row_bytes(0),
             digest_bytes: digest_bytes * u64::from(self.store.slots().total()),
         };
         let Offload { budget, keeps_heads } = *offload;
@@ -184,7 +184,7 @@ impl<B: Backend> LoadedModel<B> {
             self.model.try_bring(&self.store, N_ROWS)?;
             rows = rows.min(seconds(begin));
         }
-        let row_bytes = self.store.shape().row_bytes();
+        let row_bytes = self.store.shape().row_bytes(0);
         let link = (N_ROWS * row_bytes) as f64 / rows.max(f64::MIN_POSITIVE);
         let layer = pass / f64::from(self.model.config().n_layers.max(1));
         let selection = topk.selection_bytes(self.max_context, row_bytes);

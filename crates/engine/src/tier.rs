@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{Findable, Load, LoadId, Outcome, Salt};
-use nuthatch_scheduler::Scheduler;
+use nuthatch_scheduler::{Scheduler, Source, StoredPages};
 use nuthatch_store::disk::{Asked, DiskStats, Loaded, PageName};
 use nuthatch_store::remote::RemoteCounters;
 use nuthatch_store::slow::SlowTiers;
@@ -43,6 +43,9 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// the time after it.
 const GUESS_SHARE: f64 = 0.25;
 const GUESS_PATIENCE_MIN: Duration = Duration::from_millis(20);
+
+/// In the order of [`Loading::came`].
+const SOURCES: [Source; 2] = [Source::Disk, Source::Remote];
 
 /// Pages that are in slower tiers, on their way there, or on their way back.
 #[derive(Debug)]
@@ -104,8 +107,8 @@ struct Loading {
     guess: Option<usize>,
     /// `[n_pages]` what is known of each.
     has_come: Vec<Option<bool>>,
-    /// Time that was spent on its pages.
-    nanos: u64,
+    /// Pages that came from each source, and the time that was spent on them.
+    came: [(u32, u64); 2],
     begun: Duration,
     deadline: Duration,
     /// When it ends if nothing has come and its first page was a guess.
@@ -158,19 +161,20 @@ impl Tier {
     }
 
     /// Tokens at a prompt's beginning that are cached or stored, or may be stored, if those are more
-    /// than are cached; 0 if they are not worth loading. What is stored of them is fetched ahead.
+    /// than are cached, and pages of them that are not on the disk; 0 if they are not worth loading.
+    /// What is stored of them is fetched ahead.
     pub(crate) fn n_stored(
         &mut self,
         scheduler: &Scheduler,
         salt: Salt,
-        tokens: &[TokenId],
-    ) -> u32 {
+        prompt: &[TokenId],
+    ) -> (u32, u32) {
         self.settle();
         let cache = scheduler.cache();
-        let n_cached = cache.n_cached(salt, tokens);
+        let n_cached = cache.n_cached(salt, prompt);
         // The last token is always computed.
-        let keys = cache.keys(salt, &tokens[..tokens.len().saturating_sub(1)]);
-        let (cached, keys) = keys[1..].split_at(n_cached as usize);
+        let all_keys = cache.keys(salt, &prompt[..prompt.len().saturating_sub(1)]);
+        let (cached, keys) = all_keys[1..].split_at(n_cached as usize);
         // Or a conversation would lose its beginning on the disk while it goes on in memory.
         self.slow.touch(cached);
         let n_known = self.slow.n_stored(keys);
@@ -179,11 +183,25 @@ impl Tier {
         let is_worth_asking =
             !unknown.is_empty() && self.slow.is_worth_asking(scheduler.rates().compute(unknown));
         let n_stored = if is_worth_asking { keys.len() } else { n_known };
-        if n_stored == 0 || !scheduler.is_worth_loading(n_cached, n_stored as u32) {
-            return 0;
+        let is_remote = |key: &&PageKey| self.source(**key) == Source::Remote;
+        let n_remote = keys[..n_stored].iter().filter(is_remote).count() as u32;
+        let pages = StoredPages { n_disk: n_stored as u32 - n_remote, n_remote };
+        if n_stored == 0 || !scheduler.is_worth_loading(n_cached, pages) {
+            return (0, 0);
         }
-        self.slow.prefetch(&keys[..n_known]);
-        (n_cached + n_stored as u32) * self.page_len
+        let name = |(i, &key): (usize, &PageKey)| {
+            let (page, page_len) = (n_cached as usize + i, self.page_len as usize);
+            let tokens = &prompt[page * page_len..(page + 1) * page_len];
+            PageName { key, parent: all_keys[page], tokens }
+        };
+        let names: Vec<PageName<'_>> = keys[..n_stored].iter().enumerate().map(name).collect();
+        self.slow.prefetch(&names, n_known);
+        ((n_cached + n_stored as u32) * self.page_len, n_remote)
+    }
+
+    /// Where a page would come from.
+    fn source(&self, key: PageKey) -> Source {
+        if self.slow.is_on_disk(key) { Source::Disk } else { Source::Remote }
     }
 
     /// Takes the loads that the scheduler decided.
@@ -345,7 +363,7 @@ impl Tier {
             tag,
             n_asked: 0,
             has_come: vec![None; n_pages],
-            nanos: 0,
+            came: [(0, 0); 2],
             guess: None,
             begun: now,
             deadline: now + patience,
@@ -394,7 +412,10 @@ impl Tier {
             }
             loading.has_come[i] = Some(loaded.page.is_ok());
             let copied = clock.now().saturating_sub(begin).as_nanos() as u64;
-            loading.nanos += loaded.nanos + copied;
+            let source = if loaded.is_remote { Source::Remote } else { Source::Disk };
+            let (n_pages, nanos) = &mut loading.came[source as usize];
+            *n_pages += u32::from(loaded.page.is_ok());
+            *nanos += loaded.nanos + copied;
         }
         self.slow.recycle(loaded);
         Ok(())
@@ -421,9 +442,13 @@ impl Tier {
                 let waited = now.saturating_sub(loading.begun);
                 // A guess in vain says nothing of what loading takes.
                 let n_waited = if now < loading.deadline { n_pages } else { n_pages.max(1) };
-                scheduler.loaded(n_waited, waited.as_nanos() as u64);
+                // What it waits for is what was slow.
+                let source = self.source(loading.keys[loading.n_whole() + 1]);
+                scheduler.loaded(source, n_waited, waited.as_nanos() as u64);
             } else {
-                scheduler.loaded(n_pages, loading.nanos);
+                for (source, (n_pages, nanos)) in SOURCES.into_iter().zip(loading.came) {
+                    scheduler.loaded(source, n_pages, nanos);
+                }
             }
             scheduler.complete_load(id, Outcome::Ended { n_pages });
         }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use opendal::Operator;
-use opendal::services::{Fs, Redis, S3};
+use opendal::services::{Azblob, Fs, Gcs, Redis, S3};
 use percent_encoding::percent_decode_str;
 use url::Url;
 
@@ -14,6 +14,8 @@ pub(crate) fn operator(address: &str) -> Result<Operator, OpenError> {
     let url = Url::parse(address).map_err(|_| OpenError::NoAddress(address.to_owned()))?;
     let operator = match url.scheme() {
         "s3" => Operator::new(s3(&url)?),
+        "gs" => Operator::new(gcs(&url)?),
+        "az" => Operator::new(azure(&url)?),
         "redis" | "rediss" | "valkey" | "valkeys" => Operator::new(redis(&url)?),
         "file" => Operator::new(file(&url)?),
         _ => return Err(OpenError::NoAddress(address.to_owned())),
@@ -40,6 +42,40 @@ fn s3(url: &Url) -> Result<S3, OpenError> {
         Some(region) => store.region(&region),
         None => store,
     })
+}
+
+/// Credentials are found as Google's own tools find them.
+fn gcs(url: &Url) -> Result<Gcs, OpenError> {
+    let bucket = host(url, "which bucket")?;
+    let mut store = Gcs::default().bucket(bucket).root(url.path());
+    for (name, value) in url.query_pairs() {
+        store = match &*name {
+            "endpoint" => store.endpoint(&value),
+            "credentials" => store.credential_path(&value),
+            _ => return Err(setting(&name, &value, "GCS")),
+        };
+    }
+    Ok(store)
+}
+
+/// Keys and tokens are found as Azure's own tools find them.
+fn azure(url: &Url) -> Result<Azblob, OpenError> {
+    let container = host(url, "which container")?;
+    let mut store = Azblob::default().container(container).root(url.path());
+    let mut endpoint = None;
+    for (name, value) in url.query_pairs() {
+        match &*name {
+            "endpoint" => endpoint = Some(value.into_owned()),
+            "account" => {
+                store = store.account_name(&value);
+                let of_account = || format!("https://{value}.blob.core.windows.net");
+                endpoint.get_or_insert_with(of_account);
+            }
+            _ => return Err(setting(&name, &value, "Azure")),
+        }
+    }
+    let missing = || OpenError::Missing { address: url.to_string(), what: "which account" };
+    Ok(store.endpoint(&endpoint.ok_or_else(missing)?))
 }
 
 fn redis(url: &Url) -> Result<Redis, OpenError> {

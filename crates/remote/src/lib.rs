@@ -1,7 +1,10 @@
-//! Stores somewhere else as [`Objects`]: S3, Redis or Valkey, and directories that machines share.
+//! Stores somewhere else as [`Objects`]: S3, GCS, Azure, Redis or Valkey, and directories that
+//! machines share.
 //!
 //! ```text
 //!   s3://BUCKET/PREFIX?endpoint=URL&region=NAME
+//!   gs://BUCKET/PREFIX?endpoint=URL&credentials=FILE
+//!   az://CONTAINER/PREFIX?account=NAME&endpoint=URL
 //!   redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]?prefix=NAME&ttl=SECONDS
 //!   file:///DIRECTORY
 //! ```

@@ -44,6 +44,10 @@ fn what_is_put_comes_back() {
 fn addresses_name_stores() {
     for good in [
         "s3://kv-pages/some/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1",
+        "gs://kv-pages/some/prefix",
+        "gs://kv-pages?endpoint=http://127.0.0.1:4443&credentials=/etc/key.json",
+        "az://kv-pages/some/prefix?account=birds",
+        "az://kv-pages?account=birds&endpoint=http://127.0.0.1:10000/birds",
         "redis://127.0.0.1:6379",
         "redis://127.0.0.1/3?prefix=kv&ttl=60",
         "valkey://user:p%40ssword@127.0.0.1",
@@ -58,6 +62,11 @@ fn addresses_name_stores() {
         "ftp://host/kv",
         "s3://",
         "s3://kv-pages?acl=public",
+        "gs://",
+        "gs://kv-pages?acl=public",
+        "az://",
+        "az://kv-pages",
+        "az://kv-pages?account=birds&key=x",
         "redis://",
         "redis://host/x",
         "redis://host?ttl=soon",
@@ -76,9 +85,15 @@ fn addresses_name_stores() {
 #[test]
 fn nobody_answers() {
     // A port that is closed: an error, soon, and nothing worse.
-    let store = open("redis://127.0.0.1:1").unwrap();
-    let found = store.get("a", &mut [0; 4]);
-    assert!(matches!(found, Err(ObjectError::Failed(_))), "{found:?}");
+    for address in [
+        "redis://127.0.0.1:1",
+        "gs://kv-pages?endpoint=http://127.0.0.1:1&credentials=/nowhere/at/all.json",
+        "az://kv-pages?account=birds&endpoint=http://127.0.0.1:1/birds",
+    ] {
+        let store = open(address).unwrap();
+        let found = store.get("a", &mut [0; 4]);
+        assert!(matches!(found, Err(ObjectError::Failed(_))), "{address}: {found:?}");
+    }
 }
 
 /// A third of all requests fail, and are tried again: most pages come, and those that come are right.

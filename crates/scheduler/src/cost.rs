@@ -13,8 +13,10 @@ use std::ops::Range;
 pub struct Rates {
     /// One page copied between the tiers.
     pub page_nanos: f64,
-    /// One page brought by something slower than the host.
-    pub load_nanos: f64,
+    /// One page brought from a disk.
+    pub disk_nanos: f64,
+    /// One page brought from a store somewhere else.
+    pub remote_nanos: f64,
     /// One token of a prompt computed, without attention.
     pub token_nanos: f64,
     /// What each token computed adds for itself and for each token before it.
@@ -25,8 +27,8 @@ impl Default for Rates {
     /// A guess for the time before anything was measured: a prompt at 10,000 tokens a second, and
     /// pages that cost next to nothing, because only who copies one learns what it costs.
     fn default() -> Self {
-        let (page_nanos, load_nanos) = (1_000.0, 2_000.0);
-        Rates { page_nanos, load_nanos, token_nanos: 100_000.0, pair_nanos: 10.0 }
+        let (page_nanos, disk_nanos, remote_nanos) = (1_000.0, 2_000.0, 2_000.0);
+        Rates { page_nanos, disk_nanos, remote_nanos, token_nanos: 100_000.0, pair_nanos: 10.0 }
     }
 }
 
@@ -42,8 +44,8 @@ impl Rates {
     }
 
     /// Bringing pages from something slower than the host.
-    pub fn load(&self, n_pages: u32) -> f64 {
-        self.load_nanos * f64::from(n_pages)
+    pub fn load(&self, pages: StoredPages) -> f64 {
+        self.disk_nanos * f64::from(pages.n_disk) + self.remote_nanos * f64::from(pages.n_remote)
     }
 
     /// Computing the tokens at these positions.
@@ -74,6 +76,24 @@ impl Rates {
     }
 }
 
+/// What is slower than the host and has pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A disk.
+    Disk,
+    /// A store somewhere else.
+    Remote,
+}
+
+/// Pages that something slower than the host has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoredPages {
+    /// Those of a disk.
+    pub n_disk: u32,
+    /// Those that only a store somewhere else has.
+    pub n_remote: u32,
+}
+
 /// What a step computes, in the terms of the rates.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Work {
@@ -101,8 +121,8 @@ pub(crate) struct Meter {
     rates: Rates,
     pages: f64,
     page_nanos: f64,
-    loads: f64,
-    load_nanos: f64,
+    /// Pages from each source, and what they took.
+    loads: [(f64, f64); 2],
     /// Sums over steps of the products of tokens, pairs and nanoseconds.
     tokens_tokens: f64,
     tokens_pairs: f64,
@@ -131,16 +151,21 @@ impl Meter {
     }
 
     /// Takes in that something slower than the host brought `n_pages`.
-    pub(crate) fn loaded(&mut self, n_pages: u32, nanos: u64) {
-        self.loads = DECAY * self.loads + f64::from(n_pages);
-        self.load_nanos = DECAY * self.load_nanos + nanos as f64;
-        self.rates.load_nanos = self.load_nanos / self.loads;
+    pub(crate) fn loaded(&mut self, source: Source, n_pages: u32, nanos: u64) {
+        let (pages, total) = &mut self.loads[source as usize];
+        *pages = DECAY * *pages + f64::from(n_pages);
+        *total = DECAY * *total + nanos as f64;
+        *match source {
+            Source::Disk => &mut self.rates.disk_nanos,
+            Source::Remote => &mut self.rates.remote_nanos,
+        } = *total / *pages;
     }
 
     /// Takes in what a pass over prompts took.
     pub(crate) fn computed(&mut self, work: Work, nanos: u64) {
         self.rates.page_nanos *= DOUBT;
-        self.rates.load_nanos *= DOUBT;
+        self.rates.disk_nanos *= DOUBT;
+        self.rates.remote_nanos *= DOUBT;
         // Thousands keep the squares of long prompts well inside a float's precision.
         let (tokens, pairs) = (work.n_tokens / 1e3, work.n_pairs / 1e3);
         let nanos = nanos as f64;
@@ -191,17 +216,20 @@ mod tests {
         assert!(!meter.rates().is_measured());
         for rates in [(50_000.0, 20.0), (400.0, 3.0)] {
             let (token_nanos, pair_nanos) = rates;
-            let truth = Rates { page_nanos: 7e4, load_nanos: 3e5, token_nanos, pair_nanos };
+            let (page_nanos, disk_nanos, remote_nanos) = (7e4, 3e5, 9e5);
+            let truth = Rates { page_nanos, disk_nanos, remote_nanos, token_nanos, pair_nanos };
             for i in 0..200 {
                 let start = (i % 7) * 512;
                 let nanos = truth.compute(start..start + 512);
                 meter.computed(Work::of(start..start + 512), nanos as u64);
             }
             meter.copied(3, 210_000);
-            meter.loaded(2, 600_000);
+            meter.loaded(Source::Disk, 2, 600_000);
+            meter.loaded(Source::Remote, 1, 900_000);
             let found = meter.rates();
             assert!(found.is_measured());
-            assert!((found.load_nanos / truth.load_nanos - 1.0).abs() < 1e-9, "{found:?}");
+            assert!((found.disk_nanos / truth.disk_nanos - 1.0).abs() < 1e-9, "{found:?}");
+            assert!((found.remote_nanos / truth.remote_nanos - 1.0).abs() < 1e-9, "{found:?}");
             assert!((found.token_nanos / truth.token_nanos - 1.0).abs() < 0.01, "{found:?}");
             assert!((found.pair_nanos / truth.pair_nanos - 1.0).abs() < 0.01, "{found:?}");
             assert!((found.page_nanos / truth.page_nanos - 1.0).abs() < 1e-9, "{found:?}");

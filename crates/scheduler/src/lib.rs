@@ -68,7 +68,7 @@ mod tokens;
 mod verify;
 
 pub use config::{Config, ConfigError};
-pub use cost::Rates;
+pub use cost::{Rates, Source, StoredPages};
 pub use output::{Output, Usage};
 pub use policy::{Policy, Tenant};
 pub use scheduler::{Hints, Scheduler, Submission, SubmitError};

@@ -7,6 +7,7 @@ use nuthatch_cache::{Load, LoadId, Outcome, Salt};
 use nuthatch_types::{PageId, SeqId, TokenId};
 
 use crate::Scheduler;
+use crate::cost::{Source, StoredPages};
 use crate::sequence::Sequence;
 
 impl Scheduler {
@@ -36,19 +37,20 @@ impl Scheduler {
     }
 
     /// Takes in that something slower than the host brought `n_pages` in this time.
-    pub fn loaded(&mut self, n_pages: u32, nanos: u64) {
+    pub fn loaded(&mut self, source: Source, n_pages: u32, nanos: u64) {
         if n_pages > 0 {
-            self.meter.loaded(n_pages, nanos);
+            self.meter.loaded(source, n_pages, nanos);
         }
     }
 
-    /// Whether it takes less time to bring `n_pages` pages after the first `n_before` than to compute
-    /// their tokens, as far as it was measured.
-    pub fn is_worth_loading(&self, n_before: u32, n_pages: u32) -> bool {
+    /// Whether it takes less time to bring pages after the first `n_before` than to compute their
+    /// tokens, as far as it was measured.
+    pub fn is_worth_loading(&self, n_before: u32, pages: StoredPages) -> bool {
         let page_len = self.cache.config().page_len;
+        let n_pages = pages.n_disk + pages.n_remote;
         let (start, end) = (n_before * page_len, (n_before + n_pages) * page_len);
         let rates = self.meter.rates();
-        rates.load(n_pages) < rates.compute(start..end)
+        rates.load(pages) < rates.compute(start..end)
     }
 
     /// The tokens of the sequence that waits for a load, and whose pages it may share; `None` when
@@ -85,7 +87,8 @@ impl Scheduler {
         if n_pages == 0 || self.seq(seq).is_spilled {
             return false;
         }
-        if !self.is_worth_loading(n_before, n_pages) {
+        let n_remote = self.seq(seq).hints.n_remote.min(n_pages);
+        if !self.is_worth_loading(n_before, StoredPages { n_disk: n_pages - n_remote, n_remote }) {
             self.counters.loads_declined += 1;
             self.seq_mut(seq).hints.n_stored = 0;
             return false;

@@ -89,6 +89,8 @@ pub struct Hints {
     /// not find of them is asked for: see [`Scheduler::take_loads`]. Nothing is asked for a sequence
     /// that does not keep everything.
     pub n_stored: u32,
+    /// Pages among those that come from somewhere farther than a disk.
+    pub n_remote: u32,
     /// How urgent it is under [`Policy::Priority`]; higher is more.
     pub priority: u8,
     /// Who pays for it under [`Policy::Fair`].

@@ -2,7 +2,8 @@
 
 use nuthatch_cache::{Cache, Options, Outcome};
 use nuthatch_scheduler::{
-    Config, ConfigError, Hints, Output, Policy, Scheduler, Submission, SubmitError, Usage,
+    Config, ConfigError, Hints, Output, Policy, Scheduler, Source, StoredPages, Submission,
+    SubmitError, Usage,
 };
 use nuthatch_types::{
     FinishReason, HostReads, Limits, PageCopy, PageShift, Sampled, Sampling, SeqId, Slot, StepPlan,
@@ -462,8 +463,11 @@ fn what_takes_longer_to_load_than_to_compute_is_computed() {
     scheduler.expect_loads();
     let hints = Hints { n_stored: 8, ..Hints::default() };
     // Two pages take longer than eight tokens at the rate that is guessed.
-    scheduler.loaded(1, 1_000_000);
-    assert!(!scheduler.is_worth_loading(0, 2) && scheduler.is_worth_loading(5_000, 2));
+    scheduler.loaded(Source::Disk, 1, 1_000_000);
+    let two = StoredPages { n_disk: 2, n_remote: 0 };
+    assert!(!scheduler.is_worth_loading(0, two) && scheduler.is_worth_loading(5_000, two));
+    // What the disk takes says nothing of a store somewhere else, nor the other way round.
+    assert!(scheduler.is_worth_loading(0, StoredPages { n_disk: 0, n_remote: 2 }));
     scheduler.submit_with(request(1, 12, 5), hints).expect("fits");
     let (plan, _) = step(&mut scheduler, TokenId(5));
     assert_eq!(shape(&plan), [(1, 0, 12, true)]);

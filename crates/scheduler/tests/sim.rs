@@ -19,7 +19,7 @@ use std::time::Duration;
 use nuthatch_cache::Eviction::{Lfu, Lineage, Lru, Priority};
 use nuthatch_cache::{Cache, Load, Options, Outcome, PinId, Retention, Salt};
 use nuthatch_scheduler::{
-    Config, Hints, Output, Policy, Scheduler, Submission, SubmitError, Tenant, Usage,
+    Config, Hints, Output, Policy, Scheduler, Source, Submission, SubmitError, Tenant, Usage,
 };
 use nuthatch_testkit::{FakeExecutor, Rng, answer_alone};
 use nuthatch_types::HostReads::{Far, Near, Never};
@@ -124,7 +124,7 @@ impl World {
         };
         let mut scheduler = Scheduler::with_policy(config, cache, policy).expect("valid limits");
         // Loads are cheap, so that all are tried.
-        scheduler.loaded(1, 1);
+        scheduler.loaded(Source::Disk, 1, 1);
         World {
             loads: Vec::new(),
             log: None,
@@ -245,6 +245,7 @@ impl World {
             retention,
             fork_of: None,
             n_stored: 0,
+            n_remote: 0,
             priority,
             tenant,
             streaming,

@@ -10,6 +10,7 @@ use nuthatch_wire::{
 };
 
 use crate::app::App;
+use crate::conversations::Turn;
 use crate::error::{Handled, engine_lost, internal, json, stopping};
 use crate::flight::Flight;
 use crate::router::{Caller, read_body};
@@ -53,7 +54,7 @@ async fn respond(
         app.metrics.panicked();
         internal()
     })??;
-    let Prepared { request, submissions, job } = prepared;
+    let Prepared { request, submissions, job, turn } = prepared;
     let job = style(job);
     let flight = Flight::submit(&app, submissions).await?;
     let heading = Heading {
@@ -62,9 +63,14 @@ async fn respond(
         model: app.model().to_owned(),
     };
     if request.options().stream {
-        return Ok(EventStream::new(&app, request.options(), job, heading, flight).into_response());
+        let stream = EventStream::new(&app, request.options(), job, heading, flight);
+        return Ok(stream.in_session(turn).into_response());
     }
     let job = finish(&app, job, flight).await?;
+    if let Some(turn) = turn {
+        let answer = job.text();
+        tokio::task::spawn_blocking(move || turn.end(&answer)).await.map_err(|_| internal())?;
+    }
     Ok(json(&job.body(&heading)))
 }
 
@@ -73,12 +79,17 @@ struct Prepared {
     request: Request,
     submissions: Vec<Submission>,
     job: Job,
+    turn: Option<Turn>,
 }
 
 impl Prepared {
     fn new(app: &App, body: &[u8], tenant: Tenant, parse: Parse) -> Result<Self, ApiError> {
-        let request = parse(body)?;
+        let mut request = parse(body)?;
         app.check_model(request.options().model.as_deref())?;
+        let turn = match &mut request {
+            Request::Chat(chat) => Turn::begin(app, tenant, chat)?,
+            Request::Completion(_) => None,
+        };
         let endpoint = &app.config.endpoint;
         let origin = Origin { seed: crate::answer::unique(), tenant, now: app.engine.now() };
         let mut submissions = endpoint.submissions(&request, &origin)?;
@@ -87,8 +98,11 @@ impl Prepared {
                 submission.hints.cache_salt.extend(tenant.0.to_le_bytes());
             }
         }
-        let job = Job::new(&request, endpoint, &submissions);
-        Ok(Prepared { request, submissions, job })
+        let mut job = Job::new(&request, endpoint, &submissions);
+        if turn.is_some() {
+            job.keep_text();
+        }
+        Ok(Prepared { request, submissions, job, turn })
     }
 }
 

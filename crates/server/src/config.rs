@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use nuthatch_engine::{Pooling, Sizes};
 
-use crate::{Endpoint, EventsConfig};
+use crate::{Endpoint, EventsConfig, Sessions};
 
 /// What a server is told at its start.
 #[derive(Debug)]
@@ -24,6 +24,8 @@ pub struct ServerConfig {
     pub admin_key: Option<String>,
     /// Whether clients with different keys, or of different tenants, share no cached pages.
     pub isolates_tenants: bool,
+    /// Where conversations with a `session_id` are kept, if they are.
+    pub sessions: Option<Sessions>,
     /// Which hidden state is the vector of a text.
     pub pooling: Pooling,
     /// Certificate and key; without them connections are not encrypted.

@@ -21,7 +21,7 @@ use crate::answer::unique;
 use crate::app::{App, BODY_UNIT};
 use crate::error::{Failure, Handled, internal, stopping};
 use crate::metrics::Metrics;
-use crate::{completions, dashboard, embeddings, metrics, service};
+use crate::{completions, conversations, dashboard, embeddings, metrics, service};
 
 /// By which a request is recognised in logs; clients may choose it.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -40,6 +40,11 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/embeddings", post(embeddings::embeddings))
         .route("/v1/models", get(service::models))
         .route("/v1/models/{*name}", get(service::model))
+        .route("/v1/sessions", get(conversations::list))
+        .route(
+            "/v1/sessions/{name}",
+            get(conversations::export).put(conversations::import).delete(conversations::delete),
+        )
         .route("/tokenize", post(service::tokenize))
         .route("/detokenize", post(service::detokenize))
         .route("/health", get(service::health))

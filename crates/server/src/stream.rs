@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -14,10 +14,12 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http_body::Frame;
 use nuthatch_wire::{ApiError, Finish, Options};
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, Sleep, sleep};
 
 use crate::app::App;
 use crate::completions::take;
+use crate::conversations::Turn;
 use crate::error::{engine_lost, internal, stopping};
 use crate::flight::Flight;
 use crate::{Event, Heading, Job};
@@ -37,6 +39,10 @@ pub(crate) struct EventStream {
     with_usage: bool,
     with_usage_always: bool,
     keep_alive: Pin<Box<Sleep>>,
+    /// The session that the answer belongs to, until it has ended.
+    turn: Option<Turn>,
+    /// The answer on its way to the session's file: a client that knows its answer's end can go on.
+    keeping: Option<JoinHandle<()>>,
 }
 
 impl EventStream {
@@ -58,7 +64,14 @@ impl EventStream {
             with_usage: options.include_usage,
             with_usage_always: options.continuous_usage,
             keep_alive: Box::pin(sleep(KEEP_ALIVE)),
+            turn: None,
+            keeping: None,
         }
+    }
+
+    /// The same in a session.
+    pub(crate) fn in_session(self, turn: Option<Turn>) -> Self {
+        EventStream { turn, ..self }
     }
 
     fn poll_event(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
@@ -66,6 +79,12 @@ impl EventStream {
             if let Some(event) = self.events.pop_front() {
                 self.keep_alive.as_mut().reset(Instant::now() + KEEP_ALIVE);
                 return Poll::Ready(Some(event));
+            }
+            if let Some(keeping) = &mut self.keeping {
+                ready!(Pin::new(keeping).poll(cx)).unwrap_or_default();
+                self.keeping = None;
+                self.end();
+                continue;
             }
             let Some(flight) = &mut self.flight else { return Poll::Ready(None) };
             match flight.poll_next(cx) {
@@ -77,7 +96,15 @@ impl EventStream {
                         self.push(events);
                     }
                     if self.job.is_done() {
-                        self.end();
+                        let is_whole = self.job.finishes().all(|finish| finish != Finish::Abort);
+                        let is_fine = is_whole && self.job.failure().is_none();
+                        match self.turn.take().filter(|_| is_fine) {
+                            Some(turn) => {
+                                let answer = self.job.text();
+                                self.keeping = Some(spawn_blocking(move || turn.end(&answer)));
+                            }
+                            None => self.end(),
+                        }
                     }
                 }
                 Poll::Ready(None) => self.fail(&engine_lost()),

@@ -4,12 +4,14 @@
 //! else, and [`slow`] is both as one. [`mapped::MappedFile`] is a file that is read as if it were
 //! memory. Which page holds what is the cache's affair; this crate knows places only.
 
+mod ahead;
 mod cipher;
 pub mod disk;
 #[cfg(any(test, feature = "testing"))]
 pub mod fault;
 mod kv;
 pub mod mapped;
+mod objects;
 mod page_buf;
 pub mod remote;
 pub mod slow;

@@ -13,7 +13,7 @@ use crate::disk::{PageName, RecordShape};
 /// Memory of one tier's buffers.
 const BUFFER_BYTES: usize = 64 << 20;
 /// The fewest and the most pages on their way in one direction.
-const N_BUFFERS: (usize, usize) = (4, 256);
+const N_BUFFERS: (usize, usize) = (4, 1024);
 
 /// How pages are made into records: coded or as they are, encrypted or not.
 #[derive(Clone)]
@@ -84,10 +84,19 @@ pub(crate) struct Buffers {
 
 impl Buffers {
     pub(crate) fn new(shape: RecordShape, codec: Option<&dyn PageCodec>) -> Self {
+        Self::with_bytes(BUFFER_BYTES / 2, shape, codec)
+    }
+
+    /// The same with so much memory.
+    pub(crate) fn with_bytes(
+        bytes_max: usize,
+        shape: RecordShape,
+        codec: Option<&dyn PageCodec>,
+    ) -> Self {
         let (least, most) = N_BUFFERS;
         let page_bytes = codec.map(PageCodec::page_bytes);
         let bytes = shape.record_bytes() + page_bytes.unwrap_or(0);
-        let n = (BUFFER_BYTES / 2 / bytes).clamp(least, most);
+        let n = (bytes_max / bytes).clamp(least, most);
         Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes }
     }
 

@@ -9,6 +9,7 @@
 //! alone, more as pages come (see [`crate::slow`]). What fails again and again is let in peace for a
 //! while. How large the store is, and what goes first, is the store's own affair.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +19,9 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, Select, Sender, unbounded};
 use nuthatch_types::{Clock, FastSet, PageKey};
 
-use crate::disk::{Asked, DiskError, Loaded, Miss, PageName};
+use crate::ahead::{Ahead, Found};
+use crate::disk::{Asked, Loaded, Miss, PageName};
+pub use crate::objects::{ObjectError, Objects, secret};
 use crate::page_buf::{Buffers, OwnedName, PageBuf, RecordLayout};
 
 /// Threads that read: requests under way at once. Guessed.
@@ -36,30 +39,10 @@ const PEACE_MAX: Duration = Duration::from_secs(64);
 const DECAY: f64 = 0.9;
 /// Of questions that are not worth their time, one in so many is asked all the same.
 const N_UNASKED: u32 = 16;
-/// The object that holds the secret.
-const SECRET: &str = "secret";
-
-/// Objects somewhere else. An object is put whole or not at all, or its checks fail.
-pub trait Objects: Send + Sync {
-    /// Reads as much of an object's beginning as there is room for, and gives how much that was: less
-    /// than that, or nothing, if the object is shorter.
-    fn get(&self, name: &str, target: &mut [u8]) -> Result<usize, ObjectError>;
-    /// Writes an object, instead of what was there.
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError>;
-    /// The same if nothing was there, as far as the store can promise that.
-    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<(), ObjectError>;
-}
-
-/// Why there is no object.
-#[derive(Debug, thiserror::Error)]
-pub enum ObjectError {
-    /// It is not there.
-    #[error("there is no such object")]
-    Absent,
-    /// The store did not answer, or said no.
-    #[error("{0}")]
-    Failed(String),
-}
+/// Memory for pages that are fetched before they are asked for.
+const AHEAD_BYTES: usize = 256 << 20;
+/// The tag of such pages, which no load has.
+const AHEAD: u64 = u64::MAX;
 
 /// What the tier did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,6 +77,9 @@ pub struct RemoteTier {
     clock: Arc<dyn Clock + Send + Sync>,
     free_reads: Buffers,
     free_writes: Buffers,
+    ahead: Ahead,
+    /// Pages that were fetched ahead and are asked for now.
+    ready: VecDeque<Loaded>,
     /// Pages that are there, as far as is known.
     known: FastSet<PageKey>,
     writing: FastSet<PageKey>,
@@ -130,29 +116,6 @@ struct Worker {
     is_ending: Arc<AtomicBool>,
 }
 
-/// Something that only those know who may read the store, the same each time; made if there is none.
-/// Names of pages are made with it.
-pub fn secret(objects: &dyn Objects) -> Result<u128, DiskError> {
-    let fail = |error: ObjectError| DiskError::Remote(error.to_string());
-    let mut bytes = [0; 16];
-    if !has_secret(objects, &mut bytes).map_err(fail)? {
-        getrandom::fill(&mut bytes).map_err(|error| DiskError::Remote(error.to_string()))?;
-        objects.put_new(SECRET, &bytes).map_err(fail)?;
-        // Somebody else may have been faster.
-        has_secret(objects, &mut bytes).map_err(fail)?;
-    }
-    Ok(u128::from_le_bytes(bytes))
-}
-
-fn has_secret(objects: &dyn Objects, bytes: &mut [u8; 16]) -> Result<bool, ObjectError> {
-    match objects.get(SECRET, bytes) {
-        Ok(16) => Ok(true),
-        Ok(n) => Err(ObjectError::Failed(format!("{SECRET} has {n} bytes, not 16"))),
-        Err(ObjectError::Absent) => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
 impl RemoteTier {
     /// Pages as such records in a store.
     pub fn start(
@@ -174,6 +137,12 @@ impl RemoteTier {
             clock: Arc::clone(&clock),
             free_reads: buffers(),
             free_writes: buffers(),
+            ahead: Ahead::new(Buffers::with_bytes(
+                AHEAD_BYTES,
+                layout.form.shape,
+                layout.codec.as_deref(),
+            )),
+            ready: VecDeque::new(),
             known: FastSet::default(),
             writing: FastSet::default(),
             n_failures: 0,
@@ -261,21 +230,52 @@ impl RemoteTier {
         }
     }
 
+    /// Fetches the pages of a prompt that waits, before they are asked for; the first `n_known` are
+    /// there for all that is known.
+    pub fn prefetch<'a>(&mut self, names: impl Iterator<Item = PageName<'a>>, n_known: usize) {
+        self.ahead.add(names.map(|name| OwnedName::new(&name)).collect(), n_known);
+        self.ask_ahead();
+    }
+
+    fn ask_ahead(&mut self) {
+        let now = self.clock.now();
+        while !self.is_in_peace()
+            && let Some((name, buf)) = self.ahead.next(now)
+        {
+            self.send(AHEAD, name, buf);
+        }
+    }
+
     /// Asks for a page; `tag` is what it will be called by.
     pub fn read(&mut self, tag: u64, name: &PageName<'_>) -> Asked {
-        if self.is_in_peace() {
-            return Asked::Missing;
+        match self.ahead.find(name.key, tag, || self.free_reads.take()) {
+            None => return Asked::Busy,
+            Some(Found::Coming) => return Asked::Begun,
+            Some(Found::Here(buf, nanos)) => {
+                let nanos = nanos / N_READERS as u64;
+                self.ready.push_back(Loaded { tag, page: Ok(buf), nanos, is_remote: true });
+                return Asked::Begun;
+            }
+            Some(Found::No) if self.is_in_peace() => return Asked::Missing,
+            Some(Found::No) => {}
         }
         let Some(buf) = self.free_reads.take() else { return Asked::Busy };
+        self.send(tag, OwnedName::new(name), buf);
+        Asked::Begun
+    }
+
+    fn send(&self, tag: u64, name: OwnedName, buf: PageBuf) {
         if let Some(reads) = &self.reads {
             // The threads live as long as the sender.
-            let _ = reads.send(Job { tag, name: OwnedName::new(name), is_sealed: false, buf });
+            let _ = reads.send(Job { tag, name, is_sealed: false, buf });
         }
-        Asked::Begun
     }
 
     /// The next page that was read since, if there is one. Takes in what else has ended.
     pub fn poll(&mut self) -> Option<Loaded> {
+        if let Some(loaded) = self.ready.pop_front() {
+            return Some(loaded);
+        }
         while let Ok(done) = self.done.try_recv() {
             if let Some(loaded) = self.take(done) {
                 return Some(loaded);
@@ -287,6 +287,11 @@ impl RemoteTier {
     /// Adds what ends here to what somebody waits for.
     pub(crate) fn await_in<'a>(&'a self, select: &mut Select<'a>) {
         select.recv(&self.done);
+    }
+
+    /// Whether [`RemoteTier::poll`] has something without waiting.
+    pub(crate) fn is_ready(&self) -> bool {
+        !self.ready.is_empty()
     }
 
     /// Gives a buffer back.
@@ -332,21 +337,34 @@ impl RemoteTier {
                     0.0 => nanos as f64,
                     before => DECAY * before + (1.0 - DECAY) * nanos as f64,
                 };
-                let page = match result {
+                match result {
                     Ok(()) => {
                         self.counters.pages_read += 1;
                         self.counters.bytes_read += buf.bytes.len() as u64;
                         self.know(key);
-                        Ok(buf)
                     }
                     Err(miss) => {
-                        self.recycle(buf);
                         self.known.remove(&key);
                         *match miss {
                             Miss::Absent => &mut self.counters.missed_absent,
                             Miss::Io => &mut self.counters.missed_io,
                             Miss::Defect(_) => &mut self.counters.missed_defect,
                         } += 1;
+                    }
+                }
+                let (tag, buf) = match tag {
+                    AHEAD => {
+                        let how = (result.is_ok(), self.clock.now());
+                        let wanted = self.ahead.came(key, (buf, nanos), how);
+                        self.ask_ahead();
+                        wanted?
+                    }
+                    tag => (tag, buf),
+                };
+                let page = match result {
+                    Ok(()) => Ok(buf),
+                    Err(miss) => {
+                        self.recycle(buf);
                         Err(miss)
                     }
                 };

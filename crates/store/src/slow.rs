@@ -41,8 +41,12 @@ impl SlowTiers {
 
     /// Whether a page is stored for all that is known.
     pub fn is_stored(&self, key: PageKey) -> bool {
+        self.is_on_disk(key) || self.remote.as_ref().is_some_and(|remote| remote.is_known(key))
+    }
+
+    /// Whether the disk has a page, so that it comes from there.
+    pub fn is_on_disk(&self, key: PageKey) -> bool {
         self.disk.as_ref().is_some_and(|disk| disk.n_stored(&[key]) > 0)
-            || self.remote.as_ref().is_some_and(|remote| remote.is_known(key))
     }
 
     /// How many of these pages are stored for all that is known, up to the first that is not.
@@ -71,10 +75,17 @@ impl SlowTiers {
         }
     }
 
-    /// Says that these pages will be read soon, so that the system fetches them.
-    pub fn prefetch(&self, keys: &[PageKey]) {
+    /// Says that these pages will be read soon, so that they are fetched: from the disk by the
+    /// system, and from the store what comes after the pages that the disk has. The first `n_known`
+    /// are stored for all that is known.
+    pub fn prefetch(&mut self, names: &[PageName<'_>], n_known: usize) {
+        let keys: Vec<PageKey> = names[..n_known].iter().map(|name| name.key).collect();
         if let Some(disk) = &self.disk {
-            disk.prefetch(keys);
+            disk.prefetch(&keys);
+        }
+        let n_disk = keys.iter().take_while(|&&key| self.is_on_disk(key)).count();
+        if let Some(remote) = &mut self.remote {
+            remote.prefetch(names[n_disk..].iter().copied(), n_known - n_disk);
         }
     }
 
@@ -123,6 +134,9 @@ impl SlowTiers {
 
     /// The same, and waits for it if nothing has ended, at most so long.
     pub fn wait(&mut self, timeout: Duration) -> Option<Loaded> {
+        if self.remote.as_ref().is_some_and(RemoteTier::is_ready) {
+            return self.poll();
+        }
         let mut select = Select::new();
         if let Some(disk) = &self.disk {
             disk.await_in(&mut select);

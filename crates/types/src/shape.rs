@@ -12,6 +12,10 @@ pub enum KvDtype {
     F16,
     /// 16-bit floats with the range of 32-bit ones and 8 significant bits.
     Bf16,
+    /// 8-bit integers with a scale for each token and head, an approximation; these layers are f16.
+    Int8(LayerSet),
+    /// 8-bit floats, e4m3, with a scale for each token and head, in the same way.
+    Fp8(LayerSet),
 }
 
 impl KvDtype {
@@ -20,17 +24,82 @@ impl KvDtype {
         match self {
             KvDtype::F32 => 4,
             KvDtype::F16 | KvDtype::Bf16 => 2,
+            KvDtype::Int8(_) | KvDtype::Fp8(_) => 1,
         }
+    }
+
+    /// Whether elements are codes that a scale makes numbers of.
+    pub fn is_coded(self) -> bool {
+        matches!(self, KvDtype::Int8(_) | KvDtype::Fp8(_))
+    }
+
+    /// Bytes of the scale beside one token's key, or value, of one head.
+    pub fn scale_bytes(self) -> usize {
+        if self.is_coded() { size_of::<f32>() } else { 0 }
+    }
+
+    /// Layers that are stored differently from the others.
+    pub fn wide_layers(self) -> LayerSet {
+        match self {
+            KvDtype::Int8(wide) | KvDtype::Fp8(wide) => wide,
+            KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => LayerSet::NONE,
+        }
+    }
+
+    /// How one layer is stored.
+    pub fn of_layer(self, layer: u32) -> KvDtype {
+        match self {
+            KvDtype::Int8(wide) | KvDtype::Fp8(wide) if wide.contains(layer) => KvDtype::F16,
+            KvDtype::Int8(_) => KvDtype::Int8(LayerSet::NONE),
+            KvDtype::Fp8(_) => KvDtype::Fp8(LayerSet::NONE),
+            KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => self,
+        }
+    }
+}
+
+/// Some of a model's first 128 layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LayerSet(u128);
+
+impl LayerSet {
+    /// No layer.
+    pub const NONE: LayerSet = LayerSet(0);
+
+    /// The set of these layers; `None` if there is one that sets cannot have.
+    pub fn of(layers: &[u32]) -> Option<Self> {
+        let bit = |&layer: &u32| 1u128.checked_shl(layer);
+        layers.iter().try_fold(0, |set, layer| Some(set | bit(layer)?)).map(LayerSet)
+    }
+
+    /// Whether a layer is in it.
+    pub fn contains(self, layer: u32) -> bool {
+        1u128.checked_shl(layer).is_some_and(|bit| self.0 & bit != 0)
+    }
+
+    /// Its layers, ascending.
+    pub fn layers(self) -> impl Iterator<Item = u32> {
+        (0..u128::BITS).filter(move |&layer| self.contains(layer))
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
     }
 }
 
 impl fmt::Display for KvDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             KvDtype::F32 => "f32",
             KvDtype::F16 => "f16",
             KvDtype::Bf16 => "bf16",
-        })
+            KvDtype::Int8(_) => "int8",
+            KvDtype::Fp8(_) => "fp8",
+        })?;
+        match self.wide_layers().layers().collect::<Vec<_>>()[..] {
+            [] => Ok(()),
+            ref layers => write!(f, " but for layers {layers:?}"),
+        }
     }
 }
 
@@ -134,14 +203,16 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// Bytes of one token's key and value of one head.
-    pub fn row_bytes(&self) -> usize {
-        2 * self.head_dim as usize * self.dtype.bytes()
+    /// Bytes of one token's key and value of one head of a layer.
+    pub fn row_bytes(&self, layer: u32) -> usize {
+        let dtype = self.dtype.of_layer(layer);
+        2 * (self.head_dim as usize * dtype.bytes() + dtype.scale_bytes())
     }
 
     /// Bytes of keys and values that one token needs over all layers.
     pub fn token_bytes(&self) -> usize {
-        self.n_layers as usize * self.n_kv_heads as usize * self.row_bytes()
+        let heads = self.n_kv_heads as usize;
+        (0..self.n_layers).map(|layer| heads * self.row_bytes(layer)).sum()
     }
 
     /// Bytes of one page over all layers.
@@ -181,5 +252,17 @@ mod tests {
         assert_eq!(gqa.pages_for(0), 0);
         assert_eq!(gqa.pages_for(16), 1);
         assert_eq!(gqa.pages_for(17), 2);
+    }
+
+    #[test]
+    fn eight_bits_have_scales_and_some_layers_stay_wide() {
+        let wide = LayerSet::of(&[1, 127]).unwrap();
+        assert_eq!(wide.layers().collect::<Vec<_>>(), [1, 127]);
+        assert!(LayerSet::of(&[128]).is_none() && !wide.contains(128));
+        let dtype = KvDtype::Fp8(wide);
+        let shape = KvShape { n_layers: 3, n_kv_heads: 2, head_dim: 64, page_len: 16, dtype };
+        assert_eq!([0, 1, 2].map(|layer| shape.row_bytes(layer)), [136, 256, 136]);
+        assert_eq!(shape.token_bytes(), 2 * (136 + 256 + 136));
+        assert_eq!(dtype.to_string(), "fp8 but for layers [1, 127]");
     }
 }

@@ -51,6 +51,8 @@ pub struct Options {
     pub priority: i64,
     /// Who asks.
     pub user: Option<String>,
+    /// The conversation that this belongs to.
+    pub session: Option<String>,
 }
 
 impl Options {
@@ -252,6 +254,7 @@ impl RawOptions<'_> {
             cache_salt: salt,
             priority: field(self.priority, "priority")?.unwrap_or(0),
             user: name(self.user, "user")?,
+            session: name(self.session_id, "session_id")?,
         })
     }
 

@@ -15,6 +15,8 @@ use crate::plan::CHUNK;
 /// An element type that sixteen of are loaded as floats.
 pub(super) trait Element {
     const BYTES: usize;
+    /// Bytes of the scale before a row's elements.
+    const SCALE_BYTES: usize = 0;
     /// # Safety
     ///
     /// `source` points to 16 elements.
@@ -24,6 +26,9 @@ pub(super) trait Element {
 pub(super) struct F32;
 pub(super) struct F16;
 pub(super) struct Bf16;
+/// Codes, which are loaded as the numbers that their scale is for.
+pub(super) struct Int8;
+pub(super) struct Fp8;
 
 impl Element for F32 {
     const BYTES: usize = 4;
@@ -56,6 +61,32 @@ impl Element for Bf16 {
     }
 }
 
+impl Element for Int8 {
+    const BYTES: usize = 1;
+    const SCALE_BYTES: usize = size_of::<f32>();
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(source: *const u8) -> __m512 {
+        // SAFETY: promised by the caller.
+        let codes = unsafe { _mm_loadu_si128(source.cast()) };
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))
+    }
+}
+
+impl Element for Fp8 {
+    const BYTES: usize = 1;
+    const SCALE_BYTES: usize = size_of::<f32>();
+    /// By way of `e4m3_as_half`: the sign is copied to two bits by the conversion, and one goes.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(source: *const u8) -> __m512 {
+        // SAFETY: promised by the caller.
+        let codes = unsafe { _mm_loadu_si128(source.cast()) };
+        let moved = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(codes));
+        _mm512_cvtph_ps(_mm256_and_si256(moved, _mm256_set1_epi16(0xbf80_u16.cast_signed())))
+    }
+}
+
 /// Cuts `n` rows into blocks of the sizes that kernels are compiled for.
 pub(super) fn next_block(n: usize, sizes: &[usize]) -> usize {
     *sizes.iter().find(|&&size| size <= n).expect("1 is among the sizes")
@@ -67,6 +98,8 @@ pub(super) fn scores(pages: &Pages<'_>, rows: usize, q: &[f32], scores: &mut [f3
         KvDtype::F32 => all_scores::<F32>(pages, rows, q, scores),
         KvDtype::F16 => all_scores::<F16>(pages, rows, q, scores),
         KvDtype::Bf16 => all_scores::<Bf16>(pages, rows, q, scores),
+        KvDtype::Int8(_) => all_scores::<Int8>(pages, rows, q, scores),
+        KvDtype::Fp8(_) => all_scores::<Fp8>(pages, rows, q, scores),
     }
 }
 
@@ -153,6 +186,8 @@ pub(super) fn mix(
         KvDtype::F32 => mix_all::<F32>(pages, visible, rows, p, out),
         KvDtype::F16 => mix_all::<F16>(pages, visible, rows, p, out),
         KvDtype::Bf16 => mix_all::<Bf16>(pages, visible, rows, p, out),
+        KvDtype::Int8(_) => mix_all::<Int8>(pages, visible, rows, p, out),
+        KvDtype::Fp8(_) => mix_all::<Fp8>(pages, visible, rows, p, out),
     }
 }
 

@@ -17,6 +17,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod convert;
+mod element;
 mod picks;
 mod portable;
 mod rows;
@@ -33,9 +35,9 @@ use crate::kv::{CpuKv, PAGE};
 use crate::mem::SharedMut;
 use crate::plan::{CHUNK, CpuPlan, PlanSeq, Task};
 use crate::pool::Pool;
+pub(crate) use element::to_floats;
 use picks::PickWork;
 pub(crate) use rows::{Rows, row_scores};
-pub(crate) use softmax::to_floats;
 use softmax::{merge_row, softmax_row};
 
 const CHUNK_PAGES: usize = CHUNK / PAGE;
@@ -66,6 +68,9 @@ pub(crate) struct Pages<'a> {
     pub(crate) d: usize,
     pub(crate) keys: &'a [*const u8],
     pub(crate) values: &'a [*const u8],
+    /// `[tokens]` what the scores of keys, and the weights of values, are multiplied by, if these are
+    /// codes.
+    scales: Option<[&'a [f32]; 2]>,
 }
 
 /// Memory that one thread reuses from task to task.
@@ -82,6 +87,8 @@ struct Scratch {
     /// `[CHUNK_PAGES][D][16]` and `[CHUNK][D]` converted keys and values.
     keys: Vec<f32>,
     values: Vec<f32>,
+    /// `[CHUNK]` scales of keys and of values, if they have any.
+    scales: [Vec<f32>; 2],
     /// Pages or rows as they are stored, where they are in a file.
     stored: Vec<u8>,
 }
@@ -158,15 +165,16 @@ impl Attention<'_> {
         first: usize,
         n: usize,
     ) -> ([*const u8; CHUNK_PAGES], [*const u8; CHUNK_PAGES]) {
-        let start = self.kv.head_start(self.layer, head);
-        let page_bytes = self.kv.head_page_bytes();
+        let number = self.kv.head_number(self.layer, head);
+        let (start, page_bytes) = (self.kv.page_start(number, 0), self.kv.head_page_bytes(number));
+        let value_start = PAGE * self.d() * self.dtype().bytes();
         let slots = &self.plan.slots[seq.first_slot + first..][..n];
         let mut keys = [std::ptr::null(); CHUNK_PAGES];
         let mut values = [std::ptr::null(); CHUNK_PAGES];
         for ((key, value), &slot) in keys.iter_mut().zip(&mut values).zip(slots) {
             let page = &self.kv.bytes[start + slot as usize * page_bytes..][..page_bytes];
             *key = page.as_ptr();
-            *value = page[page_bytes / 2..].as_ptr();
+            *value = page[value_start..].as_ptr();
         }
         (keys, values)
     }
@@ -180,11 +188,11 @@ impl Attention<'_> {
         pages: Range<usize>,
         out: &mut Vec<u8>,
     ) {
-        let len = self.kv.head_page_bytes();
+        let number = self.kv.head_number(self.layer, head);
+        let len = self.kv.head_page_bytes(number);
         let slots = &self.plan.slots[seq.first_slot..][pages];
         out.resize(slots.len() * len, 0);
         let mut rest = &mut out[..];
-        let number = self.kv.head_number(self.layer, head);
         for run in slots.chunk_by(|a, b| a + 1 == *b) {
             let (target, after) = rest.split_at_mut(run.len() * len);
             file.read(self.kv.page_start(number, run[0] as usize), target);
@@ -217,23 +225,27 @@ impl Attention<'_> {
         let (dtype, (keys, values)) = if self.kv.by_rows {
             (KvDtype::F32, self.convert(head, seq, (first_page, n_pages), scratch))
         } else {
-            (self.kv.shape.dtype, self.addresses(head, seq, first_page, n_pages))
+            (self.dtype(), self.addresses(head, seq, first_page, n_pages))
         };
+        if !self.kv.by_rows {
+            self.load_scales(&keys[..n_pages], &mut scratch.scales);
+        }
+        let Scratch { q, scores, chunk_out, scales, .. } = scratch;
         let (keys, values) = (&keys[..n_pages], &values[..n_pages]);
-        let pages = Pages { dtype, d, keys, values };
-        scratch.q.resize(group * d, 0.0);
-        scratch.scores.resize(group * CHUNK, 0.0);
-        scratch.chunk_out.resize(group * d, 0.0);
-        self.load_queries(seq.first_row, head, &mut scratch.q);
-        self.scores(&pages, group, &scratch.q, &mut scratch.scores);
+        let pages = Pages { dtype, d, keys, values, scales: self.scales(scales, 0) };
+        q.resize(group * d, 0.0);
+        scores.resize(group * CHUNK, 0.0);
+        chunk_out.resize(group * d, 0.0);
+        self.load_queries(seq.first_row, head, q);
+        self.scores(&pages, group, q, scores);
         let first = first_page * PAGE;
         let visible = start - first..end - first;
         for (row, state) in target.chunks_exact_mut(d + 2).enumerate() {
-            let scores = &mut scratch.scores[row * CHUNK..][..n_pages * PAGE];
+            let scores = &mut scores[row * CHUNK..][..n_pages * PAGE];
             (state[d], state[d + 1]) = softmax_row(self.isa, scores, visible.start, visible.end);
         }
-        self.mix(&pages, visible, group, &scratch.scores, &mut scratch.chunk_out);
-        for (out, state) in scratch.chunk_out.chunks_exact(d).zip(target.chunks_exact_mut(d + 2)) {
+        self.mix(&pages, visible, group, scores, chunk_out);
+        for (out, state) in chunk_out.chunks_exact(d).zip(target.chunks_exact_mut(d + 2)) {
             state[..d].copy_from_slice(out);
         }
     }
@@ -326,7 +338,7 @@ impl Attention<'_> {
         let n_pages = chunk_end.div_ceil(PAGE) - first_page;
         let first = first_page * PAGE;
         let (key_at, value_at) = self.convert(head, seq, (first_page, n_pages), scratch);
-        let Scratch { q, scores, chunk_out, state, .. } = scratch;
+        let Scratch { q, scores, chunk_out, state, scales, .. } = scratch;
         // Blocks of tokens that share their visible pages, so that the triangle is not computed
         // as a square.
         let step = PAGE.min(n);
@@ -339,8 +351,9 @@ impl Attention<'_> {
             }
             let begin = self.span(place + block).start.max(chunk_start);
             let (lo, hi) = ((begin - first) / PAGE, (end - first).div_ceil(PAGE));
-            let pages =
-                Pages { dtype: KvDtype::F32, d, keys: &key_at[lo..hi], values: &value_at[lo..hi] };
+            let (keys, values) = (&key_at[lo..hi], &value_at[lo..hi]);
+            let scales = self.scales(scales, lo * PAGE);
+            let pages = Pages { dtype: KvDtype::F32, d, keys, values, scales };
             let base = first + lo * PAGE;
             let rows = block * group..(block + tokens) * group;
             let scores = &mut scores[rows.start * CHUNK..rows.end * CHUNK];
@@ -371,55 +384,6 @@ impl Attention<'_> {
         }
     }
 
-    /// Converts pages to floats once for a whole tile, and gives their addresses.
-    fn convert(
-        &self,
-        head: usize,
-        seq: &PlanSeq,
-        (first_page, n_pages): (usize, usize),
-        Scratch { keys, values, stored, .. }: &mut Scratch,
-    ) -> ([*const u8; CHUNK_PAGES], [*const u8; CHUNK_PAGES]) {
-        let d = self.d();
-        let (mut key_at, mut value_at) = match &self.kv.file {
-            None => self.addresses(head, seq, first_page, n_pages),
-            Some(file) => {
-                self.read_pages(file, head, seq, first_page..first_page + n_pages, stored);
-                let mut key_at = [std::ptr::null(); CHUNK_PAGES];
-                let pages = stored.chunks_exact(self.kv.head_page_bytes());
-                key_at.iter_mut().zip(pages).for_each(|(at, page)| *at = page.as_ptr());
-                (key_at, [std::ptr::null(); CHUNK_PAGES])
-            }
-        };
-        let dtype = self.kv.shape.dtype;
-        if dtype == KvDtype::F32 && !self.kv.by_rows {
-            return (key_at, value_at);
-        }
-        keys.resize(CHUNK * d, 0.0);
-        values.resize(CHUNK * d, 0.0);
-        for page in 0..n_pages {
-            if self.kv.by_rows {
-                let range = page * PAGE * d..(page + 1) * PAGE * d;
-                #[expect(unsafe_code, reason = "pages are addressed by pointers here")]
-                // SAFETY: `addresses` points at a page of rows.
-                let source =
-                    unsafe { std::slice::from_raw_parts(key_at[page], self.kv.head_page_bytes()) };
-                let (keys, values) = (&mut keys[range.clone()], &mut values[range]);
-                rows::to_page(self.isa, dtype, source, keys, values);
-                (key_at[page], value_at[page]) = (keys.as_ptr().cast(), values.as_ptr().cast());
-                continue;
-            }
-            for (buffer, at) in [(&mut *keys, &mut key_at), (&mut *values, &mut value_at)] {
-                let target = &mut buffer[page * PAGE * d..(page + 1) * PAGE * d];
-                #[expect(unsafe_code, reason = "pages are addressed by pointers here")]
-                // SAFETY: `addresses` points at `PAGE * d` elements of keys or values.
-                let source = unsafe { std::slice::from_raw_parts(at[page], PAGE * d * 2) };
-                softmax::to_floats(self.isa, dtype, source, target);
-                at[page] = target.as_ptr().cast();
-            }
-        }
-        (key_at, value_at)
-    }
-
     /// `scores[r][j] = q[r] . k[j]` for all keys of the pages; `scores` has rows of [`CHUNK`].
     fn scores(&self, pages: &Pages<'_>, rows: usize, q: &[f32], scores: &mut [f32]) {
         assert!(q.len() >= rows * pages.d && scores.len() >= rows * CHUNK);
@@ -429,19 +393,25 @@ impl Attention<'_> {
             Isa::Avx512 | Isa::Amx => avx512::scores(pages, rows, q, scores),
             isa => portable::scores(isa, pages, rows, q, scores),
         }
+        if let Some([scales, _]) = pages.scales {
+            self.scale_rows(pages, scales, &mut scores[..rows * CHUNK]);
+        }
     }
 
-    /// `out[r] = sum of p[r][j] v[j]` over the keys `visible`.
+    /// `out[r] = sum of p[r][j] v[j]` over the keys `visible`; `p` may be changed.
     fn mix(
         &self,
         pages: &Pages<'_>,
         visible: Range<usize>,
         rows: usize,
-        p: &[f32],
+        p: &mut [f32],
         out: &mut [f32],
     ) {
         assert!(p.len() >= rows * CHUNK && out.len() >= rows * pages.d);
         assert!(visible.end <= pages.values.len() * PAGE);
+        if let Some([_, scales]) = pages.scales {
+            self.scale_rows(pages, scales, &mut p[..rows * CHUNK]);
+        }
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Amx if pages.d.is_multiple_of(PAGE) => {

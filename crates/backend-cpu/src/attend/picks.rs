@@ -90,7 +90,8 @@ impl Attention<'_> {
         (at, stored): (&'b mut [*const u8; CHUNK], &mut Vec<u8>),
     ) -> &'b [*const u8] {
         assert!(self.kv.by_rows, "an arena with digests");
-        let (number, row_bytes) = (self.kv.head_number(self.layer, head), self.kv.row_bytes());
+        let number = self.kv.head_number(self.layer, head);
+        let row_bytes = self.kv.row_bytes(number);
         let first_page = places.start / PAGE;
         if let Some(file) = &self.kv.file {
             self.read_pages(file, head, seq, first_page..places.end.div_ceil(PAGE), stored);
@@ -109,7 +110,7 @@ impl Attention<'_> {
     /// Where a row is in the arena.
     fn row_address(&self, head: usize, seq: &PlanSeq, place: usize) -> *const u8 {
         let row = self.kv.row_start(head, self.plan.slot(seq, place), place % PAGE);
-        self.kv.bytes[row..row + self.kv.row_bytes()].as_ptr()
+        self.kv.bytes[row..row + self.kv.row_bytes(head)].as_ptr()
     }
 
     /// Where the rows of a chunk are: near, if some are kept there, or in the arena, or in `stored`.
@@ -121,7 +122,7 @@ impl Attention<'_> {
         assert!(self.kv.by_rows, "an arena with digests");
         let seq = &self.plan.seqs[pick.seq as usize];
         let head = self.kv.head_number(self.layer, pick.head as usize);
-        let row_bytes = self.kv.row_bytes();
+        let row_bytes = self.kv.row_bytes(head);
         stored.resize(CHUNK * row_bytes, 0);
         let buffers = stored.chunks_exact_mut(row_bytes);
         for ((at, i), buffer) in at.iter_mut().zip(start..end).zip(buffers) {

@@ -7,9 +7,9 @@ use std::ops::Range;
 use nuthatch_types::KvDtype;
 
 use super::Pages;
+use super::element::load;
 use crate::isa::Isa;
 use crate::kv::PAGE;
-use crate::pack::f16_to_f32;
 use crate::plan::CHUNK;
 use crate::versions::{fma, versions};
 
@@ -83,18 +83,4 @@ fn mix_inner<const FUSED: bool>(
 unsafe fn load16(dtype: KvDtype, page: *const u8, e: usize) -> [f32; PAGE] {
     // SAFETY: promised by the caller.
     std::array::from_fn(|lane| unsafe { load(dtype, page, e * PAGE + lane) })
-}
-
-#[inline(always)]
-unsafe fn load(dtype: KvDtype, start: *const u8, i: usize) -> f32 {
-    // SAFETY: the caller promises that element `i` exists.
-    unsafe {
-        match dtype {
-            KvDtype::F32 => start.cast::<f32>().add(i).read_unaligned(),
-            KvDtype::F16 => f16_to_f32(start.cast::<u16>().add(i).read_unaligned()),
-            KvDtype::Bf16 => {
-                f32::from_bits(u32::from(start.cast::<u16>().add(i).read_unaligned()) << 16)
-            }
-        }
-    }
 }

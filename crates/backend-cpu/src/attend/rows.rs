@@ -4,9 +4,10 @@
 
 use nuthatch_types::KvDtype;
 
+use super::element::{load, scale_row};
+use crate::coded::{code, scale_at};
 use crate::isa::Isa;
 use crate::kv::PAGE;
-use crate::pack::f16_to_f32;
 use crate::plan::CHUNK;
 use crate::versions::{fma, sum16, versions};
 
@@ -15,6 +16,28 @@ pub(crate) struct Rows<'a> {
     pub(crate) dtype: KvDtype,
     pub(crate) d: usize,
     pub(crate) at: &'a [*const u8],
+}
+
+impl Rows<'_> {
+    /// Bytes of a key, or a value, with its scale.
+    fn vector_bytes(&self) -> usize {
+        self.dtype.scale_bytes() + self.d * self.dtype.bytes()
+    }
+
+    /// Multiplies what belongs to the rows, `[group][CHUNK]`, by the scales of their keys or values.
+    fn scale(&self, isa: Isa, is_value: bool, group: usize, x: &mut [f32]) {
+        let Some(code) = code(self.dtype) else { return };
+        let first = if is_value { self.vector_bytes() } else { 0 };
+        let mut scales = [0.0; CHUNK];
+        for (scale, &row) in scales.iter_mut().zip(self.at) {
+            // SAFETY: a row has a key and a value, and each begins with its scale.
+            let bytes = unsafe { std::slice::from_raw_parts(row.add(first), size_of::<f32>()) };
+            *scale = scale_at(code, bytes);
+        }
+        for x in x.chunks_exact_mut(CHUNK).take(group) {
+            scale_row(isa, &mut x[..self.at.len()], &scales);
+        }
+    }
 }
 
 /// `scores[g][j] = q[g] . k[j]`; `scores` has rows of [`CHUNK`].
@@ -27,11 +50,13 @@ pub(crate) fn row_scores(isa: Isa, rows: &Rows<'_>, group: usize, q: &[f32], sco
         }
         isa => plain_scores(isa, rows, group, q, scores),
     }
+    rows.scale(isa, false, group, scores);
 }
 
-/// `out[g] = sum of p[g][j] v[j]`.
-pub(super) fn row_mix(isa: Isa, rows: &Rows<'_>, group: usize, p: &[f32], out: &mut [f32]) {
+/// `out[g] = sum of p[g][j] v[j]`; `p` may be changed.
+pub(super) fn row_mix(isa: Isa, rows: &Rows<'_>, group: usize, p: &mut [f32], out: &mut [f32]) {
     assert!(p.len() >= group * CHUNK && out.len() >= group * rows.d && rows.at.len() <= CHUNK);
+    rows.scale(isa, true, group, p);
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx if rows.d.is_multiple_of(16) => vectors::mix(rows, group, p, out),
@@ -45,13 +70,13 @@ versions! {
 
 #[inline(always)]
 fn scores_inner<const FUSED: bool>(rows: &Rows<'_>, group: usize, q: &[f32], scores: &mut [f32]) {
-    let d = rows.d;
+    let (d, first) = (rows.d, rows.dtype.scale_bytes());
     for (j, &row) in rows.at.iter().enumerate() {
         for g in 0..group {
             let mut sums = [0.0; 16];
             for (e, &q) in q[g * d..(g + 1) * d].iter().enumerate() {
                 // SAFETY: a row has a key of `d` elements.
-                let k = unsafe { load(rows.dtype, row, e) };
+                let k = unsafe { load(rows.dtype, row.add(first), e) };
                 sums[e % 16] = fma::<FUSED>(q, k, sums[e % 16]);
             }
             scores[g * CHUNK + j] = sum16(&sums);
@@ -65,7 +90,7 @@ versions! {
 
 #[inline(always)]
 fn mix_inner<const FUSED: bool>(rows: &Rows<'_>, group: usize, p: &[f32], out: &mut [f32]) {
-    let d = rows.d;
+    let (d, first) = (rows.d, rows.vector_bytes() + rows.dtype.scale_bytes());
     for g in 0..group {
         let out = &mut out[g * d..(g + 1) * d];
         out.fill(0.0);
@@ -73,31 +98,22 @@ fn mix_inner<const FUSED: bool>(rows: &Rows<'_>, group: usize, p: &[f32], out: &
             let p = p[g * CHUNK + j];
             for (e, out) in out.iter_mut().enumerate() {
                 // SAFETY: after the key, a row has a value of `d` elements.
-                let v = unsafe { load(rows.dtype, row, d + e) };
+                let v = unsafe { load(rows.dtype, row.add(first), e) };
                 *out = fma::<FUSED>(p, v, *out);
             }
         }
     }
 }
 
-#[inline(always)]
-unsafe fn load(dtype: KvDtype, start: *const u8, i: usize) -> f32 {
-    // SAFETY: the caller promises that element `i` exists.
-    unsafe {
-        match dtype {
-            KvDtype::F32 => start.cast::<f32>().add(i).read_unaligned(),
-            KvDtype::F16 => f16_to_f32(start.cast::<u16>().add(i).read_unaligned()),
-            KvDtype::Bf16 => {
-                f32::from_bits(u32::from(start.cast::<u16>().add(i).read_unaligned()) << 16)
-            }
-        }
-    }
+/// Bytes of a key and a value.
+fn row_bytes(dtype: KvDtype, d: usize) -> usize {
+    2 * (dtype.scale_bytes() + d * dtype.bytes())
 }
 
-/// Converts a page of rows to `[D][16]` keys and `[16][D]` values.
+/// Converts a page of rows to `[D][16]` keys and `[16][D]` values, codes without their scales.
 pub(super) fn to_page(isa: Isa, dtype: KvDtype, rows: &[u8], keys: &mut [f32], values: &mut [f32]) {
     let d = keys.len() / PAGE;
-    assert!(values.len() == PAGE * d && rows.len() == 2 * PAGE * d * dtype.bytes());
+    assert!(values.len() == PAGE * d && rows.len() == PAGE * row_bytes(dtype, d));
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx if d.is_multiple_of(16) => {
@@ -119,11 +135,12 @@ fn to_page_inner<const FUSED: bool>(
     values: &mut [f32],
 ) {
     let d = keys.len() / PAGE;
-    for token in 0..PAGE {
-        let row = rows[token * 2 * d * dtype.bytes()..][..2 * d * dtype.bytes()].as_ptr();
+    for (token, row) in rows.chunks_exact(row_bytes(dtype, d)).enumerate() {
+        let (key, value) = row.split_at(row.len() / 2);
+        let [key, value] = [key, value].map(|x| x[dtype.scale_bytes()..].as_ptr());
         for e in 0..d {
-            // SAFETY: a row has `2 d` elements.
-            let (k, v) = unsafe { (load(dtype, row, e), load(dtype, row, d + e)) };
+            // SAFETY: a key and a value have `d` elements each.
+            let (k, v) = unsafe { (load(dtype, key, e), load(dtype, value, e)) };
             keys[e * PAGE + token] = k;
             values[token * d + e] = v;
         }
@@ -138,7 +155,7 @@ mod vectors {
     use nuthatch_types::KvDtype;
 
     use super::Rows;
-    use crate::attend::avx512::{Bf16, Element, F16, F32, next_block};
+    use crate::attend::avx512::{Bf16, Element, F16, F32, Fp8, Int8, next_block};
     use crate::kv::PAGE;
     use crate::plan::CHUNK;
 
@@ -147,11 +164,18 @@ mod vectors {
     const AHEAD: usize = 12;
     const LINE_BYTES: usize = 64;
 
+    /// Bytes of a key, or a value, with its scale.
+    const fn vector_bytes<E: Element>(d: usize) -> usize {
+        E::SCALE_BYTES + d * E::BYTES
+    }
+
     pub(super) fn scores(rows: &Rows<'_>, group: usize, q: &[f32], scores: &mut [f32]) {
         match rows.dtype {
             KvDtype::F32 => all_scores::<F32>(rows, group, q, scores),
             KvDtype::F16 => all_scores::<F16>(rows, group, q, scores),
             KvDtype::Bf16 => all_scores::<Bf16>(rows, group, q, scores),
+            KvDtype::Int8(_) => all_scores::<Int8>(rows, group, q, scores),
+            KvDtype::Fp8(_) => all_scores::<Fp8>(rows, group, q, scores),
         }
     }
 
@@ -186,7 +210,7 @@ mod vectors {
         scores: &mut [f32],
     ) {
         let d = rows.d;
-        let row_bytes = 2 * d * E::BYTES;
+        let row_bytes = 2 * vector_bytes::<E>(d);
         let fetch = |row: *const u8| {
             for line in (0..row_bytes).step_by(LINE_BYTES) {
                 _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast());
@@ -201,7 +225,7 @@ mod vectors {
             for e in (0..d).step_by(16) {
                 // SAFETY: elements `e..e + 16` of the key and of each query exist.
                 unsafe {
-                    let key = E::load(row.add(e * E::BYTES));
+                    let key = E::load(row.add(E::SCALE_BYTES + e * E::BYTES));
                     for (r, sum) in sums.iter_mut().enumerate() {
                         let q = _mm512_loadu_ps(q.as_ptr().add(r * d + e));
                         *sum = _mm512_fmadd_ps(q, key, *sum);
@@ -219,6 +243,8 @@ mod vectors {
             KvDtype::F32 => mix_all::<F32>(rows, group, p, out),
             KvDtype::F16 => mix_all::<F16>(rows, group, p, out),
             KvDtype::Bf16 => mix_all::<Bf16>(rows, group, p, out),
+            KvDtype::Int8(_) => mix_all::<Int8>(rows, group, p, out),
+            KvDtype::Fp8(_) => mix_all::<Fp8>(rows, group, p, out),
         }
     }
 
@@ -268,7 +294,7 @@ mod vectors {
         for (j, &row) in rows.at.iter().enumerate() {
             // SAFETY: the value has elements `e..e + 16 W`; `p` has entry `j` in each row.
             unsafe {
-                let source = row.add((d + e) * E::BYTES);
+                let source = row.add(vector_bytes::<E>(d) + E::SCALE_BYTES + e * E::BYTES);
                 let mut value = [_mm512_setzero_ps(); W];
                 for (w, value) in value.iter_mut().enumerate() {
                     *value = E::load(source.add(w * 16 * E::BYTES));
@@ -296,6 +322,8 @@ mod vectors {
                 KvDtype::F32 => turn_page::<F32>(rows, keys, values),
                 KvDtype::F16 => turn_page::<F16>(rows, keys, values),
                 KvDtype::Bf16 => turn_page::<Bf16>(rows, keys, values),
+                KvDtype::Int8(_) => turn_page::<Int8>(rows, keys, values),
+                KvDtype::Fp8(_) => turn_page::<Fp8>(rows, keys, values),
             }
         }
     }
@@ -311,9 +339,10 @@ mod vectors {
             for (token, tile) in tile.iter_mut().enumerate() {
                 // SAFETY: the row has key elements `e..e + 16`, and as many of the value.
                 unsafe {
-                    let row = rows.as_ptr().add(token * 2 * d * E::BYTES);
-                    *tile = E::load(row.add(e * E::BYTES));
-                    let value = E::load(row.add((d + e) * E::BYTES));
+                    let row = rows.as_ptr().add(token * 2 * vector_bytes::<E>(d));
+                    let key = row.add(E::SCALE_BYTES + e * E::BYTES);
+                    *tile = E::load(key);
+                    let value = E::load(key.add(vector_bytes::<E>(d)));
                     _mm512_storeu_ps(values.as_mut_ptr().add(token * d + e), value);
                 }
             }

@@ -1,9 +1,6 @@
 //! The parts of attention between the two products.
 
-use nuthatch_types::KvDtype;
-
 use crate::kv::PAGE;
-use crate::pack::f16_to_f32;
 use crate::versions::{exp, fma, sum16, versions};
 
 versions! {
@@ -65,24 +62,5 @@ versions! {
 fn add_scaled_inner<const FUSED: bool>(sum: &mut [f32], old: f32, chunk: &[f32], new: f32) {
     for (sum, &chunk) in sum.iter_mut().zip(chunk) {
         *sum = fma::<FUSED>(chunk, new, *sum * old);
-    }
-}
-
-versions! {
-    /// Converts stored elements of two bytes to floats.
-    pub(crate) fn to_floats(dtype: KvDtype, source: &[u8], target: &mut [f32]) = to_floats_inner;
-}
-
-#[inline(always)]
-fn to_floats_inner<const FUSED: bool>(dtype: KvDtype, source: &[u8], target: &mut [f32]) {
-    let halves = source.as_chunks::<2>().0;
-    if dtype == KvDtype::F16 {
-        for (target, &half) in target.iter_mut().zip(halves) {
-            *target = f16_to_f32(u16::from_le_bytes(half));
-        }
-    } else {
-        for (target, &half) in target.iter_mut().zip(halves) {
-            *target = f32::from_bits(u32::from(u16::from_le_bytes(half)) << 16);
-        }
     }
 }

@@ -24,6 +24,7 @@ use nuthatch_backend::{DeviceError, Digest, DigestKind};
 use nuthatch_types::{KvDtype, PageCopy};
 
 use crate::attend::to_floats;
+use crate::coded::code;
 use crate::isa::Isa;
 use crate::kv::{CpuKv, PAGE};
 use crate::mem::{Region, SharedMut};
@@ -243,8 +244,8 @@ struct Keys<'a> {
 
 impl Keys<'_> {
     fn read(&self, isa: Isa, token: usize, key: &mut [f32]) {
-        let size = self.dtype.bytes();
-        let bytes = &self.page[token * 2 * self.d * size..][..self.d * size];
+        let len = self.dtype.scale_bytes() + self.d * self.dtype.bytes();
+        let bytes = &self.page[2 * token * len..][..len];
         row_to_floats(isa, self.dtype, bytes, key);
     }
 }
@@ -255,6 +256,8 @@ pub(crate) fn row_to_floats(isa: Isa, dtype: KvDtype, bytes: &[u8], out: &mut [f
         for (out, &word) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
             *out = f32::from_le_bytes(word);
         }
+    } else if let Some(code) = code(dtype) {
+        nuthatch_backend::cold::decode(code, bytes, out);
     } else {
         to_floats(isa, dtype, bytes, out);
     }

@@ -215,7 +215,7 @@ impl AttendShape {
             KvDtype::F32 => 1,
             _ if !is_exact => 1,
             KvDtype::F16 => 2,
-            KvDtype::Bf16 => 3,
+            KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => 3,
         };
         AttendShape { page, parts, by_rows: false }
     }

@@ -160,7 +160,7 @@ impl SparseKernels {
         };
         let split_kernels = match attend.page.dtype {
             KvDtype::F32 => SparseAttend::F32(kernel("sparse_attend_f32", 0)?),
-            KvDtype::F16 | KvDtype::Bf16 => {
+            KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => {
                 let [small, large] = SparseShape::fitting(attend, limit);
                 let splits = [split(small)?, split(large)?];
                 SparseAttend::Mma { splits, merge: kernel("sparse_merge", 0)? }

@@ -7,7 +7,7 @@ use crate::{Backend, RopeStyle};
 use super::at_most;
 use super::compare::{download, same_bits, upload};
 use super::inputs::Random;
-use super::rig::{Case, LAYER, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
+use super::rig::{Case, FP8, INT8, LAYER, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
 use super::truth::attend;
 
 /// Slots that no sequence uses.
@@ -77,9 +77,13 @@ pub fn attend_decode_matches<B: Backend>(b: &B) {
         Case::new(F16, 8, 2, 64).windowed(16),
         Case::new(F16, 2, 2, 128).rotated(Halves, 128).normed().windowed(1),
         Case::new(F16, 1, 1, 80),
+        Case::new(INT8, 3, 2, 64),
+        Case::new(INT8, 4, 1, 128).rotated(Halves, 128).windowed(100),
+        Case::new(FP8, 2, 1, 80),
+        Case::new(FP8, 8, 1, 64).rotated(Pairs, 64).normed(),
     ];
     let mut random = Random::new(14);
-    for case in &cases {
+    for case in &Case::held(b, cases) {
         let lengths = &LENGTHS[..at_most(4, LENGTHS.len())];
         let mut batch = Batch::new(b, case, &mut random, lengths);
         let mut steps = Vec::new();
@@ -104,9 +108,12 @@ pub fn attend_prefill_matches<B: Backend>(b: &B) {
         Case::new(F16, 2, 1, 80).windowed(1),
         Case::new(F16, 8, 1, 64).windowed(16),
         Case::new(F16, 1, 1, 256).rotated(Pairs, 256),
+        Case::new(INT8, 2, 1, 80).windowed(17),
+        Case::new(INT8, 3, 1, 64).rotated(Pairs, 64),
+        Case::new(FP8, 4, 1, 128),
     ];
     let mut random = Random::new(15);
-    for case in &cases {
+    for case in &Case::held(b, cases) {
         let mut batch = Batch::new(b, case, &mut random, &[17, 257, 1, 100, 33, 64]);
         batch.check_step(&[(0, 0, 17), (1, 0, 257), (2, 0, 1), (3, 0, 37)]);
         batch.check_step(&[(4, 0, 16), (3, 37, 99), (5, 0, 15)]);

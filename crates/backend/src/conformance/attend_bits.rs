@@ -8,21 +8,24 @@ use crate::{Backend, RopeStyle};
 use super::at_most;
 use super::compare::same_bits;
 use super::inputs::Random;
-use super::rig::{Case, LAYER, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
+use super::rig::{Case, FP8, INT8, LAYER, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
 
 /// Cases for which bits are compared; cheaper than those that are compared with `f64`.
-pub(super) fn cases() -> Vec<Case> {
+pub(super) fn cases<B: Backend>(b: &B) -> Vec<Case> {
     use KvDtype::{Bf16, F16, F32};
     use RopeStyle::{Halves, Pairs};
-    vec![
+    let cases = [
         Case::new(F16, 3, 1, 64).rotated(Pairs, 64),
+        Case::new(INT8, 3, 1, 64).rotated(Pairs, 64),
+        Case::new(FP8, 2, 1, 80).rotated(Halves, 80).windowed(100),
         Case::new(F32, 1, 1, 32).rotated(Halves, 32),
         Case::new(Bf16, 4, 1, 128).normed(),
         Case::new(F16, 7, 1, 80).rotated(Halves, 80).windowed(17),
         Case::new(F16, 2, 2, 96).windowed(100),
         Case::new(F16, 8, 1, 64).windowed(16),
         Case::new(F16, 1, 1, 256).rotated(Halves, 64).windowed(1),
-    ]
+    ];
+    Case::held(b, cases)
 }
 
 /// A rig with room for `n_tables` sequences of `rows`, and all its slots in random order.
@@ -57,7 +60,7 @@ pub(super) fn in_steps<B: Backend>(
 pub fn attend_cuts_agree<B: Backend>(b: &B) {
     const ROWS: usize = 261;
     let mut random = Random::new(18);
-    for case in &cases() {
+    for case in &cases(b) {
         let seq = Sequence::new(&mut random, case, ROWS);
         let mut cuts: Vec<Vec<usize>> = vec![
             vec![1],
@@ -94,7 +97,7 @@ pub fn attend_neighbours_agree<B: Backend>(b: &B) {
     const ROWS: usize = 90;
     const LONG: usize = 530;
     let mut random = Random::new(19);
-    for case in &cases()[..at_most(4, cases().len())] {
+    for case in cases(b).iter().take(at_most(4, usize::MAX)) {
         let seq = Sequence::new(&mut random, case, ROWS);
         let long = Sequence::new(&mut random, case, LONG);
         let short = Sequence::new(&mut random, case, 21);
@@ -137,7 +140,7 @@ pub fn attend_places_agree<B: Backend>(b: &B) {
     const ROWS: usize = 75;
     const SHARED_PAGES: usize = 3;
     let mut random = Random::new(20);
-    for case in &cases() {
+    for case in &cases(b) {
         let seq = Sequence::new(&mut random, case, ROWS);
         let n_pages = seq.n_pages();
         let (mut rig, mut slots) = rig_and_slots(b, case, &mut random, (5, ROWS));
@@ -173,7 +176,7 @@ pub fn attend_places_agree<B: Backend>(b: &B) {
 pub fn attend_past_agrees<B: Backend>(b: &B) {
     const ROWS: usize = 70;
     let mut random = Random::new(24);
-    for case in &cases() {
+    for case in &cases(b) {
         let seq = Sequence::new(&mut random, case, ROWS);
         let (mut rig, slots) = rig_and_slots(b, case, &mut random, (4, ROWS));
         for (table, own) in slots.chunks_exact(seq.n_pages()).enumerate() {

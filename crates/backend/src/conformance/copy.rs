@@ -1,12 +1,12 @@
 //! Buffers, layers of the arena, and pages copied inside it.
 
-use nuthatch_types::{HostReads, KvDtype, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{HostReads, KvDtype, LayerIdx, LayerSet, PageCopy, Slot};
 
 use crate::{Backend, RopeStyle};
 
 use super::compare::{download, same_bits};
 use super::inputs::Random;
-use super::rig::{Case, N_HOST_SLOTS, N_LAYERS, Part, Rig, Room, Sequence};
+use super::rig::{Case, N_HOST_SLOTS, N_LAYERS, Part, Rig, Room, Sequence, dtypes};
 use super::truth::attend;
 
 /// New buffers are zero; writes and reads touch the start only.
@@ -62,23 +62,29 @@ impl<'a, B: Backend> Layers<'a, B> {
     }
 }
 
-/// Layers and heads of the arena do not overlap.
+/// Layers and heads of the arena do not overlap, of one type or of two.
 pub fn layers_match<B: Backend>(b: &B) {
     let mut random = Random::new(22);
-    let case = Case::new(KvDtype::F16, 2, 3, 64);
-    let mut layers = Layers::new(b, &case, &mut random, &[Slot(7), Slot(2), Slot(11)]);
-    let rows = layers.last_rows(0);
-    for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
-        let end = seq.rows;
-        let truth = attend(b, &case, seq, end - 1..end);
-        truth.check(&got, &|| format!("attention of layer {layer}"));
+    let wide = |layers: &[u32]| LayerSet::of(layers).expect("there are such layers");
+    let (first, second) = (KvDtype::Int8(wide(&[1])), KvDtype::Fp8(wide(&[0, 2])));
+    let cases = [KvDtype::F16, first, second].map(|dtype| Case::new(dtype, 2, 3, 64));
+    for case in Case::held(b, cases) {
+        let mut layers = Layers::new(b, &case, &mut random, &[Slot(7), Slot(2), Slot(11)]);
+        let rows = layers.last_rows(0);
+        for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
+            let end = seq.rows;
+            let mut case = case.clone();
+            case.kv.dtype = case.kv.dtype.of_layer(layer as u32);
+            let truth = attend(b, &case, seq, end - 1..end);
+            truth.check(&got, &|| format!("attention of layer {layer}, {}", case.name()));
+        }
     }
 }
 
 /// Copied pages hold the same bits in all layers; copies run in order; sources stay.
 pub fn copy_pages_matches<B: Backend>(b: &B) {
     let mut random = Random::new(23);
-    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+    for dtype in dtypes(b) {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
         let expected = layers.last_rows(0);
@@ -106,7 +112,7 @@ pub fn copy_pages_matches<B: Backend>(b: &B) {
 /// can be the target of a later copy of the same list.
 pub fn copy_tiers_match<B: Backend>(b: &B) {
     let mut random = Random::new(24);
-    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+    for dtype in dtypes(b) {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
         let expected = layers.last_rows(0);
@@ -132,7 +138,7 @@ pub fn copy_tiers_match<B: Backend>(b: &B) {
 /// their bits.
 pub fn page_images_match<B: Backend>(b: &B) {
     let mut random = Random::new(26);
-    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+    for dtype in dtypes(b) {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let slots = [Slot(4), Slot(9), Slot(0)];
         let mut layers = Layers::new(b, &case, &mut random, &slots);
@@ -168,7 +174,7 @@ pub fn host_slots_agree<B: Backend>(b: &B) {
     if b.host_reads() == HostReads::Never {
         return;
     }
-    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+    for dtype in dtypes(b) {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let host = |i: u32| Slot(Layers::<B>::N_SLOTS + i);
         let mut on_device =

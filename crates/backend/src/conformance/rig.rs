@@ -1,6 +1,6 @@
 //! An arena, tables and a plan of one shape, and the steps that sequences take on them.
 
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageShift, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, PageShift, Slot};
 
 use crate::{Ask, AttnSpec, Backend, BatchLayout, Digest, Pick, PlanShape, RopeSpec, RopeStyle};
 
@@ -28,6 +28,16 @@ pub(super) struct Case {
     pub(super) window: Option<u32>,
     /// Weights of the query heads' norm and of the key heads'.
     pub(super) norms: Option<(Vec<f32>, Vec<f32>)>,
+}
+
+/// Eight bits in all layers.
+pub(super) const INT8: KvDtype = KvDtype::Int8(LayerSet::NONE);
+pub(super) const FP8: KvDtype = KvDtype::Fp8(LayerSet::NONE);
+
+/// The types that a device can store.
+pub(super) fn dtypes<B: Backend>(b: &B) -> impl Iterator<Item = KvDtype> {
+    let all = [KvDtype::F16, KvDtype::Bf16, KvDtype::F32, INT8, FP8];
+    all.into_iter().filter(|&dtype| b.holds_kv(dtype))
 }
 
 /// Added to the mean square of a head.
@@ -71,6 +81,11 @@ impl Case {
         let mut weights = || (0..d).map(|_| 1.0 + 0.5 * random.unit()).collect();
         self.norms = Some((weights(), weights()));
         self
+    }
+
+    /// Those that a device can store.
+    pub(super) fn held<B: Backend>(b: &B, cases: impl IntoIterator<Item = Case>) -> Vec<Case> {
+        cases.into_iter().filter(|case| b.holds_kv(case.kv.dtype)).collect()
     }
 
     pub(super) fn d(&self) -> usize {

@@ -7,16 +7,16 @@ use crate::{Backend, RopeStyle};
 use super::at_most;
 use super::copy::Layers;
 use super::inputs::Random;
-use super::rig::{Case, PAGE_LEN};
+use super::rig::{Case, FP8, INT8, PAGE_LEN};
 use super::truth::attend_turned;
 
 /// Every style, type and partial width, norms, and an attention factor that must count once.
-fn cases() -> Vec<Case> {
+fn cases<B: Backend>(b: &B) -> Vec<Case> {
     use KvDtype::{Bf16, F16, F32};
     use RopeStyle::{Halves, Pairs};
     let mut scaled = Case::new(F32, 2, 1, 64).rotated(Halves, 64);
     scaled.rope.attention_factor = 1.138_629_4;
-    vec![
+    let cases = [
         Case::new(F32, 1, 2, 64).rotated(Halves, 64),
         Case::new(F32, 2, 1, 96).rotated(Pairs, 64),
         Case::new(F16, 3, 1, 64).rotated(Pairs, 64),
@@ -24,7 +24,10 @@ fn cases() -> Vec<Case> {
         Case::new(Bf16, 2, 1, 128).rotated(Halves, 128).normed(),
         Case::new(Bf16, 1, 1, 32).rotated(Pairs, 16),
         scaled,
-    ]
+        Case::new(INT8, 3, 1, 64).rotated(Pairs, 64),
+        Case::new(FP8, 2, 1, 80).rotated(Halves, 32),
+    ];
+    Case::held(b, cases)
 }
 
 /// Pages turned near and far, forwards and backwards, in all layers, against `f64`; in order; by
@@ -32,7 +35,7 @@ fn cases() -> Vec<Case> {
 pub fn shift_pages_matches<B: Backend>(b: &B) {
     let mut random = Random::new(25);
     let shift = |source, target, by| PageShift { source: Slot(source), target: Slot(target), by };
-    for case in &cases() {
+    for case in &cases(b) {
         for by in [-37, 1, 16, 1000, 1_000_003].into_iter().take(at_most(1, 5)) {
             let mut layers = Layers::new(b, case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
             // 4 goes to 7 by way of 5, which holds nothing before.

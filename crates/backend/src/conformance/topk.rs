@@ -1,7 +1,6 @@
 //! Top-k attention: digests follow their pages, scores are what they say, and a head sees what is
 //! picked for it and nothing else. These checks are for devices that have it.
 
-use half::{bf16, f16};
 use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
 
 use crate::topk::{agreement, channels, signs};
@@ -9,7 +8,10 @@ use crate::{Ask, Backend, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
 
 use super::compare::same_bits;
 use super::inputs::Random;
-use super::rig::{Case, LAYER, N_LAYERS, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
+use super::rig::{
+    Case, FP8, INT8, LAYER, N_LAYERS, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots,
+};
+use super::truth::store_floats;
 
 /// Heads of odd shapes and of usual ones.
 fn cases() -> Vec<Case> {
@@ -19,6 +21,17 @@ fn cases() -> Vec<Case> {
         Case::new(KvDtype::F32, 5, 1, 32),
         Case::new(KvDtype::F16, 8, 2, 80),
     ]
+}
+
+/// The same in eight bits, which do not hold all whole numbers.
+fn coded_cases<B: Backend>(b: &B) -> Vec<Case> {
+    let cases = [
+        Case::new(INT8, 3, 2, 64),
+        Case::new(INT8, 1, 1, 24),
+        Case::new(FP8, 5, 1, 32),
+        Case::new(FP8, 2, 1, 40),
+    ];
+    Case::held(b, cases)
 }
 
 /// A sequence of small whole numbers: sums of their products are exact in any order.
@@ -55,7 +68,7 @@ fn room(rows: usize) -> Room {
 /// Attention to everything gives the same bits whether an arena keeps digests or not.
 pub fn row_pages_agree<B: Backend>(b: &B) {
     let mut random = Random::new(71);
-    for case in cases() {
+    for case in cases().into_iter().chain(coded_cases(b)) {
         let width = case.d() / 2 * 2;
         let case = case.rotated(RopeStyle::Halves, width);
         let rows = 600;
@@ -212,23 +225,15 @@ fn raw_score(
     }
 }
 
-/// A value as the arena holds it.
-fn stored(dtype: KvDtype, x: f32) -> f32 {
-    match dtype {
-        KvDtype::F32 => x,
-        KvDtype::F16 => f16::from_f32(x).to_f32(),
-        KvDtype::Bf16 => bf16::from_f32(x).to_f32(),
-    }
-}
-
 /// Each head sees its own picks and nothing else, beside a sequence that sees everything.
 pub fn picks_match<B: Backend>(b: &B) {
     let mut random = Random::new(73);
-    for case in cases() {
+    for case in cases().into_iter().chain(coded_cases(b)) {
         let rows = 700;
         let mut seq = Sequence::new(&mut random, &case, rows);
-        for x in &mut seq.qkv {
-            *x = stored(case.kv.dtype, x.clamp(-4.0, 4.0));
+        for head in seq.qkv.chunks_exact_mut(case.d()) {
+            head.iter_mut().for_each(|x| *x = x.clamp(-4.0, 4.0));
+            store_floats(case.kv.dtype, head);
         }
         let mut rig = Rig::with_digests(b, &case, room(rows + 40), Some(&[]));
         let slots = shuffled_slots(&mut random, rows.div_ceil(PAGE_LEN));
@@ -267,6 +272,8 @@ fn bound_of<B: Backend>(b: &B, case: &Case) -> f64 {
         KvDtype::F32 => 0.0,
         KvDtype::F16 => 1.0 / f64::from(1 << 11),
         KvDtype::Bf16 => 1.0 / f64::from(1 << 8),
+        // Codes are multiplied as f16 at least.
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => 1.0 / f64::from(1 << 11),
     };
     1e-4 + if b.rounds_activations() { 4.0 * rounding } else { 0.0 }
 }

@@ -15,8 +15,9 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use nuthatch_types::KvDtype;
+use nuthatch_types::{ColdDtype, KvDtype};
 
+use crate::cold::{decode, encode, vector_bytes};
 use crate::{Backend, RopeSpec, RopeStyle};
 
 use super::compare::{ROUNDING, TINY, Truth};
@@ -53,15 +54,18 @@ impl Heads {
             for head in row[h * d..(h + g) * d].chunks_exact(d) {
                 let norm = norms.map(|(_, k)| &k[..]);
                 let mut key = ready(head, norm, &case.rope, position);
-                key.iter_mut().for_each(|x| *x = stored(case.kv.dtype, *x));
+                store(case.kv.dtype, &mut key);
                 if turns(t) != 0 {
                     turn(&mut key, &case.rope, f64::from(turns(t)), 1.0);
-                    key.iter_mut().for_each(|x| *x = stored(case.kv.dtype, *x));
+                    store(case.kv.dtype, &mut key);
                 }
                 heads.k.extend(key);
             }
-            let v = &row[(h + g) * d..];
-            heads.v.extend(v.iter().map(|&x| stored(case.kv.dtype, f64::from(x))));
+            for head in row[(h + g) * d..].chunks_exact(d) {
+                let mut value: Vec<f64> = head.iter().map(|&x| f64::from(x)).collect();
+                store(case.kv.dtype, &mut value);
+                heads.v.extend(value);
+            }
         }
         heads
     }
@@ -104,16 +108,29 @@ pub(super) fn pair(rope: &RopeSpec, i: usize) -> (usize, usize) {
     }
 }
 
-/// What the arena keeps of an element.
+/// What the arena keeps of one token's key or value of one head.
 ///
 /// By way of `f32`, because a device has no more than that, and because `half` drops the low bits
 /// of an `f64` before it looks for ties.
-fn stored(dtype: KvDtype, x: f64) -> f64 {
-    let x = x as f32;
+fn store(dtype: KvDtype, x: &mut [f64]) {
+    let mut floats: Vec<f32> = x.iter().map(|&x| x as f32).collect();
+    store_floats(dtype, &mut floats);
+    x.iter_mut().zip(floats).for_each(|(x, float)| *x = f64::from(float));
+}
+
+/// The same for floats.
+pub(super) fn store_floats(dtype: KvDtype, x: &mut [f32]) {
+    let mut code = |code: ColdDtype| {
+        let mut codes = vec![0; vector_bytes(code, x.len())];
+        encode(code, x, &mut codes);
+        decode(code, &codes, x);
+    };
     match dtype {
-        KvDtype::F32 => f64::from(x),
-        KvDtype::F16 => f16::from_f32(x).to_f64(),
-        KvDtype::Bf16 => bf16::from_f32(x).to_f64(),
+        KvDtype::F32 => {}
+        KvDtype::F16 => x.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
+        KvDtype::Bf16 => x.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+        KvDtype::Int8(_) => code(ColdDtype::Int8),
+        KvDtype::Fp8(_) => code(ColdDtype::Fp8),
     }
 }
 
@@ -123,6 +140,17 @@ fn stored_step(dtype: KvDtype) -> f64 {
         KvDtype::F32 => 2.0 * ROUNDING,
         KvDtype::F16 => 1.0 / (1 << 10) as f64,
         KvDtype::Bf16 => 1.0 / (1 << 7) as f64,
+        KvDtype::Int8(_) => 0.0,
+        KvDtype::Fp8(_) => 1.0 / (1 << 3) as f64,
+    }
+}
+
+/// Distance of neighbouring stored values that are small, relative to the largest of their vector.
+fn stored_step_at_zero(dtype: KvDtype) -> f64 {
+    match dtype {
+        KvDtype::F32 | KvDtype::F16 | KvDtype::Bf16 => 0.0,
+        KvDtype::Int8(_) => 1.0 / 127.0,
+        KvDtype::Fp8(_) => 1.0 / (448 << 9) as f64,
     }
 }
 
@@ -197,7 +225,9 @@ impl Score {
         let mut error = mass * ((2.0 * width + 4.0) * ROUNDING + step);
         if case.changes_heads() {
             error += mass * (2.0 * width + 16.0) * ROUNDING;
-            error += largest * FLIPS * stored_step(case.kv.dtype);
+            let top = |x: &[f64]| x.iter().fold(0.0, |top: f64, x| top.max(x.abs()));
+            let at_zero = top(q) * top(k) * stored_step_at_zero(case.kv.dtype);
+            error += FLIPS * (largest * stored_step(case.kv.dtype) + at_zero);
         }
         let value = scale * sum;
         Score { value, error: scale * error + 4.0 * ROUNDING * value.abs() }

@@ -3,7 +3,9 @@
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
 };
-use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
+use nuthatch_types::{
+    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+};
 
 use crate::plain::{self, Kv, Plain, Plan};
 
@@ -52,6 +54,8 @@ pub(crate) enum Mistake {
     Scale,
     /// Keys and values of all layers lie in the first.
     OneLayer,
+    /// All layers are stored alike.
+    OneDtype,
     /// Tables begin at entry 0, whatever was asked.
     TableStart,
     /// The last slot written to a table is lost.
@@ -210,7 +214,15 @@ impl Backend for Broken {
         Plain.host_reads()
     }
 
+    fn holds_kv(&self, dtype: KvDtype) -> bool {
+        Plain.holds_kv(dtype)
+    }
+
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
+        if self.is(Mistake::OneDtype) {
+            let dtype = shape.dtype.of_layer(u32::MAX);
+            return Plain.alloc_kv(KvShape { dtype, ..shape }, slots);
+        }
         Plain.alloc_kv(shape, slots)
     }
 

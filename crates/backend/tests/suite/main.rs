@@ -41,6 +41,7 @@ const CAUGHT_BY: &[(Mistake, &[&str])] = &[
     (Mistake::NoWindow, &["attend_decode_matches", "attend_prefill_matches", "attend_far_matches"]),
     (Mistake::Scale, &["attend_decode_matches", "attend_prefill_matches", "layers_match"]),
     (Mistake::OneLayer, &["layers_match"]),
+    (Mistake::OneDtype, &["layers_match"]),
     (Mistake::TableStart, &["copy_pages_matches"]),
     (Mistake::LostSlot, &["attend_decode_matches", "attend_cuts_agree"]),
     (Mistake::CopiesReversed, &["copy_pages_matches"]),

@@ -4,12 +4,13 @@
 //! Nothing in it is fast.
 
 use half::{bf16, f16};
+use nuthatch_backend::cold;
 use nuthatch_backend::quant::dequantize_row;
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeSpec, RopeStyle,
 };
 use nuthatch_types::{
-    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+    ColdDtype, HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
 };
 
 pub(crate) struct Plain;
@@ -66,13 +67,29 @@ impl Kv {
         }
     }
 
-    fn round(&self, x: f32) -> f32 {
-        match self.shape.dtype {
-            KvDtype::F32 => x,
-            KvDtype::F16 => f16::from_f32(x).to_f32(),
-            KvDtype::Bf16 => bf16::from_f32(x).to_f32(),
+    /// What is kept of a key or value of one head.
+    fn round(&self, layer: LayerIdx, x: &[f32]) -> Vec<f32> {
+        let each = |round: fn(f32) -> f32| x.iter().map(|&x| round(x)).collect();
+        match self.shape.dtype.of_layer(layer.0) {
+            KvDtype::F32 => x.to_vec(),
+            KvDtype::F16 => each(|x| f16::from_f32(x).to_f32()),
+            KvDtype::Bf16 => each(|x| bf16::from_f32(x).to_f32()),
+            KvDtype::Int8(_) => coded(ColdDtype::Int8, x),
+            KvDtype::Fp8(_) => coded(ColdDtype::Fp8, x),
         }
     }
+
+    /// Floats of one head's page.
+    fn head_page(&self) -> usize {
+        self.shape.page_len as usize * 2 * self.shape.head_dim as usize
+    }
+}
+
+fn coded(code: ColdDtype, x: &[f32]) -> Vec<f32> {
+    let (mut codes, mut back) = (vec![0; cold::vector_bytes(code, x.len())], x.to_vec());
+    cold::encode(code, x, &mut codes);
+    cold::decode(code, &codes, &mut back);
+    back
 }
 
 pub(crate) struct Plan {
@@ -192,10 +209,16 @@ impl Backend for Plain {
         HostReads::Near
     }
 
+    fn holds_kv(&self, _dtype: KvDtype) -> bool {
+        true
+    }
+
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
         let n_slots = slots.total() as usize;
-        let len = n_slots * shape.page_bytes() / shape.dtype.bytes();
-        Ok(Kv { shape, n_slots, data: vec![0.0; len] })
+        let mut kv = Kv { shape, n_slots, data: Vec::new() };
+        let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
+        kv.data.resize(n_slots * heads * kv.head_page(), 0.0);
+        Ok(kv)
     }
 
     fn alloc_tables(&self, n_rows: u32, n_pages: u32) -> Result<Vec<Vec<u32>>, DeviceError> {
@@ -216,7 +239,7 @@ impl Backend for Plain {
     }
 
     fn copy_pages(&self, kv: &mut Kv, copies: &[PageCopy]) -> Result<(), DeviceError> {
-        let page = kv.shape.page_len as usize * 2 * kv.shape.head_dim as usize;
+        let page = kv.head_page();
         for copy in copies {
             for layer in (0..kv.shape.n_layers).map(LayerIdx) {
                 for head in 0..kv.shape.n_kv_heads as usize {
@@ -230,12 +253,12 @@ impl Backend for Plain {
     }
 
     fn page_image(&self, kv: &Kv) -> Option<PageImage> {
-        let bytes = kv.shape.page_bytes() / kv.shape.dtype.bytes() * 4;
+        let bytes = kv.page_places(Slot(0)).count() * kv.head_page() * 4;
         Some(PageImage { bytes, layout: format!("plain, {:?}", kv.shape) })
     }
 
     fn read_page(&self, kv: &Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        let page = kv.shape.page_len as usize * 2 * kv.shape.head_dim as usize;
+        let page = kv.head_page();
         let places = kv.page_places(slot).flat_map(|start| start..start + page);
         for (bytes, place) in target.as_chunks_mut().0.iter_mut().zip(places) {
             *bytes = kv.data[place].to_le_bytes();
@@ -244,7 +267,7 @@ impl Backend for Plain {
     }
 
     fn write_page(&self, kv: &mut Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        let page = kv.shape.page_len as usize * 2 * kv.shape.head_dim as usize;
+        let page = kv.head_page();
         let places: Vec<usize> =
             kv.page_places(slot).flat_map(|start| start..start + page).collect();
         for (&bytes, place) in source.as_chunks().0.iter().zip(places) {
@@ -268,7 +291,9 @@ impl Backend for Plain {
                         let at = kv.at(layer, head, target.0, offset);
                         let mut key = kv.data[at..at + d].to_vec();
                         rotate(&mut key, &plan.rope, f64::from(by), 1.0);
-                        key.iter_mut().for_each(|x| *x = kv.round(*x));
+                        if by != 0 {
+                            key = kv.round(layer, &key);
+                        }
                         kv.data[at..at + d].copy_from_slice(&key);
                     }
                 }
@@ -384,10 +409,10 @@ impl Backend for Plain {
             let (slot, offset) = plan.place(row, plan.own_place(row));
             for i in 0..g {
                 let at = kv.at(layer, i, slot, offset);
-                for j in 0..d {
-                    kv.data[at + j] = kv.round(qkv[(h + i) * d + j]);
-                    kv.data[at + d + j] = kv.round(qkv[(h + g + i) * d + j]);
-                }
+                let key = kv.round(layer, &qkv[(h + i) * d..][..d]);
+                let value = kv.round(layer, &qkv[(h + g + i) * d..][..d]);
+                kv.data[at..at + d].copy_from_slice(&key);
+                kv.data[at + d..at + 2 * d].copy_from_slice(&value);
             }
         }
         Ok(())

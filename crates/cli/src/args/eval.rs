@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use nuthatch_engine::topk::Policy;
 
-use super::{ColdDtypeArg, EngineArgs};
+use super::{ColdDtypeArg, EngineArgs, KvDtypeArg};
 use crate::eval::TaskName;
 use crate::size::parse_tokens;
 
@@ -19,7 +19,7 @@ Examples:
   nuthatch eval --task niah_single_1,vt --length 2K,4K --samples 24 \\
       --policy full --policy hata:256,k=10% --policy quest --json results.json
   nuthatch eval --task ppl --text book.txt --length 8K --mass
-  nuthatch eval --task ppl --policy full --cold int8,fp8,int4";
+  nuthatch eval --task ppl --policy full --cache int8,fp8 --cold int8,fp8,int4";
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = EVAL_EXAMPLES.replace("TASKS", &TaskName::list()))]
@@ -47,6 +47,9 @@ pub(crate) struct EvalArgs {
     /// Also continue exactly after a prompt whose KV pages were stored as --kv-cold-dtype has it
     #[arg(long, value_name = "TYPE,...", value_delimiter = ',', value_enum)]
     pub(crate) cold: Vec<ColdDtypeArg>,
+    /// Also compute and continue exactly with the KV cache as --kv-cache-dtype has it
+    #[arg(long, value_name = "TYPE,...", value_delimiter = ',', value_enum)]
+    pub(crate) cache: Vec<KvDtypeArg>,
     /// Prose that needles are hidden in [default: a short text that comes with the program]
     #[arg(long, value_name = "FILE")]
     pub(crate) text: Option<PathBuf>,

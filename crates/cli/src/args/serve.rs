@@ -50,6 +50,9 @@ pub(crate) struct ServeArgs {
     /// Clients with different keys (or X-Tenant-Id headers, without keys) share no cached pages
     #[arg(long)]
     pub(crate) isolate_tenants: bool,
+    /// Keep conversations whose requests have a `session_id` in this directory, and go on with them
+    #[arg(long, value_name = "DIR")]
+    pub(crate) session_dir: Option<PathBuf>,
     /// Certificate, and those that vouch for it, as PEM
     #[arg(long, value_name = "FILE", alias = "ssl-cert-file")]
     pub(crate) ssl_certfile: Option<PathBuf>,

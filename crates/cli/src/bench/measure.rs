@@ -182,7 +182,7 @@ impl Bench {
         policy: Option<&Policy>,
         (kv, far_bytes): (KvShape, u64),
     ) -> Option<TopKResult> {
-        let row_bytes = kv.row_bytes() as u64;
+        let row_bytes = kv.row_bytes(0) as u64;
         let stats = self.engine.executor().topk_stats()?;
         let counts = stats.policies.first()?;
         let of_decode =

@@ -2,10 +2,11 @@
 
 use nuthatch_types::Streaming;
 
+use nuthatch_server::check_name;
+
 use super::{ConfigError, EngineConfig, SamplingConfig, model_or_default};
 use crate::args::RunArgs;
 use crate::resolve::{ModelSpec, looks_like_model};
-use crate::session::check_name;
 
 /// Where the prompt comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! `nuthatch serve`, checked.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -23,6 +23,7 @@ pub(crate) struct ServeConfig {
     pub(crate) api_keys: Vec<String>,
     pub(crate) admin_key: Option<String>,
     pub(crate) isolates_tenants: bool,
+    pub(crate) session_dir: Option<PathBuf>,
     pub(crate) pooling: Pooling,
     pub(crate) tls: Option<TlsFiles>,
     pub(crate) events: Option<EventsConfig>,
@@ -76,6 +77,7 @@ impl ServeConfig {
             api_keys,
             admin_key: args.admin_key.clone(),
             isolates_tenants: args.isolate_tenants,
+            session_dir: args.session_dir.clone(),
             pooling: match args.pooling {
                 PoolingArg::Last => Pooling::Last,
                 PoolingArg::Mean => Pooling::Mean,

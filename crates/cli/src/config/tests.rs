@@ -109,6 +109,21 @@ fn engine_flags_have_the_names_people_know() {
     assert_eq!((config.kv_dtype, config.kv_bytes), (KvDtype::Bf16, Some(2 << 30)));
     assert_eq!((config.max_rows, config.max_seqs), (1024, 4));
     assert_eq!((config.rope.scaling, config.rope.scale), (Some(RopeKind::Yarn), Some(4.0)));
+    let dtype = |words: &str| {
+        let Command::Run(args) = parse(words) else { panic!("not run") };
+        EngineConfig::new(&args.engine, 1).map(|config| config.kv_dtype.to_string())
+    };
+    assert_eq!(dtype("--kv-cache-dtype fp8_e4m3").unwrap(), "fp8");
+    let words = "--kv-cache-dtype int8 --kv-cache-dtype-skip-layers 0,29";
+    assert_eq!(dtype(words).unwrap(), "int8 but for layers [0, 29]");
+    for (words, expected) in [
+        ("--kv-cache-dtype-skip-layers 0", "needs --kv-cache-dtype int8 or fp8, not f16"),
+        ("--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 128", "layers are 0 to 127"),
+        ("--kv-cache-dtype int8 --kv-cold-dtype int4", "stored as they are"),
+    ] {
+        let error = dtype(words).unwrap_err().to_string();
+        assert!(error.contains(expected), "{words}: {error}");
+    }
     for alias in ["-c 8K", "--max-model-len 8192", "--context-length 8k"] {
         let Command::Run(args) = parse(alias) else { panic!("not run") };
         assert_eq!(args.engine.max_model_len, Some(8192), "{alias}");

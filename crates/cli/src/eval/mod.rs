@@ -24,7 +24,7 @@ use nuthatch_types::{ColdKv, KvDtype, TokenId};
 
 use crate::args::EvalArgs;
 use crate::chart::Figure;
-use crate::config::EngineConfig;
+use crate::config::{self, EngineConfig};
 use crate::device::{Device, DeviceConfig};
 use crate::fetch::{self, Fetch};
 use crate::load;
@@ -48,7 +48,9 @@ struct Eval<'a> {
     tasks: Vec<TaskName>,
     /// How prompts are continued, and what their pages went through before.
     ways: Vec<(Policy, Option<ColdKv>)>,
-    /// Their names.
+    /// Other types of the whole KV cache, with which prompts are continued exactly.
+    caches: Vec<KvDtype>,
+    /// The names of both.
     policies: Vec<String>,
     prompts: Prompts,
     fetch: &'a Fetch<'a>,
@@ -80,6 +82,9 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         None => policy.to_string(),
         Some(cold) => format!("{policy}, pages as {cold}"),
     });
+    let caches = args.cache.iter().map(|&dtype| config::kv_dtype(&args.engine, dtype));
+    let caches = caches.collect::<Result<Vec<_>, _>>()?;
+    let policies = policies.chain(caches.iter().map(|dtype| format!("full, cache as {dtype}")));
     let policies = policies.collect();
     let new = Results {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -93,7 +98,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
         results.replace(Results::resume(path, new.clone())?.records);
     }
-    let eval = Eval { args, tasks, ways, policies, prompts, fetch };
+    let eval = Eval { args, tasks, ways, caches, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
@@ -138,14 +143,21 @@ impl Eval<'_> {
         let (policies, colds): (Vec<Policy>, Vec<_>) = self.ways.iter().cloned().unzip();
         let options = sparse::options_of(files, &policies, &config.sparse, self.fetch.env)?;
         let sizes = (longest + N_MEASURED as u32, KvDtype::F16);
-        let mut runner = Runner::new(backend, files, &options, &colds, sizes)?;
+        let main = Runner::new(Arc::clone(&backend), files, &options, &colds, sizes)?;
+        let mut runner = Runners { main, n_ways: self.ways.len(), caches: Vec::new() };
+        let full = ["full".parse()?];
+        for &dtype in &self.caches {
+            let options = sparse::options_of(files, &full, &config.sparse, self.fetch.env)?;
+            let (backend, sizes) = (Arc::clone(&backend), (sizes.0, dtype));
+            runner.caches.push(Runner::new(backend, files, &options, &[None], sizes)?);
+        }
         if self.args.mass {
-            runner.measure_mass();
+            runner.main.measure_mass();
         }
         let mut trace = Trace::open(self.args.record_trace.as_deref())?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if trace.file.is_some() || self.args.overlap_plot.is_some() {
-            runner.record();
+            runner.main.record();
         }
         let _running = self.fetch.interrupt.begin();
         for Cell { sample, length, task } in self.cells()? {
@@ -164,7 +176,7 @@ impl Eval<'_> {
                 continue;
             };
             results.replace(records);
-            let decisions = runner.take_trace();
+            let decisions = runner.main.take_trace();
             overlaps.add(&decisions);
             trace.write(&decisions)?;
             if let Some(path) = &self.args.json {
@@ -203,7 +215,7 @@ impl Eval<'_> {
     /// What the policies answer; nothing if the question does not fit.
     fn one<B: Backend>(
         &self,
-        runner: &mut Runner<B>,
+        runner: &mut Runners<B>,
         missing: &[usize],
         (task, length, sample): (TaskName, u32, u32),
     ) -> anyhow::Result<Option<Vec<Record>>> {
@@ -232,7 +244,7 @@ impl Eval<'_> {
     /// Continues a part of the text with its own tokens.
     fn continue_text<B: Backend>(
         &self,
-        runner: &mut Runner<B>,
+        runner: &mut Runners<B>,
         length: u32,
         sample: u32,
     ) -> anyhow::Result<Vec<Record>> {
@@ -254,6 +266,34 @@ impl Eval<'_> {
             ..record(TaskName::Perplexity, (length, sample), policy, prompt, found)
         });
         Ok(records.collect())
+    }
+}
+
+/// The model with the cache of most ways, and with each other cache.
+struct Runners<B: Backend> {
+    main: Runner<B>,
+    n_ways: usize,
+    caches: Vec<Runner<B>>,
+}
+
+impl<B: Backend> Runners<B> {
+    /// As [`Runner::run`], policies of all caches counted together.
+    fn run(
+        &mut self,
+        prompt: &[TokenId],
+        policies: &[usize],
+        ending: &Ending<'_>,
+    ) -> anyhow::Result<Vec<Continuation>> {
+        let mut exact = Vec::new();
+        let first: Vec<usize> = policies.iter().copied().filter(|&i| i < self.n_ways).collect();
+        let mut found = self.main.run(prompt, &first, ending, &mut exact)?;
+        for (i, cache) in (self.n_ways..).zip(&mut self.caches) {
+            found.extend(match policies.contains(&i) {
+                true => cache.run(prompt, &[0], ending, &mut exact)?,
+                false => vec![Continuation::default()],
+            });
+        }
+        Ok(found)
     }
 }
 

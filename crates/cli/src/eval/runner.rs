@@ -103,11 +103,15 @@ impl<B: Backend> Runner<B> {
     }
 
     /// Computes the prompt and lets these policies continue it; the others' continuations are empty.
+    ///
+    /// Divergences are from `exact`, logits for each step of tokens that are given; the first policy's
+    /// are put there if there are none.
     pub(super) fn run(
         &mut self,
         prompt: &[TokenId],
         policies: &[usize],
         ending: &Ending<'_>,
+        exact: &mut Vec<Vec<f32>>,
     ) -> anyhow::Result<Vec<Continuation>> {
         ensure!(!prompt.is_empty(), "an empty prompt");
         if let Some(topk) = self.model.topk_mut() {
@@ -119,7 +123,10 @@ impl<B: Backend> Runner<B> {
         let mut running = policies.to_vec();
         let mut rows = vec![logits; running.len()];
         for step in 0..ending.n_tokens {
-            self.choose(&mut states, &running, &rows, step, ending);
+            if ending.given.is_some() && exact.len() == step {
+                exact.extend(rows.first().cloned());
+            }
+            choose(&mut states, &running, &rows, (step, ending), exact.get(step));
             running.retain(|&i| {
                 states[i].tokens.last().is_some_and(|last| !ending.ends.contains(last))
             });
@@ -149,32 +156,6 @@ impl<B: Backend> Runner<B> {
     /// The decisions since the last call.
     pub(super) fn take_trace(&mut self) -> Vec<Decision> {
         self.model.topk_mut().map(TopK::take_trace).unwrap_or_default()
-    }
-
-    /// Adds a token to each running answer; `rows` are their logits, in the same order.
-    fn choose(
-        &self,
-        states: &mut [Continuation],
-        running: &[usize],
-        rows: &[Vec<f32>],
-        step: usize,
-        ending: &Ending<'_>,
-    ) {
-        let exact = rows.first().map(|row| log_softmax(row));
-        for (&i, row) in running.iter().zip(rows) {
-            let token = match ending.given {
-                Some(given) => given[step],
-                None => argmax(row),
-            };
-            if ending.given.is_some() {
-                let logs = log_softmax(row);
-                states[i].nll -= logs[token.0 as usize];
-                if let Some(exact) = &exact {
-                    states[i].kl += divergence(exact, &logs);
-                }
-            }
-            states[i].tokens.push(token);
-        }
     }
 
     /// Computes the prompt in table 0, exactly; the logits after its last token.
@@ -263,6 +244,31 @@ impl<B: Backend> Runner<B> {
         let mut logits = vec![0.0; n * self.vocab];
         self.model.forward(&layout, &mut logits)?;
         Ok(logits.chunks_exact(self.vocab).map(<[f32]>::to_vec).collect())
+    }
+}
+
+/// Adds a token to each running answer; `rows` are their logits, in the same order.
+fn choose(
+    states: &mut [Continuation],
+    running: &[usize],
+    rows: &[Vec<f32>],
+    (step, ending): (usize, &Ending<'_>),
+    exact: Option<&Vec<f32>>,
+) {
+    let exact = exact.map(|row| log_softmax(row));
+    for (&i, row) in running.iter().zip(rows) {
+        let token = match ending.given {
+            Some(given) => given[step],
+            None => argmax(row),
+        };
+        if ending.given.is_some() {
+            let logs = log_softmax(row);
+            states[i].nll -= logs[token.0 as usize];
+            if let Some(exact) = &exact {
+                states[i].kl += divergence(exact, &logs);
+            }
+        }
+        states[i].tokens.push(token);
     }
 }
 

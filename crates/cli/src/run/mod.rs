@@ -11,12 +11,12 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use nuthatch_engine::DiskOptions;
+use nuthatch_server::{Session, Sessions};
 use nuthatch_tokens::Message;
 
 use crate::config::{ConfigError, Prompt, RunConfig};
 use crate::fetch::{self, Fetch};
 use crate::load::Prepared;
-use crate::session::{Session, Sessions};
 use crate::text;
 use answer::Answerer;
 
@@ -119,7 +119,7 @@ impl History {
         let Some((sessions, name, session)) = &mut self.kept else { return Ok(()) };
         session.system = self.system.clone();
         session.set_messages(&self.messages);
-        sessions.save(name, session)
+        Ok(sessions.save(name, session)?)
     }
 }
 

@@ -4,6 +4,7 @@ mod client;
 mod load;
 mod panic;
 mod score;
+mod sessions;
 
 use std::io::{Read as _, Write as _};
 

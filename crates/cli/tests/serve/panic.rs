@@ -44,6 +44,7 @@ fn a_panic_fails_one_request_of_a_running_server() {
         api_keys: Vec::new(),
         admin_key: None,
         isolates_tenants: false,
+        sessions: None,
         pooling: Pooling::Last,
         tls: None,
         events: None,

@@ -25,6 +25,17 @@ fn pages_outlive_the_process() {
         assert_eq!(answer["ids"], without["ids"], "round {round}");
         assert_eq!(answer["stats"]["cached_tokens"].as_u64().unwrap() > 0, is_cached);
     }
+    // What is in other bits belongs to somebody else.
+    for dtype in ["int8", "fp8"] {
+        let words = [question, "--kv-cache-dtype", dtype];
+        let without = ask(&tiny, &words);
+        let with_disk = [&words[..], &["--kv-disk", &disk]].concat();
+        for is_cached in [false, true] {
+            let answer = ask(&tiny, &with_disk);
+            assert_eq!(answer["ids"], without["ids"], "{dtype}");
+            assert_eq!(answer["stats"]["cached_tokens"].as_u64().unwrap() > 0, is_cached);
+        }
+    }
     assert!(dir.join("lock").is_file());
     let small = format!("{}:12", tiny.dir.path().join("small").display());
     for (disk, expect) in [(&*small, "too few"), ("kv", "PATH:SIZE"), ("/dev/null/kv:1MiB", "kv")] {

@@ -57,11 +57,14 @@ fn pages_in_a_file_give_the_same_answer() {
     let words = ["-p", &prompt, "--max-tokens", "12", "--greedy", "--json", "--sparse", policy];
     let answers = |more: &[&str]| tiny.json("run", &[&words[..], more].concat())["answers"].clone();
     let here = answers(&[]);
+    let coded = answers(&["--kv-cache-dtype", "int8"]);
     let folder = tiny.dir.path().join("kv");
     std::fs::create_dir(&folder).unwrap();
     let disk = format!("disk:{}", folder.display());
     for far in ["host", &disk] {
         assert_eq!(answers(&["--kv-offload", far]), here, "{far}");
+        let int8 = ["--kv-cache-dtype", "int8", "--kv-offload", far];
+        assert_eq!(answers(&int8), coded, "{far}");
         let with_budget = ["--kv-offload", far, "--kv-device-budget", "1GiB"];
         assert_eq!(answers(&with_budget), here, "{far}");
         assert_eq!(answers(&[&with_budget[..], &["--kv-resident", "off"]].concat()), here);
@@ -72,6 +75,10 @@ fn pages_in_a_file_give_the_same_answer() {
         (&["--kv-offload", "tape:/x"], "neither host nor disk:PATH"),
         (&["--kv-offload", &disk, "--kv-device-budget", "1KiB"], "are too few"),
         (&["--kv-device-budget", "1MiB"], "--kv-offload"),
+        (
+            &["--kv-cache-dtype", "int8", "--kv-cache-dtype-skip-layers", "0"],
+            "leave out --kv-cache-dtype-skip-layers, or --sparse",
+        ),
     ] {
         let output = tiny.output("run", &[&words[..], more].concat(), "");
         assert!(!output.status.success());

@@ -242,6 +242,8 @@ fn the_context_has_an_end() {
         &["-c", "1K", "--rope-scaling", "yarn", "--rope-scale", "8"][..],
         &["-c", "64", "--kv-cache-dtype", "f32", "--kv-cache-memory-bytes", "1MiB"],
         &["--kv-cache-dtype", "bf16", "--max-num-batched-tokens", "4", "--max-num-seqs", "3"],
+        &["--kv-cache-dtype", "fp8", "--sparse", "quest"],
+        &["--kv-cache-dtype", "int8", "--kv-cache-dtype-skip-layers", "0"],
         &["--scheduling-policy", "mlfq", "--eviction-policy", "lineage"],
         &["--schedule-policy", "lpm", "--disable-radix-cache", "--chunked-prefill-size", "8"],
     ] {

@@ -125,13 +125,14 @@ impl<E: Execute> Engine<E> {
         Ok(())
     }
 
-    /// Tokens at a prompt's beginning that a slower tier holds, or may hold.
-    pub(super) fn n_stored(&mut self, salt: Salt, prompt: &[TokenId]) -> u32 {
+    /// Tokens at a prompt's beginning that a slower tier holds, or may hold, and pages of them that
+    /// are farther than the disk.
+    pub(super) fn n_stored(&mut self, salt: Salt, prompt: &[TokenId]) -> (u32, u32) {
         // Where a page does not stand for all tokens before it, loading is not worth its rules.
         let keeps_all = self.scheduler.config().window.is_none();
         match &mut self.tier {
             Some(tier) if keeps_all => tier.n_stored(&self.scheduler, salt, prompt),
-            Some(_) | None => 0,
+            Some(_) | None => (0, 0),
         }
     }
 

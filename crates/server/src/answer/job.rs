@@ -146,6 +146,16 @@ impl Job {
         Job { kind: Kind::Responses, is_whole: true, ..self }
     }
 
+    /// Keeps whole answers even if they are sent as they grow, for [`Job::text`].
+    pub(crate) fn keep_text(&mut self) {
+        self.is_whole = true;
+    }
+
+    /// The text of the first answer so far.
+    pub(crate) fn text(&self) -> String {
+        self.answers.first().map(|answer| answer.shown.clone()).unwrap_or_default()
+    }
+
     /// Takes in what the engine says of the answers to one of the prompts.
     pub fn take(&mut self, prompt_idx: usize, output: Output) -> Piece {
         let (is_whole, keeps_tokens) = (self.is_whole, self.with_logprobs || self.is_compared());

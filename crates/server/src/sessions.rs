@@ -6,8 +6,9 @@
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use anyhow::Context as _;
+use nuthatch_engine::Tenant;
 use nuthatch_tokens::Message;
 use serde::{Deserialize, Serialize};
 
@@ -17,13 +18,13 @@ const FILE_BYTES_MAX: u64 = 64 << 20;
 const NAME_LEN_MAX: usize = 64;
 
 /// A session that there is not, or that cannot be.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum SessionError {
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
     /// Names become names of files.
     #[error("`{0}` is no name for a session: use up to 64 letters, digits, `-`, `_` and `.`")]
     Name(String),
     /// There is none.
-    #[error("there is no session `{0}`; `nuthatch sessions list` says which there are")]
+    #[error("there is no session `{0}`")]
     Unknown(String),
     /// There is one already.
     #[error("there is a session `{0}` already; delete it first, or choose another name")]
@@ -34,15 +35,40 @@ pub(crate) enum SessionError {
     /// It would have no end.
     #[error("the file has more than {} MiB", FILE_BYTES_MAX >> 20)]
     TooLong,
+    /// It is not what such a file is.
+    #[error("this is no session: {0}")]
+    Broken(#[from] serde_json::Error),
+    /// The file cannot be read or written.
+    #[error("cannot {what} {}: {error}", path.display())]
+    File {
+        /// What was tried.
+        what: &'static str,
+        /// With which file.
+        path: PathBuf,
+        /// Why not.
+        error: Box<SessionError>,
+    },
+    /// The system's word.
+    #[error(transparent)]
+    Io(#[from] io::Error),
 }
+
+impl SessionError {
+    fn with(self, what: &'static str, path: &Path) -> Self {
+        SessionError::File { what, path: path.to_owned(), error: Box::new(self) }
+    }
+}
+
+type Result<T> = std::result::Result<T, SessionError>;
 
 /// A conversation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Session {
+pub struct Session {
     version: u32,
     /// The model that it was held with last.
-    pub(crate) model: String,
-    pub(crate) system: Option<String>,
+    pub model: String,
+    /// What the model was told before everything else.
+    pub system: Option<String>,
     messages: Vec<Said>,
 }
 
@@ -58,30 +84,34 @@ impl Session {
     const VERSION: u32 = 1;
 
     /// A conversation of which nothing was said.
-    pub(crate) fn new(model: &str) -> Self {
+    pub fn new(model: &str) -> Self {
         Session { version: Self::VERSION, model: model.to_owned(), ..Session::default() }
     }
 
     /// What was said.
-    pub(crate) fn messages(&self) -> Vec<Message> {
+    pub fn messages(&self) -> Vec<Message> {
         self.messages.iter().map(|said| Message::new(&said.role, &said.content)).collect()
     }
 
     /// Replaces what was said.
-    pub(crate) fn set_messages(&mut self, messages: &[Message]) {
+    pub fn set_messages(&mut self, messages: &[Message]) {
         let said = |m: &Message| Said { role: m.role.clone(), content: m.content.clone() };
         self.messages = messages.iter().map(said).collect();
     }
 
     /// Messages that were said.
-    pub(crate) fn n_messages(&self) -> usize {
+    pub fn n_messages(&self) -> usize {
         self.messages.len()
     }
 
-    fn parse(bytes: &[u8]) -> anyhow::Result<Self> {
+    /// Reads what [`Sessions::export`] gave.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        if bytes.len() as u64 > FILE_BYTES_MAX {
+            return Err(SessionError::TooLong);
+        }
         let session: Session = serde_json::from_slice(bytes)?;
         if session.version != Self::VERSION {
-            return Err(SessionError::Version(session.version).into());
+            return Err(SessionError::Version(session.version));
         }
         Ok(session)
     }
@@ -89,21 +119,31 @@ impl Session {
 
 /// Where sessions are kept.
 #[derive(Clone, Debug)]
-pub(crate) struct Sessions {
+pub struct Sessions {
     dir: PathBuf,
 }
 
 impl Sessions {
     /// Those of a directory, which need not be there.
-    pub(crate) fn new(dir: PathBuf) -> Self {
+    pub fn new(dir: PathBuf) -> Self {
         Sessions { dir }
     }
 
+    /// Those of one of several who do not see each other's.
+    pub(crate) fn of(&self, tenant: Tenant) -> Self {
+        match tenant.0 {
+            0 => self.clone(),
+            number => Sessions { dir: self.dir.join(format!("tenant-{number:016x}")) },
+        }
+    }
+
     /// All names, in order.
-    pub(crate) fn names(&self) -> anyhow::Result<Vec<String>> {
+    pub fn names(&self) -> Result<Vec<String>> {
         let entries = match fs::read_dir(&self.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.with_context(|| self.dir.display().to_string())?,
+            entries => {
+                entries.map_err(|error| SessionError::from(error).with("read", &self.dir))?
+            }
         };
         let mut names = Vec::new();
         for entry in entries {
@@ -116,7 +156,7 @@ impl Sessions {
     }
 
     /// The session of a name; `None` when there is none.
-    pub(crate) fn load(&self, name: &str) -> anyhow::Result<Option<Session>> {
+    pub fn load(&self, name: &str) -> Result<Option<Session>> {
         let path = self.path(name)?;
         if !path.exists() {
             return Ok(None);
@@ -125,56 +165,62 @@ impl Sessions {
     }
 
     /// The same; an error when there is none.
-    pub(crate) fn get(&self, name: &str) -> anyhow::Result<Session> {
+    pub fn get(&self, name: &str) -> Result<Session> {
         let session = self.load(name)?;
-        Ok(session.ok_or_else(|| SessionError::Unknown(name.to_owned()))?)
+        session.ok_or_else(|| SessionError::Unknown(name.to_owned()))
     }
 
     /// Keeps a session, in place of the one before it: either is there whole, whatever happens.
-    pub(crate) fn save(&self, name: &str, session: &Session) -> anyhow::Result<()> {
+    pub fn save(&self, name: &str, session: &Session) -> Result<()> {
         let path = self.path(name)?;
         let mut builder = DirBuilder::new();
         builder.recursive(true);
         #[cfg(unix)]
         std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-        builder.create(&self.dir).with_context(|| self.dir.display().to_string())?;
-        write(&path, session).with_context(|| format!("cannot save {}", path.display()))
+        let create = builder.create(&self.dir);
+        create.map_err(|error| SessionError::from(error).with("create", &self.dir))?;
+        write(&path, session).map_err(|error| error.with("save", &path))
     }
 
     /// Forgets a session.
-    pub(crate) fn delete(&self, name: &str) -> anyhow::Result<()> {
+    pub fn delete(&self, name: &str) -> Result<()> {
         let path = self.path(name)?;
         match fs::remove_file(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(SessionError::Unknown(name.to_owned()).into())
+                Err(SessionError::Unknown(name.to_owned()))
             }
-            result => result.with_context(|| path.display().to_string()),
+            result => result.map_err(|error| SessionError::from(error).with("remove", &path)),
         }
     }
 
     /// Takes a session from a file that [`Sessions::export`] wrote.
-    pub(crate) fn import(&self, name: &str, file: &Path) -> anyhow::Result<Session> {
+    pub fn import(&self, name: &str, file: &Path) -> Result<Session> {
         let session = read(file)?;
-        if self.load(name)?.is_some() {
-            return Err(SessionError::Exists(name.to_owned()).into());
-        }
-        self.save(name, &session)?;
+        self.add(name, &session)?;
         Ok(session)
     }
 
+    /// Takes a session; an error if there is one of this name.
+    pub fn add(&self, name: &str, session: &Session) -> Result<()> {
+        if self.load(name)?.is_some() {
+            return Err(SessionError::Exists(name.to_owned()));
+        }
+        self.save(name, session)
+    }
+
     /// The text of a session, to be kept elsewhere.
-    pub(crate) fn export(&self, name: &str) -> anyhow::Result<String> {
+    pub fn export(&self, name: &str) -> Result<String> {
         Ok(serde_json::to_string_pretty(&self.get(name)?)?)
     }
 
-    fn path(&self, name: &str) -> Result<PathBuf, SessionError> {
+    fn path(&self, name: &str) -> Result<PathBuf> {
         check_name(name)?;
         Ok(self.dir.join(format!("{name}.json")))
     }
 }
 
 /// Checks that a name can be one of a file, and of nothing else.
-pub(crate) fn check_name(name: &str) -> Result<(), SessionError> {
+pub fn check_name(name: &str) -> Result<()> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let is_name = !name.is_empty()
         && name.len() <= NAME_LEN_MAX
@@ -183,21 +229,20 @@ pub(crate) fn check_name(name: &str) -> Result<(), SessionError> {
     if is_name { Ok(()) } else { Err(SessionError::Name(name.to_owned())) }
 }
 
-fn read(path: &Path) -> anyhow::Result<Session> {
-    let read = || -> anyhow::Result<Session> {
+fn read(path: &Path) -> Result<Session> {
+    let read = || {
         let mut bytes = Vec::new();
         fs::File::open(path)?.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
-        if bytes.len() as u64 > FILE_BYTES_MAX {
-            return Err(SessionError::TooLong.into());
-        }
         Session::parse(&bytes)
     };
-    read().with_context(|| format!("cannot read {}", path.display()))
+    read().map_err(|error| error.with("read", path))
 }
 
-fn write(path: &Path, session: &Session) -> anyhow::Result<()> {
+fn write(path: &Path, session: &Session) -> Result<()> {
     // Beside it, so that renaming is one step.
-    let new = path.with_extension(format!("{}.new", std::process::id()));
+    static N_WRITES: AtomicU64 = AtomicU64::new(0);
+    let number = N_WRITES.fetch_add(1, Ordering::Relaxed);
+    let new = path.with_extension(format!("{}-{number}.new", std::process::id()));
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true);
     #[cfg(unix)]
