@@ -61,6 +61,7 @@ judged! {
     attend_decode_matches,
     attend_prefill_matches,
     attend_far_matches,
+    attend_long_matches,
     attend_cuts_agree,
     attend_neighbours_agree,
     attend_places_agree,

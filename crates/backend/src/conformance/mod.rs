@@ -39,7 +39,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::Backend;
 
 pub use attend::{
-    attend_decode_matches, attend_far_matches, attend_prefill_matches, attend_reads_queries_only,
+    attend_decode_matches, attend_far_matches, attend_long_matches, attend_prefill_matches,
+    attend_reads_queries_only,
 };
 pub use attend_bits::{
     attend_cuts_agree, attend_neighbours_agree, attend_past_agrees, attend_places_agree,
@@ -94,6 +95,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_decode_matches", attend_decode_matches::<B>),
         ("attend_prefill_matches", attend_prefill_matches::<B>),
         ("attend_far_matches", attend_far_matches::<B>),
+        ("attend_long_matches", attend_long_matches::<B>),
         ("attend_cuts_agree", attend_cuts_agree::<B>),
         ("attend_neighbours_agree", attend_neighbours_agree::<B>),
         ("attend_places_agree", attend_places_agree::<B>),
