@@ -1,6 +1,8 @@
 //! The arena of keys and values: `[layer][kv head][slot]`, and inside a page of one head the order
 //! that `kernels/kv.cuh` draws.
 
+use std::ops::Range;
+
 use nuthatch_backend::DeviceError;
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
@@ -93,7 +95,7 @@ impl CudaKv {
         let arena = if is_on_host {
             Arena::Host(PinnedMemory::new(device, n_bytes, "the KV cache on the host")?)
         } else {
-            Arena::Device(device.alloc(n_bytes, "the KV cache")?)
+            Arena::Device(device.alloc_kv(n_bytes)?)
         };
         let host = match slots.host {
             0 => None,
@@ -120,6 +122,18 @@ impl CudaKv {
         let (n_host, place) = (self.slots.host as usize, (slot.0 - self.slots.device) as usize);
         let page = self.page.bytes();
         (0..self.n_heads()).map(move |head| (head * n_host + place) * page)
+    }
+
+    /// Puts memory behind slots, for all heads of all layers, and gives the bytes behind all slots.
+    pub(crate) fn back(&self, device: &Device, slots: Range<u32>) -> Result<usize, DeviceError> {
+        assert!(slots.end <= self.slots.device, "slots of the arena");
+        let (page, per_head) = (self.page.bytes(), self.head_bytes() as usize);
+        let Arena::Device(memory) = &self.arena else { return Ok(0) };
+        let at = |head: usize, slot: u32| head * per_head + slot as usize * page;
+        for head in 0..self.n_heads() {
+            device.back(memory, at(head, slots.start)..at(head, slots.end))?;
+        }
+        Ok(memory.backed_bytes())
     }
 
     /// Bytes of all device slots of one head.

@@ -1,6 +1,6 @@
 //! NVIDIA GPUs as a device: CUDA loaded at run time, kernels compiled by NVRTC at first use.
 //!
-//! - `open`: how a GPU is used; `device`, `pinned`: the driver, one stream, memory, the host's too, and the fault that ends it
+//! - `open`: how a GPU is used; `device`, `pinned`, `virtual_memory`: the driver, one stream, memory, the host's too, and the fault that ends it
 //! - `nvrtc`, `program`, `compile`: compiling kernels, keeping them on disk, what is compiled
 //!   together, and compiling all of it to see that it can be
 //! - `common`: the kernels that every model needs
@@ -30,6 +30,7 @@ mod product;
 mod program;
 mod sparse;
 mod timing;
+mod virtual_memory;
 mod weight;
 
 use std::collections::BTreeMap;
@@ -49,7 +50,7 @@ pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::CudaKv;
 use kv::PageShape;
-use launch::attend::{AttendKernels, Attention};
+use launch::attend::{AttendKernels, Attention, can_append};
 use launch::draw::Draws;
 use launch::matmul::Target;
 use launch::{copy, embed, gather, norm, rope, shift, swiglu};
@@ -357,8 +358,23 @@ impl Backend for Cuda {
         kv: &CudaKv,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let (device, prefetch) = (&self.device, self.l2_prefetch);
-        Attention { device, plan, layer, spec, qkv, kv, prefetch }.run(out)
+        self.attention(plan, layer, spec, (qkv, kv)).run(out)
+    }
+
+    fn rope_attend(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut CudaBuf,
+        kv: &mut CudaKv,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        let appends = can_append(plan, spec, kv);
+        if !appends {
+            self.rope_append(plan, layer, spec, qkv, kv)?;
+        }
+        self.attention(plan, layer, spec, (qkv, kv)).run_as(appends, out)
     }
 
     fn draws(&self) -> bool {

@@ -80,6 +80,7 @@ judged! {
     attend_past_agrees,
     attend_freed_agrees,
     attend_places_are_not_positions,
+    rope_attend_agrees,
 }
 
 /// Top-k attention, which not every device has.

@@ -121,7 +121,7 @@ pub fn attend_long_matches<B: Backend>(b: &B) {
     /// Rows of the last step.
     const LAST: usize = 20;
     let cases = [
-        (Case::new(KvDtype::F16, 2, 4, 64).rotated(RopeStyle::Halves, 64), 9_100),
+        (Case::new(KvDtype::F16, 1, 8, 32).rotated(RopeStyle::Halves, 32), 9_100),
         (Case::new(KvDtype::Bf16, 3, 1, 32), 33_500),
     ];
     let mut random = Random::new(25);

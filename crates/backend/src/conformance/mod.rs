@@ -14,6 +14,7 @@
 //! model does, through `rope_append`, and reads them through `attend`. Arenas are first filled with
 //! NaN and infinities, so that whatever is read but does not belong to a sequence shows.
 
+mod at_once;
 mod attend;
 mod attend_bits;
 mod compare;
@@ -38,6 +39,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::Backend;
 
+pub use at_once::rope_attend_agrees;
 pub use attend::{
     attend_decode_matches, attend_far_matches, attend_long_matches, attend_prefill_matches,
     attend_reads_queries_only,
@@ -102,6 +104,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_past_agrees", attend_past_agrees::<B>),
         ("attend_freed_agrees", attend_freed_agrees::<B>),
         ("attend_places_are_not_positions", attend_places_are_not_positions::<B>),
+        ("rope_attend_agrees", rope_attend_agrees::<B>),
     ]
 }
 
