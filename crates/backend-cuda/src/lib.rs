@@ -60,8 +60,8 @@ pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
 use sparse::SparseLayer;
 pub use timing::KernelTime;
+use weight::WeightKernels;
 pub use weight::{CudaWeight, weight_bytes};
-use weight::{Part, WeightKernels, check_size};
 
 /// A GPU as a device.
 pub struct Cuda {
@@ -121,19 +121,7 @@ impl Backend for Cuda {
     }
 
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<CudaWeight, DeviceError> {
-        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
-        for part in parts {
-            check_size(part)?;
-        }
-        let (cols, is_gated) = (parts[0].cols, false);
-        let mut weight = CudaWeight { rows: 0, cols, parts: Vec::new(), is_gated };
-        for same in parts.chunk_by(|a, b| a.dtype == b.dtype) {
-            let kernels = self.weight_kernels(same[0].dtype)?;
-            let part = Part::load(&self.device, kernels, same, (weight.rows, false))?;
-            weight.rows += part.rows;
-            weight.parts.push(part);
-        }
-        Ok(weight)
+        self.load_parts(parts)
     }
 
     fn load_gated(
@@ -141,17 +129,7 @@ impl Backend for Cuda {
         gate: HostMatrix<'_>,
         up: HostMatrix<'_>,
     ) -> Result<CudaWeight, DeviceError> {
-        let is_packed = gate.dtype == up.dtype && gate.dtype != WeightType::F32 && !self.is_exact;
-        if !is_packed || gate.rows != up.rows || !gate.rows.is_multiple_of(8) {
-            return self.load(&[gate, up]);
-        }
-        assert_eq!(gate.cols, up.cols, "both have the same columns");
-        check_size(&gate)?;
-        check_size(&up)?;
-        let (rows, cols) = (2 * gate.rows, gate.cols);
-        let kernels = self.weight_kernels(gate.dtype)?;
-        let part = Part::load(&self.device, kernels, &[gate, up], (0, true))?;
-        Ok(CudaWeight { rows, cols, parts: vec![part], is_gated: true })
+        self.load_pair(gate, up)
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
