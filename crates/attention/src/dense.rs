@@ -32,7 +32,7 @@ pub struct Dense<B: Backend> {
 
 impl<B: Backend> Dense<B> {
     /// Appends the rows' keys and values to the cache and attends; `qkv` is `[T, (H + 2 G) D]`, or
-    /// `[T, H D]` in a layer that owns no KV, `out` `[T, H D]`.
+    /// `[T, H D]` in a layer that owns no KV, and undefined afterwards; `out` is `[T, H D]`.
     pub fn run(
         &self,
         backend: &B,
@@ -41,8 +41,7 @@ impl<B: Backend> Dense<B> {
         qkv: &mut B::Buf,
         out: &mut B::Buf,
     ) -> Result<(), DeviceError> {
-        self.append(backend, plan, store, qkv)?;
-        backend.attend(plan, self.layer, &self.spec(), qkv, store.device(), out)
+        backend.rope_attend(plan, self.layer, &self.spec(), qkv, store.device_mut(), out)
     }
 
     /// Appends the rows' keys and values to the cache, and leaves the queries ready.

@@ -52,6 +52,8 @@ struct AttendParams {
     const u32* tasks;
     const u32* n_tasks;  // of splits, and beside it how many were taken
     const u32* tables;   // [row][table_len]
+    // For splits that rotate q and k, and append k and v: [T][HEAD_DIM / 2] cosine and sine; else null.
+    const float* angles;
     u64 head_bytes;     // of all slots of one head
     Near near;
     u32 q_stride;       // floats
@@ -62,7 +64,9 @@ struct AttendParams {
     u32 prefetch;  // steps that splits bring to the second-level cache ahead of their use, or 0
     Cuts cuts;
     u32 tile_parts;  // blocks that share a task of many lines
-    float scale;   // times log2(e)
+    u32 is_halves;   // whether a pair that is rotated is HEAD_DIM / 2 apart, or neighbours
+    u32 is_contiguous;  // whether a page's slot is its place in the tables
+    float scale;        // times log2(e)
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 
@@ -164,8 +168,43 @@ DEVICE void begin_chunk(Lines<R>& lines) {
         for (int e = 0; e < 4; e++) lines.o[n][e] = 0.0f;
 }
 
-// Splits the lines' queries into operands in shared memory.
-template <int R>
+// Whether splits can rotate queries: a lane then has both elements of a pair.
+#define CAN_ROTATE (HEAD_DIM % 64 == 0)
+
+// Rotates a query of which the lane has elements k * 32 + pair * 8 + t * 2, and the one after.
+DEVICE void rotate_query(const AttendParams& p, u64 row, float (&x)[KT][8]) {
+    const u32 t = threadIdx.x % 4;
+    const float* angles = p.angles + row * HEAD_DIM;
+    if (p.is_halves) {
+        UNROLL
+        for (int k = 0; k < KT / 2; k++)
+            UNROLL
+            for (int pair = 0; pair < 4; pair++) {
+                const float4 both = *(const float4*)(angles + (k * 32 + pair * 8 + t * 2) * 2);
+                const float2 turns[2] = {make_float2(both.x, both.y), make_float2(both.z, both.w)};
+                UNROLL
+                for (int e = 0; e < 2; e++) {
+                    float &a = x[k][2 * pair + e], &b = x[k + KT / 2][2 * pair + e];
+                    const float first = turned_first(a, b, turns[e]);
+                    b = turned_second(a, b, turns[e]), a = first;
+                }
+            }
+        return;
+    }
+    UNROLL
+    for (int k = 0; k < KT; k++)
+        UNROLL
+        for (int pair = 0; pair < 4; pair++) {
+            const float2 angle = ((const float2*)angles)[k * 16 + pair * 4 + t];
+            float &a = x[k][2 * pair], &b = x[k][2 * pair + 1];
+            const float first = turned_first(a, b, angle);
+            b = turned_second(a, b, angle), a = first;
+        }
+}
+
+// Splits the lines' queries into operands in shared memory; rotates them first if ROTATES and there are
+// angles.
+template <int R, bool ROTATES = false>
 DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     UNROLL
@@ -185,6 +224,7 @@ DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) 
                 if (g + 8 * r < lines.n && i < HEAD_DIM) two = *(const float2*)(q + i);
                 x[k][2 * pair] = two.x, x[k][2 * pair + 1] = two.y;
             }
+        if (ROTATES && CAN_ROTATE && p.angles && g + 8 * r < lines.n) rotate_query(p, row, x);
         UNROLL
         for (int k = 0; k < KT; k++)
             UNROLL

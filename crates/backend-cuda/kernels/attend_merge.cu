@@ -1,9 +1,9 @@
 // Merges the chunks of the rows that were split, from left to right.
 //
-// Grid: (row that was split, query head and piece of COLUMNS columns). Chunks come in batches through a
-// ring of DEPTH, maxima and sums behind the rest. The weights of a batch are worked out by all threads
-// together, which leaves one operation to each link of the long chain of sums, or two where the maximum
-// moves: that is seldom.
+// Grid: (row that was split, query head and piece of COLUMNS columns). First all threads together work out
+// how the chunks of a span are weighed, which leaves one operation to each link of the long chain of
+// sums, or two where the maximum moves: that is seldom. Meanwhile the chunks come in batches through a
+// ring of DEPTH.
 
 // The chunks that a row sees.
 struct Chunks {
@@ -31,110 +31,177 @@ struct MergeParams {
 static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
 
 #define MERGE_THREADS 128
+#define MERGE_OWN 2  // chunks that a thread weighs
+#define MERGE_SPAN (MERGE_OWN * MERGE_THREADS)
+#define MERGE_EIGHT 8  // chunks that are looked at together
 
 template <int COLUMNS, int DEPTH, int SHARED>
 struct Merger {
     static const int BATCH = MERGE_BATCH_FLOATS / COLUMNS;  // chunks
-    static const int BATCH_WARPS = (BATCH + 31) / 32;       // that work out weights
-    static const int STAGE_FLOATS = MERGE_BATCH_FLOATS + 2 * BATCH;
-    static_assert(DEPTH * STAGE_FLOATS * 4 == SHARED, "the host's memory differs");
-    static_assert(BATCH <= MERGE_THREADS && BATCH % 4 == 0, "a thread for the weights of a chunk");
+    static_assert((DEPTH * MERGE_BATCH_FLOATS + 3 * MERGE_SPAN) * 4 == SHARED, "the host's memory");
+    static_assert(MERGE_SPAN % BATCH == 0 && BATCH % MERGE_EIGHT == 0, "whole batches and eights");
 
     // A piece of the chunks of one head of one row.
     struct Piece {
-        u64 first, stride;  // chunks, counted in lines
+        u32 first, stride;  // chunks, counted in lines
         u32 n;              // chunks
         u32 column, n_columns;
+    };
+
+    // How each chunk of a span, and all before it, are weighed; and the chunk's sum.
+    struct Weighed {
+        float before[MERGE_SPAN], after[MERGE_SPAN], sum[MERGE_SPAN];
     };
 
     // Brings the results of a batch, or nothing if there is none.
     DEVICE void load(const MergeParams& p, const Piece& piece, u32 batch, u32 ring) {
         const u32 QUADS = COLUMNS / 4, start = batch * BATCH;
         const u32 n = start < piece.n ? min(piece.n - start, (u32)BATCH) : 0;
-        const u32 target = ring + batch % DEPTH * (STAGE_FLOATS * 4);
-        if (threadIdx.x < n)
-            copy_eight(target + (MERGE_BATCH_FLOATS + 2 * threadIdx.x) * 4,
-                       p.sums + (piece.first + (start + threadIdx.x) * piece.stride) * 2);
+        const u32 target = ring + batch % DEPTH * (MERGE_BATCH_FLOATS * 4);
         for (u32 i = threadIdx.x; i < n * QUADS; i += MERGE_THREADS) {
             const u32 chunk = i / QUADS, at = i % QUADS * 4;
             if (at >= piece.n_columns) continue;
-            const u64 line = piece.first + (start + chunk) * piece.stride;
+            const u32 line = piece.first + (start + chunk) * piece.stride;
             copy_async(target + (chunk * COLUMNS + at) * 4,
-                       p.partials + line * WIDTH + piece.column + at, 16);
+                       p.partials + (u64)line * WIDTH + piece.column + at, 16);
         }
         copy_commit();
     }
 
+    // Asks for the maxima and sums of the thread's chunks of a span.
+    DEVICE void fetch(const MergeParams& p, const Piece& piece, u32 start,
+                      float2 (&own)[MERGE_OWN]) {
+        UNROLL
+        for (int i = 0; i < MERGE_OWN; i++) {
+            const u32 chunk = start + threadIdx.x * MERGE_OWN + i;
+            own[i] = make_float2(-INFINITE, 0.0f);
+            if (chunk < piece.n)
+                own[i] = ((const float2*)p.sums)[piece.first + chunk * piece.stride];
+        }
+    }
+
+    // Weighs the chunks of a span; `m` is the maximum of everything before it, and then of the span too.
+    DEVICE void weigh_span(const float2 (&own)[MERGE_OWN], float& m, Weighed& weighed) {
+        __shared__ float maxima[MERGE_THREADS / 32];
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        float upto = own[0].x;
+        UNROLL
+        for (int i = 1; i < MERGE_OWN; i++) upto = fmaxf(upto, own[i].x);
+        UNROLL
+        for (int step = 1; step < 32; step *= 2) {
+            const float other = __shfl_up_sync(~0u, upto, step);
+            if (lane >= step) upto = fmaxf(upto, other);
+        }
+        if (lane == 31) maxima[warp] = upto;
+        __syncthreads();
+        float left = m;
+        UNROLL
+        for (u32 i = 0; i < MERGE_THREADS / 32; i++) {
+            if (i < warp) left = fmaxf(left, maxima[i]);
+            m = fmaxf(m, maxima[i]);
+        }
+        const float inside = __shfl_up_sync(~0u, upto, 1);
+        if (lane > 0) left = fmaxf(left, inside);
+        UNROLL
+        for (int i = 0; i < MERGE_OWN; i++) {
+            const Weights w = weigh(left, own[i].x);
+            const u32 at = threadIdx.x * MERGE_OWN + i;
+            weighed.before[at] = w.before, weighed.after[at] = w.after;
+            weighed.sum[at] = own[i].y;
+            left = w.m;
+        }
+        __syncthreads();
+    }
+
+    // Chunks that are looked at together.
+    struct Eight {
+        float x[MERGE_EIGHT], before[MERGE_EIGHT], after[MERGE_EIGHT], sum[MERGE_EIGHT];
+    };
+
+    DEVICE void load_four(const float* source, float* target) {
+        const float4 four = *(const float4*)source;
+        target[0] = four.x, target[1] = four.y, target[2] = four.z, target[3] = four.w;
+    }
+
+    // Loads the chunks from `c` on; their weights are those from `at` on.
+    DEVICE void load_eight(const float* column, u32 c, const Weighed& weighed, u32 at, Eight& eight) {
+        UNROLL
+        for (int i = 0; i < MERGE_EIGHT; i++) eight.x[i] = column[(c + i) * COLUMNS];
+        UNROLL
+        for (int i = 0; i < MERGE_EIGHT; i += 4) {
+            load_four(weighed.before + at + i, eight.before + i);
+            load_four(weighed.after + at + i, eight.after + i);
+            load_four(weighed.sum + at + i, eight.sum + i);
+        }
+    }
+
+    // Adds a batch of `n` chunks, whose weights begin at `at`, to a column.
+    DEVICE void add(const float* column, u32 n, const Weighed& weighed, u32 at, float& o, float& l) {
+        Eight next;
+        if (n >= MERGE_EIGHT) load_eight(column, 0, weighed, at, next);
+        u32 c = 0;
+        for (; c + MERGE_EIGHT <= n; c += MERGE_EIGHT) {
+            const Eight eight = next;
+            if (c + 2 * MERGE_EIGHT <= n)
+                load_eight(column, c + MERGE_EIGHT, weighed, at + c + MERGE_EIGHT, next);
+            float all = eight.before[0];
+            UNROLL
+            for (int i = 1; i < MERGE_EIGHT; i++) all *= eight.before[i];
+            // None is above one.
+            if (all == 1.0f) {
+                UNROLL
+                for (int i = 0; i < MERGE_EIGHT; i++) {
+                    o = __fmaf_rn(eight.x[i], eight.after[i], o);
+                    l = __fmaf_rn(eight.sum[i], eight.after[i], l);
+                }
+            } else {
+                UNROLL
+                for (int i = 0; i < MERGE_EIGHT; i++) {
+                    o = __fmaf_rn(eight.x[i], eight.after[i], __fmul_rn(o, eight.before[i]));
+                    l = __fmaf_rn(eight.sum[i], eight.after[i], __fmul_rn(l, eight.before[i]));
+                }
+            }
+        }
+        for (; c < n; c++) {
+            const float before = weighed.before[at + c], after = weighed.after[at + c];
+            o = __fmaf_rn(column[c * COLUMNS], after, __fmul_rn(o, before));
+            l = __fmaf_rn(weighed.sum[at + c], after, __fmul_rn(l, before));
+        }
+    }
+
     DEVICE void run(const MergeParams& p) {
-        extern __shared__ __align__(128) float ring[];  // [DEPTH][STAGE_FLOATS]
-        __shared__ float before[BATCH], maxima[BATCH_WARPS];
-        __shared__ __align__(16) float after[BATCH], lengths[BATCH];
+        extern __shared__ __align__(128) float ring[];  // [DEPTH][MERGE_BATCH_FLOATS], Weighed
         allow_next();
         const Split split = p.splits[blockIdx.x];
         const Chunks chunks = chunks_of(p.cuts, split.n_keys, p.window);
-        const u32 n_heads = p.n_kv_heads * p.group, thread = threadIdx.x, lane = thread % 32;
+        const u32 n_heads = p.n_kv_heads * p.group, thread = threadIdx.x;
         const u32 head = blockIdx.y % n_heads;
+        Weighed& weighed = *(Weighed*)(ring + DEPTH * MERGE_BATCH_FLOATS);
         Piece piece;
         piece.stride = n_heads;
-        piece.first = (u64)(split.partial + chunks.first) * n_heads + head;
+        piece.first = (split.partial + chunks.first) * n_heads + head;
         piece.n = chunks.end - chunks.first;
         piece.column = blockIdx.y / n_heads * COLUMNS;
         piece.n_columns = min((u32)COLUMNS, WIDTH - piece.column);
-        const u32 n_batches = (piece.n + BATCH - 1) / BATCH;
         float m = -INFINITE, l = 0.0f, o = 0.0f;
+        float2 own[MERGE_OWN];
         wait_for_previous();
         if (blockIdx.x + blockIdx.y + thread == 0) *p.n_taken = 0;
+        fetch(p, piece, 0, own);
         for (u32 i = 0; i < DEPTH - 1; i++) load(p, piece, i, shared_address(ring));
-        for (u32 i = 0; i < n_batches; i++) {
-            const u32 n = min(piece.n - i * BATCH, (u32)BATCH);
-            const float* source = ring + i % DEPTH * STAGE_FLOATS;
+        for (u32 start = 0; start < piece.n; start += BATCH) {
+            const u32 at = start % MERGE_SPAN, batch = start / BATCH;
+            if (at == 0) {
+                weigh_span(own, m, weighed);
+                fetch(p, piece, start + MERGE_SPAN, own);
+            }
             copy_wait<DEPTH - 2>();
             __syncthreads();
-            float2 own = make_float2(-INFINITE, 0.0f);
-            if (thread < n) own = ((const float2*)(source + MERGE_BATCH_FLOATS))[thread];
-            // The maximum of everything up to this chunk, and of everything before it.
-            float upto = own.x;
-            for (u32 step = 1; step < 32; step *= 2) {
-                const float other = __shfl_up_sync(~0u, upto, step);
-                if (lane >= step) upto = fmaxf(upto, other);
-            }
-            if (lane == 31 && thread / 32 < BATCH_WARPS) maxima[thread / 32] = upto;
-            __syncthreads();
             // Nobody needs the batch before this one.
-            load(p, piece, i + DEPTH - 1, shared_address(ring));
-            float left = m;
-            for (u32 warp = 0; warp < BATCH_WARPS; warp++) {
-                if (warp < thread / 32) left = fmaxf(left, maxima[warp]);
-                m = fmaxf(m, maxima[warp]);
-            }
-            const float inside = __shfl_up_sync(~0u, upto, 1);
-            const Weights w = weigh(lane == 0 ? left : fmaxf(left, inside), own.x);
-            if (thread < BATCH)
-                before[thread] = w.before, after[thread] = w.after, lengths[thread] = own.y;
-            const bool is_moved = __syncthreads_or(thread < n && w.before != 1.0f);
-            if (thread >= piece.n_columns) continue;
-            source += thread;
-            u32 c = 0;
-            if (!is_moved) {
-#pragma unroll 4
-                for (; c + 4 <= n; c += 4) {
-                    const float4 by = *(const float4*)(after + c);
-                    const float4 length = *(const float4*)(lengths + c);
-                    o = __fmaf_rn(source[c * COLUMNS], by.x, o);
-                    l = __fmaf_rn(length.x, by.x, l);
-                    o = __fmaf_rn(source[(c + 1) * COLUMNS], by.y, o);
-                    l = __fmaf_rn(length.y, by.y, l);
-                    o = __fmaf_rn(source[(c + 2) * COLUMNS], by.z, o);
-                    l = __fmaf_rn(length.z, by.z, l);
-                    o = __fmaf_rn(source[(c + 3) * COLUMNS], by.w, o);
-                    l = __fmaf_rn(length.w, by.w, l);
-                }
-            }
-#pragma unroll 4
-            for (; c < n; c++) {
-                o = __fmaf_rn(source[c * COLUMNS], after[c], __fmul_rn(o, before[c]));
-                l = __fmaf_rn(lengths[c], after[c], __fmul_rn(l, before[c]));
-            }
+            load(p, piece, batch + DEPTH - 1, shared_address(ring));
+            if (thread < piece.n_columns)
+                add(ring + batch % DEPTH * MERGE_BATCH_FLOATS + thread,
+                    min(piece.n - start, (u32)BATCH), weighed, at, o, l);
         }
         const u32 i = piece.column + thread;
         if (thread >= piece.n_columns || i >= HEAD_DIM) return;
@@ -146,7 +213,7 @@ struct Merger {
 };
 
 #define MERGE(name, COLUMNS, DEPTH, SHARED)                                                    \
-    extern "C" __global__ void __launch_bounds__(MERGE_THREADS) name(MergeParams p) {          \
+    extern "C" __global__ void __maxnreg__(MERGE_REGISTERS) name(MergeParams p) {              \
         Merger<COLUMNS, DEPTH, SHARED>::run(p);                                                \
     }
 MERGE_ENTRIES

@@ -6,6 +6,10 @@
 // nobody has; large chunks come first, so that all end together. How many tasks there are is read from
 // device memory, so that the grid does not depend on lengths. Reads each page once, and writes a
 // partial result for each chunk.
+//
+// Where nothing else has, splits also do what rope.cu does: they rotate queries when they load them, and
+// the warp whose chunk ends with the row's own key puts that key and its value into the page, and into
+// the copy of the page that it has.
 
 struct Split {
     u32 row;  // of the batch
@@ -47,6 +51,12 @@ struct Work {
     }
 };
 
+// The slot of a page of a task's row.
+DEVICE u32 slot_at(const AttendParams& p, const Work& work, u32 page) {
+    const u64 place = (u64)work.part.table_row * p.table_len + page;
+    return p.is_contiguous ? (u32)place : p.tables[place];
+}
+
 // Sets of lines, of all KV heads.
 template <int R>
 DEVICE u32 n_sets(const AttendParams& p) {
@@ -73,30 +83,34 @@ struct Feed {
     u32 seen_first, seen_end;
     u32 first_page;
     u32 slot;
+    u32 n_works;  // of all warps
     // The next task: how much of it is known, and that.
     u32 known;
     u32 index;
     Work next;
     u32 next_slot;
 
-    // Looks at a bit more of the next task.
+    // Looks at a bit more of the next task. Where every warp has one at most, there is none.
     DEVICE void look(const AttendParams& p, Feed& feed) {
-        const u32 lane = threadIdx.x % 32;
+        const u32 lane = threadIdx.x % 32, n_warps = gridDim.x * (blockDim.x / 32);
+        if (feed.n_works <= n_warps) {
+            feed.next.lines = ~0u, feed.known = 3;
+            return;
+        }
         if (feed.known == 0) {
             if (lane == 0) feed.index = atomicAdd((u32*)p.n_tasks + 1, 1u);
         } else if (feed.known == 1) {
-            const u32 n_warps = gridDim.x * (blockDim.x / 32);
-            load_work(p, __shfl_sync(~0u, feed.index, 0) + n_warps, feed.next);
+            load_work(p, __shfl_sync(~0u, feed.index, 0) + n_warps, feed);
         } else if (feed.known == 2) {
             feed.next_slot = slot_of(p, feed.next);
         }
         feed.known++;
     }
 
-    DEVICE void load_work(const AttendParams& p, u32 index, Work& work) {
-        const u32 part = index / n_sets<R>(p);
-        work.lines = part < *p.n_tasks ? index % n_sets<R>(p) : ~0u;
-        if (work.lines != ~0u) work.part = ((const Part*)p.tasks)[part];
+    DEVICE void load_work(const AttendParams& p, u32 index, Feed& feed) {
+        feed.next.lines = index < feed.n_works ? index % n_sets<R>(p) : ~0u;
+        if (feed.next.lines != ~0u)
+            feed.next.part = ((const Part*)p.tasks)[index / n_sets<R>(p)];
     }
 
     // The slot of the lane's page of a task's chunk, or its frame with the highest bit.
@@ -107,7 +121,7 @@ struct Feed {
         const bool is_seen = page >= first_key_of(n_keys, p.window) / PAGE &&
                              page < (n_keys + PAGE - 1) / PAGE && lane < CHUNK_PAGES;
         if (!is_seen) return 0;
-        const u32 slot = p.tables[(u64)work.part.table_row * p.table_len + page];
+        const u32 slot = slot_at(p, work, page);
         const u32 frame = frame_of(p.near, slot);
         return frame == NOT_NEAR ? slot : IS_NEAR | frame;
     }
@@ -142,6 +156,65 @@ struct Feed {
         feed.seen_first = first_key_of(n_keys, p.window) / PAGE;
         feed.seen_end = (n_keys + PAGE - 1) / PAGE;
         feed.first_page = chunk_start(p.cuts, Work::chunk(feed.work)) / PAGE;
+    }
+};
+
+// The key and the value of a row, which are not in their page yet; a lane has elements lane, lane + 32, ...
+struct Fresh {
+    static const int N = WIDTH / 32;
+    bool is_here, is_written;  // whether the task's chunk ends with them, and whether it writes the page
+    u32 slot;
+    float key[N], value[N];
+    float2 angles[N];
+
+    // Asks for them; nothing waits for the answer yet.
+    DEVICE void fetch(const AttendParams& p, const Work& work, u32 sets, Fresh& fresh) {
+        const u32 n_keys = work.part.n_keys, lane = threadIdx.x % 32;
+        fresh.is_here =
+            CAN_ROTATE && p.angles && chunk_start(p.cuts, Work::chunk(work) + 1) >= n_keys;
+        if (!fresh.is_here) return;
+        fresh.is_written = work.lines % sets == 0;
+        fresh.slot = slot_at(p, work, (n_keys - 1) / PAGE);
+        const u64 row = work.part.row_chunk & 0xFFFF;
+        const u32 head = p.n_kv_heads * p.group + work.lines / sets;
+        const float* key = p.qkv + row * p.q_stride + head * HEAD_DIM;
+        const float2* angles = (const float2*)p.angles + row * (HEAD_DIM / 2);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            const u32 at = lane + 32 * i;
+            fresh.key[i] = key[at], fresh.value[i] = key[p.n_kv_heads * HEAD_DIM + at];
+            fresh.angles[i] = angles[p.is_halves ? at % (HEAD_DIM / 2) : at / 2];
+        }
+    }
+
+    DEVICE Element key_at_lane(const AttendParams& p, const Fresh& fresh, int i) {
+        const float x = fresh.key[i], near = __shfl_xor_sync(~0u, x, 1);
+        const float y = p.is_halves ? fresh.key[(i + N / 2) % N] : near;
+        const bool is_first = p.is_halves ? i < N / 2 : threadIdx.x % 2 == 0;
+        return key_element(is_first ? turned_first(x, y, fresh.angles[i])
+                                    : turned_second(y, x, fresh.angles[i]));
+    }
+
+    // Puts keys, or values, into half a page: into the warp's copy, and where it came from.
+    DEVICE void put(const AttendParams& p, const Work& work, u32 sets, const Fresh& fresh,
+                    bool is_values, u8* stage) {
+        const u32 place = work.part.n_keys - 1, token = place % PAGE;
+        const u8* page = p.layer + work.lines / sets * p.head_bytes +
+                         (u64)fresh.slot * HEAD_PAGE_BYTES + (is_values ? HALF_PAGE : 0);
+        Element* copy = (Element*)(stage + place / PAGE % STEP_PAGES * HALF_PAGE);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            const u32 column = threadIdx.x % 32 + 32 * i;
+            const Element x =
+                is_values ? value_element(fresh.value[i]) : key_at_lane(p, fresh, i);
+            const u32 at = is_values ? value_at(token, column) - PAGE * WIDTH : key_at(token, column);
+            copy[at] = x;
+            if (fresh.is_written) ((Element*)page)[at] = x;
+        }
+#if HAS_BULK
+        bulk_fence();
+#endif
+        __syncwarp();
     }
 };
 
@@ -244,7 +317,7 @@ struct Splitter {
     };
 
     // Waits for half a step, and gives its place. Afterwards no lane reads the half before.
-    DEVICE const u8* await(const u8* own, u32 ring, const Place& place) {
+    DEVICE u8* await(u8* own, u32 ring, const Place& place) {
 #if HAS_BULK
         barrier_wait(ring + BARRIERS + place.stage * 8, place.phase);
 #else
@@ -274,7 +347,7 @@ struct Splitter {
         }
         // Nobody reads the queries before, and then these are there.
         __syncwarp();
-        load_queries<R>(p, lines, operands);
+        load_queries<R, true>(p, lines, operands);
         __syncwarp();
     }
 
@@ -310,15 +383,17 @@ struct Splitter {
         // from each other, so that few tasks meet many blocks.
         Feed<R> feed;
         feed.is_done = feed.is_values = false, feed.stage = 0, feed.n_begun = 0;
-        Feed<R>::load_work(p, threadIdx.x / 32 * gridDim.x + blockIdx.x, feed.next);
+        feed.n_works = *p.n_tasks * n_sets<R>(p);
+        Feed<R>::load_work(p, threadIdx.x / 32 * gridDim.x + blockIdx.x, feed);
         feed.next_slot = Feed<R>::slot_of(p, feed.next);
-        // The kernels before this one in the same pass write only the pages that the rows end in:
-        // others are brought before those have ended. Which task comes next is known afterwards.
+        // The kernels before this one in the same pass write only the pages that the rows end in, if
+        // this one does not: others are brought before those have ended. Which task comes next is known
+        // afterwards.
         bool is_early = false;
         if (feed.next.lines != ~0u) {
             const u32 first = Work::first_step(p, feed.next), early = STAGES / 2;
             is_early = first + early < Work::end_step(p, feed.next) &&
-                       (first + early) * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE;
+                       (p.angles || (first + early) * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE);
         }
         if (!is_early) wait_for_previous();
         feed.known = 3;
@@ -340,6 +415,9 @@ struct Splitter {
             if (work.lines == ~0u) break;
             // Tasks that follow each other often have the same lines of the same row.
             const u32 same = (work.part.row_chunk & 0xFFFF) << 16 | work.lines;
+            const u32 sets = (p.group + 8 * R - 1) / (8 * R);
+            Fresh fresh;
+            Fresh::fetch(p, work, sets, fresh);
             if (same != last) take_lines(p, work, lines, operands);
             last = same;
             begin_chunk(lines);
@@ -347,14 +425,17 @@ struct Splitter {
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
                 // Once a half is there, the one before it is free.
-                const u8* keys = await(own, ring, place);
+                u8* keys = await(own, ring, place);
                 go_on(place);
                 bring(p, feed, own, ring);
+                const bool is_fresh = fresh.is_here && step + 1 == end_step;
+                if (is_fresh) Fresh::put(p, work, sets, fresh, false, keys);
                 score<R, HALF_PAGE>(keys, queries, s);
                 soften<R>(step * STEP, lines, s, down);
-                const u8* values = await(own, ring, place);
+                u8* values = await(own, ring, place);
                 go_on(place);
                 bring(p, feed, own, ring);
+                if (is_fresh) Fresh::put(p, work, sets, fresh, true, values);
                 mix_values<R, HALF_PAGE>(values, s, down, lines.o);
             }
             store_partial(p, work.part.partial, lines);
@@ -362,9 +443,14 @@ struct Splitter {
     }
 };
 
+// Registers of a thread. A quarter of a multiprocessor has 512 for each lane, of which a warp of `merge`
+// wants MERGE_REGISTERS: it then is there when this kernel ends.
+#define MERGE_REGISTERS 80
+#define SPLIT_ROOM(WARPS) ((512 - MERGE_REGISTERS) / ((WARPS + 3) / 4) / 8 * 8)
+#define SPLIT_REGISTERS(WARPS) (SPLIT_ROOM(WARPS) < 255 ? SPLIT_ROOM(WARPS) : 255)
 #define SPLIT(name, R, WARPS, STAGES, SHARED)                                                  \
     static_assert(WARPS * Splitter<R, STAGES>::WARP_BYTES == SHARED, "the host's memory");     \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) name(AttendParams p) {         \
+    extern "C" __global__ void __maxnreg__(SPLIT_REGISTERS(WARPS)) name(AttendParams p) {      \
         Splitter<R, STAGES>::run(p);                                                           \
     }
 SPLIT_ENTRIES

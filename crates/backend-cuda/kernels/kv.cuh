@@ -144,3 +144,12 @@ DEVICE Element value_element(float x) {
     return (u16)bf16_of(y);
 #endif
 }
+
+// A pair of elements (a, b), rotated by an angle whose cosine and sine are known.
+DEVICE float turned_first(float a, float b, float2 angle) {
+    return __fmaf_rn(a, angle.x, -__fmul_rn(b, angle.y));
+}
+
+DEVICE float turned_second(float a, float b, float2 angle) {
+    return __fmaf_rn(b, angle.x, __fmul_rn(a, angle.y));
+}

@@ -56,6 +56,8 @@ struct Few {
         for (u32 s = 0; s < STAGES - 1; s++)
             if (first + s < end) load_w(p, address + s * STAGE_BYTES, first + s);
         wait_for_previous();
+        Outputs<MT, NT> outputs;
+        outputs.fetch(p);
         for (u32 s = 0; s < STAGES - 1; s++) {
             if (first + s < end) load_x(p, address + s * STAGE_BYTES, first + s);
             copy_commit();
@@ -76,7 +78,7 @@ struct Few {
             multiply<MT, NT, CELL_BYTES>(stage, Rows{stage + MT * CELL_BYTES}, acc);
             slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
-        finish<MT, NT, STAGES * STAGE_BYTES>(p, shared, acc);
+        finish<MT, NT, STAGES * STAGE_BYTES>(p, shared, acc, outputs);
     }
 };
 
@@ -168,10 +170,11 @@ struct Many {
                 for (int e = 0; e < 4; e++) {
                     const u32 row = first_row + i * 16 + e / 2 * 8;
                     const u32 column = first_column + j * 8 + e % 2;
+                    const float2 added = fetch_added(p, row, column);
                     if (!p.is_gated)
-                        store(p, row, column, total[i][j][e]);
+                        store(p, row, column, total[i][j][e], added);
                     else if (e < 2)
-                        store_gated(p, row, column, total[i][j][e], total[i][j][(e + 2) % 4]);
+                        store_gated(p, row, column, total[i][j][e], total[i][j][(e + 2) % 4], added);
                 }
     }
 };

@@ -198,19 +198,34 @@ DEVICE void multiply(const u8* w, const X& x, float (&acc)[MT][NT][4]) {
 #endif
 }
 
-// Writes one output.
-DEVICE void store(const MatmulParams& p, u32 row, u32 column, float sum) {
+DEVICE float* out_at(const MatmulParams& p, u32 row, u32 column) {
+    return p.out + (u64)column * p.out_stride + p.out_first + row;
+}
+
+// What an output is added to: the bias, and what is there, or the other factor's bias. It is fetched while
+// the product is computed.
+DEVICE float2 fetch_added(const MatmulParams& p, u32 row, u32 column) {
+    float2 added = make_float2(0.0f, 0.0f);
+    if (row >= p.rows || column >= p.n_x) return added;
+    if (p.bias) added.x = p.bias[row];
+    if (p.is_added) added.y = *out_at(p, row, column);
+    if (p.bias && p.is_gated && row % 16 < 8) added.y = p.bias[row + 8];
+    return added;
+}
+
+// Writes one output, added to what was fetched.
+DEVICE void store(const MatmulParams& p, u32 row, u32 column, float sum, float2 added) {
     if (row >= p.rows || column >= p.n_x) return;
-    float* out = p.out + (u64)column * p.out_stride + p.out_first + row;
-    if (p.bias) sum += p.bias[row];
-    if (p.is_added) sum += *out;
-    *out = sum;
+    if (p.bias) sum += added.x;
+    if (p.is_added) sum += added.y;
+    *out_at(p, row, column) = sum;
 }
 
 // Writes one output of a gated product; `row` is that of the first factor, eight before the other.
-DEVICE void store_gated(const MatmulParams& p, u32 row, u32 column, float gate, float up) {
+DEVICE void store_gated(const MatmulParams& p, u32 row, u32 column, float gate, float up,
+                        float2 bias) {
     if (row >= p.rows || column >= p.n_x) return;
-    if (p.bias) gate += p.bias[row], up += p.bias[row + 8];
+    if (p.bias) gate += bias.x, up += bias.y;
     const u64 at = (u64)column * p.out_stride + row / 16 * 8 + row % 8;
     const float y = gated(gate, up);
     p.out[at] = y;
@@ -232,10 +247,35 @@ DEVICE float total_at(const u8* shared, u32 at) {
     return total;
 }
 
+// The outputs that a thread writes when the segments of its block come together.
+template <int MT, int NT>
+struct Outputs {
+    static const int ALL = MT * NT * 128, N = (ALL + 32 * SEGMENTS - 1) / (32 * SEGMENTS);
+    float2 added[N];
+
+    // Where a thread's output is among the block's sums.
+    DEVICE u32 at(int i) { return i * 32 * SEGMENTS + threadIdx.x; }
+    DEVICE u32 row(u32 at) {
+        return (blockIdx.x * MT + at / 128 / NT) * 16 + at / 64 % 2 * 8 + at % 32 / 4;
+    }
+    DEVICE u32 column(u32 at) {
+        return (blockIdx.y * NT + at / 128 % NT) * 8 + at % 4 * 2 + at / 32 % 2;
+    }
+
+    // Fetches what they are added to.
+    __device__ __forceinline__ void fetch(const MatmulParams& p) {
+        UNROLL
+        for (int i = 0; i < N; i++)
+            added[i] = at(i) < ALL ? fetch_added(p, row(at(i)), column(at(i))) : make_float2(0, 0);
+    }
+};
+
 // Brings the segments of a block's warps together, and writes the outputs. The ring of each warp, of
 // RING bytes, becomes the place of its sums.
 template <int MT, int NT, int RING>
-DEVICE void finish(const MatmulParams& p, u8* shared, const float (&acc)[MT][NT][4]) {
+DEVICE void finish(const MatmulParams& p, u8* shared, const float (&acc)[MT][NT][4],
+                   const Outputs<MT, NT>& outputs) {
+    typedef Outputs<MT, NT> Own;
     const u32 lane = threadIdx.x % 32;
     float* sums = (float*)(shared + threadIdx.x / 32 * RING);
     __syncwarp();
@@ -246,13 +286,14 @@ DEVICE void finish(const MatmulParams& p, u8* shared, const float (&acc)[MT][NT]
             UNROLL
             for (int e = 0; e < 4; e++) sums[((i * NT + j) * 4 + e) * 32 + lane] = acc[i][j][e];
     __syncthreads();
-    for (u32 at = threadIdx.x; at < MT * NT * 128; at += 32 * SEGMENTS) {
-        const u32 holder = at % 32, e = at / 32 % 4, j = at / 128 % NT, i = at / 128 / NT;
-        const u32 row = (blockIdx.x * MT + i) * 16 + e / 2 * 8 + holder / 4;
-        const u32 column = (blockIdx.y * NT + j) * 8 + holder % 4 * 2 + e % 2;
+    UNROLL
+    for (int i = 0; i < Own::N; i++) {
+        const u32 at = Own::at(i), row = Own::row(at), column = Own::column(at);
+        if (at >= Own::ALL) break;
         if (!p.is_gated)
-            store(p, row, column, total_at<RING>(shared, at));
-        else if (e < 2)
-            store_gated(p, row, column, total_at<RING>(shared, at), total_at<RING>(shared, at + 64));
+            store(p, row, column, total_at<RING>(shared, at), outputs.added[i]);
+        else if (at / 64 % 2 == 0)
+            store_gated(p, row, column, total_at<RING>(shared, at), total_at<RING>(shared, at + 64),
+                        outputs.added[i]);
     }
 }

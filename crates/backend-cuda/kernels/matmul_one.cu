@@ -31,15 +31,16 @@ struct One {
     }
 
     // The row as it is.
-    DEVICE void copy_row(const MatmulParams& p, u8* row) {
+    DEVICE void copy_row(const MatmulParams& p, u8* row, Outputs<1, 1>& outputs) {
         wait_for_previous();
+        outputs.fetch(p);
         for (u32 i = threadIdx.x; i < p.cells * 8; i += 32 * SEGMENTS)
             *(uint4*)(row + i * 16) = ((const uint4*)p.x)[i];
     }
 
     // The row made of another, with the sums of norm.cu: this block's warp `w` stands for that one's
     // warps w, w + 8, ...
-    DEVICE void normalise_row(const MatmulParams& p, u8* row) {
+    DEVICE void normalise_row(const MatmulParams& p, u8* row, Outputs<1, 1>& outputs) {
         __shared__ float sums[32];
         const u32 d = p.cells * 64, first = threadIdx.x * 4, stride = 32 * SEGMENTS * 4;
         const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -48,6 +49,7 @@ struct One {
         for (int k = 0; k < ONE_PIECES; k++)
             if (first + k * stride < d) w[k] = *(const float4*)(p.norm_weight + first + k * stride);
         wait_for_previous();
+        outputs.fetch(p);
         UNROLL
         for (int k = 0; k < ONE_PIECES; k++) {
             x[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -94,10 +96,11 @@ struct One {
             if (first + s < end) load_w(p, address + s * CELL_BYTES, first + s);
             copy_commit();
         }
+        Outputs<1, 1> outputs;
         if (p.norm_x)
-            normalise_row(p, row);
+            normalise_row(p, row, outputs);
         else
-            copy_row(p, row);
+            copy_row(p, row, outputs);
         __syncthreads();
         u32 slot = 0;
         for (u32 cell = first; cell < end; cell++) {
@@ -110,7 +113,7 @@ struct One {
             multiply<1, 1, CELL_BYTES>(ring + slot * CELL_BYTES, Row{row + cell * 128}, acc);
             slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
-        finish<1, 1, RING>(p, shared, acc);
+        finish<1, 1, RING>(p, shared, acc, outputs);
     }
 };
 

@@ -28,9 +28,11 @@ struct RopeParams {
 static_assert(sizeof(RopeParams) == ROPE_PARAMS_SIZE, "the host's RopeParams differs");
 
 #define WARPS 4
+#define ROPE_PIECES ((HEAD_DIM + 31) / 32)  // elements of a lane
+#define ROPE_PAIRS ((HEAD_DIM + 63) / 64)   // pairs that it rotates
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams p) {
-    begin();
+    allow_next();
     __shared__ float heads[WARPS][HEAD_DIM];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 all = p.n_heads + 2 * p.n_kv_heads;
@@ -39,36 +41,52 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
     const u32 row = (u32)(task / all), head = (u32)(task % all);
     float* source = p.qkv + ((u64)row * all + head) * HEAD_DIM;
     float* x = heads[warp];
-    const bool is_value = head >= p.n_heads + p.n_kv_heads;
-    const float* norm = head < p.n_heads ? p.q_norm : is_value ? 0 : p.k_norm;
-    float sum = 0.0f;
-    for (u32 i = lane; i < HEAD_DIM; i += 32) {
-        x[i] = source[i];
-        sum = __fmaf_rn(x[i], x[i], sum);
-    }
+    const bool is_query = head < p.n_heads, is_value = head >= p.n_heads + p.n_kv_heads;
+    const float* norm = is_query ? p.q_norm : is_value ? 0 : p.k_norm;
+    // Places and tables were there before the step began.
+    const u32 place = is_query ? 0 : p.places[row];
+    const u32 slot = is_query ? 0 : p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
+    wait_for_previous();
+    // Everything is asked for before anything is used.
+    const float2* angles = (const float2*)p.angles + (u64)row * p.half;
+    float own[ROPE_PIECES], sum = 0.0f;
+    float2 turns[ROPE_PAIRS];
+    UNROLL
+    for (int k = 0; k < ROPE_PIECES; k++)
+        own[k] = lane + 32 * k < HEAD_DIM ? source[lane + 32 * k] : 0.0f;
+    UNROLL
+    for (int k = 0; k < ROPE_PAIRS; k++)
+        turns[k] = !is_value && lane + 32 * k < p.half ? angles[lane + 32 * k] : make_float2(1, 0);
+    UNROLL
+    for (int k = 0; k < ROPE_PIECES; k++)
+        if (lane + 32 * k < HEAD_DIM) {
+            x[lane + 32 * k] = own[k];
+            sum = __fmaf_rn(own[k], own[k], sum);
+        }
     if (norm) {
         const float scale = 1.0f / __fsqrt_rn(warp_sum(sum) / (float)HEAD_DIM + p.eps);
         for (u32 i = lane; i < HEAD_DIM; i += 32) x[i] = x[i] * scale * norm[i];
     }
     __syncwarp();
     if (!is_value) {
-        const float2* angles = (const float2*)p.angles + (u64)row * p.half;
-        for (u32 i = lane; i < p.half; i += 32) {
+        UNROLL
+        for (int k = 0; k < ROPE_PAIRS; k++) {
+            const u32 i = lane + 32 * k;
+            if (i >= p.half) continue;
             const u32 first = p.is_halves ? i : 2 * i, second = p.is_halves ? i + p.half : 2 * i + 1;
-            const float2 angle = angles[i];
+            const float2 angle = turns[k];
             const float a = x[first], b = x[second];
-            x[first] = a * angle.x - b * angle.y;
-            x[second] = b * angle.x + a * angle.y;
+            x[first] = turned_first(a, b, angle);
+            x[second] = turned_second(a, b, angle);
         }
         __syncwarp();
     }
-    if (head < p.n_heads) {
+    if (is_query) {
         for (u32 i = lane; i < HEAD_DIM; i += 32) source[i] = x[i];
         return;
     }
     const u32 kv_head = (head - p.n_heads) % p.n_kv_heads;
-    const u32 place = p.places[row], token = place % PAGE;
-    const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
+    const u32 token = place % PAGE;
     Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
     const u32 frame = frame_of(p.near, slot);
     Element* copy = frame == NOT_NEAR ? 0 : (Element*)near_page(p.near, kv_head, frame);

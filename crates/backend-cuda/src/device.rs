@@ -1,6 +1,7 @@
 //! The device, its one stream, its memory, and the fault that ends it.
 
 use std::mem::size_of_val;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{
@@ -11,6 +12,7 @@ use nuthatch_backend::DeviceError;
 
 use crate::error::OpenError;
 use crate::timing::Timing;
+use crate::virtual_memory::VirtualMemory;
 
 /// The driver that the bindings were made for, in the driver's way of counting.
 const DRIVER_NEEDED: i32 = 13_000;
@@ -25,6 +27,8 @@ pub(crate) struct Device {
     /// Most dynamic shared memory of a block.
     shared_bytes_max: usize,
     n_multiprocessors: u32,
+    /// Whether arenas of keys and values have addresses first and memory later.
+    has_virtual_kv: bool,
     pub(crate) timing: Timing,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
@@ -32,7 +36,7 @@ pub(crate) struct Device {
 
 impl Device {
     /// Opens a device, and says in words why not.
-    pub(crate) fn open(ordinal: usize) -> Result<Self, OpenError> {
+    pub(crate) fn open(ordinal: usize, has_virtual_kv: bool) -> Result<Self, OpenError> {
         let found = driver_version().ok_or(OpenError::NoDriver)?;
         if found < DRIVER_NEEDED {
             return Err(OpenError::OldDriver { found });
@@ -61,6 +65,7 @@ impl Device {
             capability: (major, minor),
             shared_bytes_max: usize::try_from(shared).unwrap_or(0),
             n_multiprocessors: u32::try_from(count).unwrap_or(1),
+            has_virtual_kv,
             timing: Timing::default(),
             fault: Mutex::new(None),
         })
@@ -89,6 +94,11 @@ impl Device {
     /// The same, to queue on.
     pub(crate) fn main_stream(&self) -> &CudaStream {
         &self.stream
+    }
+
+    /// The same, for what is freed when nothing queued uses it any more.
+    pub(crate) fn shared_stream(&self) -> Arc<CudaStream> {
+        Arc::clone(&self.stream)
     }
 
     /// The context, for what is freed in it.
@@ -154,12 +164,34 @@ impl Device {
             }
             other => self.check(other)?,
         };
-        let memory = Memory { address, bytes, context: Arc::clone(&self.context) };
+        let context = Arc::clone(&self.context);
+        let memory = Memory { address, bytes, context, reserved: None };
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: the memory was just allocated with this size.
         let zeroed = unsafe { result::memset_d8_async(address, 0, bytes, self.stream.cu_stream()) };
         self.check(zeroed)?;
         Ok(memory)
+    }
+
+    /// Memory for an arena of keys and values: bytes that are all zero, or addresses only.
+    pub(crate) fn alloc_kv(&self, bytes: usize) -> Result<Memory, DeviceError> {
+        if !self.has_virtual_kv {
+            return self.alloc(bytes, "the KV cache");
+        }
+        let reserved = VirtualMemory::reserve(self, bytes)?;
+        let (address, context) = (reserved.address(), Arc::clone(&self.context));
+        Ok(Memory { address, bytes, context, reserved: Some(Mutex::new(reserved)) })
+    }
+
+    /// Whether a page's slot is its place in the tables, counted over all of them.
+    pub(crate) fn has_virtual_kv(&self) -> bool {
+        self.has_virtual_kv
+    }
+
+    /// Puts memory behind a range of bytes, if there were addresses only.
+    pub(crate) fn back(&self, memory: &Memory, range: Range<usize>) -> Result<(), DeviceError> {
+        let Some(reserved) = &memory.reserved else { return Ok(()) };
+        reserved.lock().unwrap_or_else(PoisonError::into_inner).back(self, range)
     }
 
     /// Makes bytes zero again, from byte `start` on.
@@ -321,6 +353,8 @@ pub(crate) struct Memory {
     address: u64,
     bytes: usize,
     context: Arc<CudaContext>,
+    /// What is behind the addresses, if it comes little by little.
+    reserved: Option<Mutex<VirtualMemory>>,
 }
 
 impl Memory {
@@ -333,12 +367,19 @@ impl Memory {
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// How much of it is memory, and not only addresses.
+    pub(crate) fn backed_bytes(&self) -> usize {
+        self.reserved.as_ref().map_or(self.bytes, |reserved| {
+            reserved.lock().unwrap_or_else(PoisonError::into_inner).backed_bytes()
+        })
+    }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
         // After a fault nothing can be freed, and the driver frees all of it with the process.
-        if self.context.bind_to_thread().is_ok() {
+        if self.reserved.is_none() && self.context.bind_to_thread().is_ok() {
             #[expect(unsafe_code, reason = "raw device memory")]
             // SAFETY: allocated in `Device::alloc`, and freed here only. The call waits for what is
             // queued.

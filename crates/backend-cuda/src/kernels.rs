@@ -61,17 +61,15 @@ impl AttendKernels {
         let split = |shape: SplitShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
-        let [few, many] = MergeShape::ALL;
-        let merge = |shape: MergeShape| {
-            Ok::<_, DeviceError>((shape, kernel(shape.name, shape.shared_bytes())?))
-        };
+        let merge = |shape: MergeShape| kernel(shape.name, shape.shared_bytes());
+        let [a, b, c, d] = MergeShape::ALL;
         let shape = attend.tile(device.describe().1.0);
         let attend = match attend.page.dtype {
             KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => Attend::Mma {
                 splits: [split(small)?, split(large)?],
                 tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
-                merges: [merge(few)?, merge(many)?],
+                merges: [merge(a)?, merge(b)?, merge(c)?, merge(d)?],
             },
         };
         Ok(AttendKernels {

@@ -1,6 +1,8 @@
 //! The arena of keys and values: `[layer][kv head][slot]`, and inside a page of one head the order
 //! that `kernels/kv.cuh` draws.
 
+use std::ops::Range;
+
 use nuthatch_backend::{DeviceError, NearCounts};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
@@ -121,7 +123,7 @@ impl CudaKv {
         let of_heads = |n: usize| bytes(slots.device) / heads.max(1) * n;
         let n_far = heads - n_resident;
         let arena = Arena {
-            device: device.alloc(of_heads(n_resident), "the KV cache")?,
+            device: device.alloc_kv(of_heads(n_resident))?,
             far: match n_far {
                 0 => None,
                 n => Some(PinnedMemory::new(device, of_heads(n), "the KV cache on the host")?),
@@ -156,6 +158,18 @@ impl CudaKv {
         let (n_host, place) = (self.slots.host as usize, (slot.0 - self.slots.device) as usize);
         let page = self.page.bytes();
         (0..self.n_heads()).map(move |head| (head * n_host + place) * page)
+    }
+
+    /// Puts memory behind slots, for all heads of all layers, and gives the bytes behind all slots.
+    pub(crate) fn back(&self, device: &Device, slots: Range<u32>) -> Result<usize, DeviceError> {
+        assert!(slots.end <= self.slots.device, "slots of the arena");
+        let (page, per_head) = (self.page.bytes(), self.head_bytes() as usize);
+        let memory = &self.arena.device;
+        let at = |head: usize, slot: u32| head * per_head + slot as usize * page;
+        for head in 0..self.arena.n_resident {
+            device.back(memory, at(head, slots.start)..at(head, slots.end))?;
+        }
+        Ok(memory.backed_bytes())
     }
 
     /// Bytes of all device slots of one head.

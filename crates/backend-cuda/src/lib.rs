@@ -1,6 +1,6 @@
 //! NVIDIA GPUs as a device: CUDA loaded at run time, kernels compiled by NVRTC at first use.
 //!
-//! - `open`: how a GPU is used; `device`, `pinned`: the driver, one stream, memory, the host's too, and the fault that ends it
+//! - `open`: how a GPU is used; `device`, `pinned`, `virtual_memory`: the driver, one stream, memory, the host's too, and the fault that ends it
 //! - `nvrtc`, `program`, `compile`: compiling kernels, keeping them on disk, what is compiled
 //!   together, and compiling all of it to see that it can be
 //! - `common`: the kernels that every model needs
@@ -32,6 +32,7 @@ mod product;
 mod program;
 mod sparse;
 mod timing;
+mod virtual_memory;
 mod weight;
 
 use std::collections::BTreeMap;
@@ -51,7 +52,7 @@ pub use error::{CompileError, OpenError};
 use graph::PassKey;
 pub use kv::{CudaKv, FarPages};
 use kv::{PageShape, check_dtype};
-use launch::attend::{AttendKernels, Attention};
+use launch::attend::{AttendKernels, Attention, can_append};
 use launch::draw::Draws;
 use launch::matmul::Target;
 use launch::{copy, embed, gather, norm, rope, shift, swiglu};
@@ -63,8 +64,8 @@ use product::Scratch;
 use sparse::SparseLayer;
 pub use sparse::{DecidingShape, deciding_bytes};
 pub use timing::KernelTime;
+use weight::WeightKernels;
 pub use weight::{CudaWeight, weight_bytes};
-use weight::{Part, WeightKernels, check_size};
 
 /// A GPU as a device.
 pub struct Cuda {
@@ -124,19 +125,7 @@ impl Backend for Cuda {
     }
 
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<CudaWeight, DeviceError> {
-        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
-        for part in parts {
-            check_size(part)?;
-        }
-        let (cols, is_gated) = (parts[0].cols, false);
-        let mut weight = CudaWeight { rows: 0, cols, parts: Vec::new(), is_gated };
-        for same in parts.chunk_by(|a, b| a.dtype == b.dtype) {
-            let kernels = self.weight_kernels(same[0].dtype)?;
-            let part = Part::load(&self.device, kernels, same, (weight.rows, false))?;
-            weight.rows += part.rows;
-            weight.parts.push(part);
-        }
-        Ok(weight)
+        self.load_parts(parts)
     }
 
     fn load_gated(
@@ -144,17 +133,7 @@ impl Backend for Cuda {
         gate: HostMatrix<'_>,
         up: HostMatrix<'_>,
     ) -> Result<CudaWeight, DeviceError> {
-        let is_packed = gate.dtype == up.dtype && gate.dtype != WeightType::F32 && !self.is_exact;
-        if !is_packed || gate.rows != up.rows || !gate.rows.is_multiple_of(8) {
-            return self.load(&[gate, up]);
-        }
-        assert_eq!(gate.cols, up.cols, "both have the same columns");
-        check_size(&gate)?;
-        check_size(&up)?;
-        let (rows, cols) = (2 * gate.rows, gate.cols);
-        let kernels = self.weight_kernels(gate.dtype)?;
-        let part = Part::load(&self.device, kernels, &[gate, up], (0, true))?;
-        Ok(CudaWeight { rows, cols, parts: vec![part], is_gated: true })
+        self.load_pair(gate, up)
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
@@ -368,8 +347,23 @@ impl Backend for Cuda {
         kv: &CudaKv,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let (device, prefetch) = (&self.device, self.l2_prefetch);
-        Attention { device, plan, layer, spec, qkv, kv, prefetch }.run(out)
+        self.attention(plan, layer, spec, (qkv, kv)).run(out)
+    }
+
+    fn rope_attend(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut CudaBuf,
+        kv: &mut CudaKv,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        let appends = can_append(plan, spec, kv);
+        if !appends {
+            self.rope_append(plan, layer, spec, qkv, kv)?;
+        }
+        self.attention(plan, layer, spec, (qkv, kv)).run_as(appends, out)
     }
 
     fn draws(&self) -> bool {

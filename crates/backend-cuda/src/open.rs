@@ -1,6 +1,7 @@
 //! Opening a GPU, and measuring on it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
@@ -11,7 +12,7 @@ use crate::buf::CudaBuf;
 use crate::common::Common;
 use crate::device::Device;
 use crate::error::OpenError;
-use crate::kv::FarPages;
+use crate::kv::{CudaKv, FarPages};
 use crate::launch::roof;
 use crate::nvrtc::Compiler;
 use crate::product::Scratch;
@@ -33,12 +34,16 @@ pub struct CudaConfig {
     pub is_eager: bool,
     /// Pages that are far, if they are.
     pub far: Option<FarPages>,
+    /// Whether pages lie one after the other, in the order of the tables, behind addresses that are reserved
+    /// for every table at its longest; memory is put behind them by [`Cuda::back`]. Attention then needs
+    /// no table, and nothing can be shared: to compare with.
+    pub kv_virtual: bool,
 }
 
 impl Cuda {
     /// Opens a device and compiles what every model needs.
     pub fn open(ordinal: usize, config: CudaConfig) -> Result<Self, OpenError> {
-        let device = Device::open(ordinal)?;
+        let device = Device::open(ordinal, config.kv_virtual)?;
         let compiler = Compiler::new(device.arch(), config.cache_dir)?;
         let cubin = compiler.cubin(&Program::common())?;
         let common = Common::new(&device, cubin).map_err(|e| OpenError::Driver(e.to_string()))?;
@@ -60,6 +65,17 @@ impl Cuda {
     /// Keeps pages far from now on.
     pub fn keep_far(&mut self, far: FarPages) {
         self.far = Some(far);
+    }
+
+    /// Whether arenas have addresses first, and memory when it is put behind them.
+    pub fn has_virtual_kv(&self) -> bool {
+        self.device.has_virtual_kv()
+    }
+
+    /// Puts memory behind slots of an arena whose addresses are reserved only, and gives the bytes that
+    /// are behind all its slots.
+    pub fn back(&self, kv: &CudaKv, slots: Range<u32>) -> Result<usize, DeviceError> {
+        kv.back(&self.device, slots)
     }
 
     /// Free and total bytes of the device.

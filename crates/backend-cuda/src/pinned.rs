@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, DriverError, sys};
+use cudarc::driver::{CudaStream, DriverError, sys};
 use nuthatch_backend::DeviceError;
 
 use crate::device::Device;
@@ -24,7 +24,8 @@ pub(crate) struct PinnedMemory {
     share: usize,
     /// Where those begin that are registered.
     registered: Vec<usize>,
-    context: Arc<CudaContext>,
+    /// What everything that uses it is queued on.
+    stream: Arc<CudaStream>,
 }
 
 impl PinnedMemory {
@@ -39,8 +40,8 @@ impl PinnedMemory {
         let Some(mapping) = Mapping::new(bytes.max(1)) else { return Err(out_of_memory) };
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
         let share = mapping.bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
-        let context = device.context();
-        let mut memory = PinnedMemory { mapping, share, registered: Vec::new(), context };
+        let stream = device.shared_stream();
+        let mut memory = PinnedMemory { mapping, share, registered: Vec::new(), stream };
         let outcomes = memory.register();
         let is_registered = |(_, outcome): &(usize, &Result<_, _>)| outcome.is_ok();
         let firsts = (0..bytes.max(1)).step_by(share).zip(&outcomes).filter(is_registered);
@@ -64,7 +65,7 @@ impl PinnedMemory {
                     scope.spawn(move || {
                         let bytes = self.share.min(self.mapping.bytes - first);
                         self.mapping.touch(first, bytes);
-                        self.context.bind_to_thread()?;
+                        self.stream.context().bind_to_thread()?;
                         self.register_share(first, bytes)
                     })
                 })
@@ -125,16 +126,19 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        let is_current = self.context.bind_to_thread().is_ok();
-        // What is queued may still use it. After a fault nothing runs any more.
-        if is_current && self.context.synchronize().is_ok() {
-            for &first in &self.registered {
-                // SAFETY: registered in `new`, and unregistered here only; the mapping is unmapped
-                // after.
-                let freed =
-                    unsafe { sys::cuMemHostUnregister(self.mapping.start.add(first).cast()) };
-                let _ = freed;
-            }
+        let is_current = self.stream.context().bind_to_thread().is_ok();
+        // What is queued may still use it. Waiting for the whole context would fail while another thread
+        // records a pass on a stream of its own.
+        let mut is_free = is_current && self.stream.synchronize().is_ok();
+        for &first in self.registered.iter().filter(|_| is_current) {
+            // SAFETY: registered in `new`, and unregistered here only; the mapping is unmapped after.
+            let freed = unsafe { sys::cuMemHostUnregister(self.mapping.start.add(first).cast()) };
+            is_free &= freed.result().is_ok();
+        }
+        // What the driver still knows as registered must not become somebody else's memory: copies from
+        // there would be refused.
+        if !is_free {
+            self.mapping.keep();
         }
     }
 }
@@ -164,6 +168,11 @@ impl Mapping {
         Some(Mapping { start: start.cast(), bytes })
     }
 
+    /// Has the mapping stay when this is dropped.
+    fn keep(&mut self) {
+        self.bytes = 0;
+    }
+
     /// Writes a byte to every page of a part, so that the system finds all of them now.
     fn touch(&self, first: usize, bytes: usize) {
         const SMALL_PAGE_BYTES: usize = 4096;
@@ -177,8 +186,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length, and unmapped once.
-        unsafe { libc::munmap(self.start.cast(), self.bytes) };
+        if self.bytes > 0 {
+            // SAFETY: mapped in `new` with this length, and unmapped once.
+            unsafe { libc::munmap(self.start.cast(), self.bytes) };
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use nuthatch_backend::{DeviceError, HostMatrix, WeightType};
 
+use crate::Cuda;
 use crate::common::Common;
 use crate::device::{Device, Kernel, Memory};
 use crate::launch::matmul::{Tile, cell_bytes, tiles};
@@ -178,6 +179,44 @@ fn load_bias(
     let memory = device.alloc(size_of_val(&bias[..]), "biases")?;
     device.upload(&memory, 0, &bias)?;
     Ok(Some(memory))
+}
+
+impl Cuda {
+    /// Matrices below each other, each run of one type as one part.
+    pub(crate) fn load_parts(&self, parts: &[HostMatrix<'_>]) -> Result<CudaWeight, DeviceError> {
+        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
+        for part in parts {
+            check_size(part)?;
+        }
+        let (cols, is_gated) = (parts[0].cols, false);
+        let mut weight = CudaWeight { rows: 0, cols, parts: Vec::new(), is_gated };
+        for same in parts.chunk_by(|a, b| a.dtype == b.dtype) {
+            let kernels = self.weight_kernels(same[0].dtype)?;
+            let part = Part::load(&self.device, kernels, same, (weight.rows, false))?;
+            weight.rows += part.rows;
+            weight.parts.push(part);
+        }
+        Ok(weight)
+    }
+
+    /// Two matrices whose rows are interleaved, or below each other if they cannot be.
+    pub(crate) fn load_pair(
+        &self,
+        gate: HostMatrix<'_>,
+        up: HostMatrix<'_>,
+    ) -> Result<CudaWeight, DeviceError> {
+        let is_packed = gate.dtype == up.dtype && gate.dtype != WeightType::F32 && !self.is_exact;
+        if !is_packed || gate.rows != up.rows || !gate.rows.is_multiple_of(8) {
+            return self.load_parts(&[gate, up]);
+        }
+        assert_eq!(gate.cols, up.cols, "both have the same columns");
+        check_size(&gate)?;
+        check_size(&up)?;
+        let (rows, cols) = (2 * gate.rows, gate.cols);
+        let kernels = self.weight_kernels(gate.dtype)?;
+        let part = Part::load(&self.device, kernels, &[gate, up], (0, true))?;
+        Ok(CudaWeight { rows, cols, parts: vec![part], is_gated: true })
+    }
 }
 
 #[cfg(test)]

@@ -78,12 +78,14 @@ judged! {
     attend_decode_matches,
     attend_prefill_matches,
     attend_far_matches,
+    attend_long_matches,
     attend_cuts_agree,
     attend_neighbours_agree,
     attend_places_agree,
     attend_past_agrees,
     attend_freed_agrees,
     attend_places_are_not_positions,
+    rope_attend_agrees,
 }
 
 /// Top-k attention, which not every device has.

@@ -293,6 +293,25 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), DeviceError>
     where
         Self: Sized;
+    /// [`Backend::rope_append`], then [`Backend::attend`], with their bits; afterwards `qkv` is undefined.
+    ///
+    /// A device that reads every page in `attend` can do the rest on the way.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn rope_attend(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut Self::Buf,
+        kv: &mut Self::Kv,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>
+    where
+        Self: Sized,
+    {
+        self.rope_append(plan, layer, spec, qkv, kv)?;
+        self.attend(plan, layer, spec, qkv, kv, out)
+    }
     /// Whether this device has [`Backend::draw`]; if not, the caller reads the logits and chooses.
     fn draws(&self) -> bool {
         false

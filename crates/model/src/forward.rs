@@ -166,8 +166,7 @@ impl<B: Backend> Model<B> {
         self.embed()?;
         for idx in 0..self.weights.layers.len() {
             self.speculate(idx, store, layout)?;
-            self.project(idx, store, layout)?;
-            self.attend(idx, store)?;
+            self.attend(idx, store, layout)?;
             self.finish_layer(idx, layout)?;
         }
         self.logits(layout)?;
@@ -252,23 +251,38 @@ impl<B: Backend> Model<B> {
         store: &mut KvStore<B>,
         layout: &BatchLayout,
     ) -> Result<(), DeviceError> {
+        self.queries_keys_values(idx, layout)?;
+        let (b, at) = (&*self.backend, Some(LayerIdx(idx as u32)));
+        b.begin_stage("append", at);
+        let layer = &self.weights.layers[idx].attention;
+        layer.append(b, &self.plan, store, &mut self.acts.qkv)
+    }
+
+    fn queries_keys_values(&mut self, idx: usize, layout: &BatchLayout) -> Result<(), DeviceError> {
         let (b, acts, layer) = (&*self.backend, &mut self.acts, &self.weights.layers[idx]);
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
         let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
         b.begin_stage("qkv", Some(LayerIdx(idx as u32)));
-        b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, &mut acts.qkv)?;
-        b.begin_stage("append", Some(LayerIdx(idx as u32)));
-        layer.attention.append(b, &self.plan, store, &mut acts.qkv)
+        b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, &mut acts.qkv)
     }
 
-    /// A layer's attention over the store.
-    fn attend(&mut self, idx: usize, store: &KvStore<B>) -> Result<(), DeviceError> {
+    /// A layer's attention over the store, to which its keys and values go.
+    fn attend(
+        &mut self,
+        idx: usize,
+        store: &mut KvStore<B>,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        if self.topk.is_some() {
+            self.project(idx, store, layout)?;
+        } else {
+            self.queries_keys_values(idx, layout)?;
+        }
         let (b, acts, plan) = (&*self.backend, &mut self.acts, &self.plan);
         let dense = &self.weights.layers[idx].attention;
         b.begin_stage("attend", Some(LayerIdx(idx as u32)));
         let Some(topk) = &mut self.topk else {
-            let (spec, kv) = (dense.spec(), store.device());
-            return b.attend(plan, dense.layer, &spec, &acts.qkv, kv, &mut acts.attended);
+            return dense.run(b, plan, store, &mut acts.qkv, &mut acts.attended);
         };
         let layer = TopKLayer { idx, dense };
         topk.attend(b, plan, &layer, store, (&acts.qkv, &mut acts.attended))

@@ -8,7 +8,7 @@
 //! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
 //! with `host`, on the host; `breakdown` also times steps without each of their stages. `eager` records
 //! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
-//! `decode` with `ordered`, one after the other.
+//! `decode` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
 //! Operands are rotated, so that the second-level cache does not serve them.
@@ -66,10 +66,11 @@ fn main() -> Outcome {
     let has = |word: &str| words.iter().any(|found| found == word);
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let l2_prefetch = if has("l2") { 3 } else { 0 };
-    let is_eager = has("eager");
+    let (is_eager, kv_virtual) = (has("eager"), has("virtual"));
     let n_resident = number(&words, "resident").unwrap_or(0) as u32;
     let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident });
-    let config = CudaConfig { cache_dir, is_exact: false, l2_prefetch, is_eager, far };
+    let is_exact = false;
+    let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual };
     let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };
@@ -269,7 +270,11 @@ fn decode(
         let seconds = rig.time(n_seqs)?;
         let bytes = (n_seqs * depth * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
         let group = n_heads / n_kv_heads;
-        let order = if is_ordered { ", ordered" } else { "" };
+        let order = match (is_ordered, cuda.has_virtual_kv()) {
+            (_, true) => ", virtual",
+            (true, false) => ", ordered",
+            (false, false) => "",
+        };
         let name =
             format!("decode {dtype} d {d} {n_heads}:{n_kv_heads}, {n_seqs} x {depth}{order}");
         report.add(&name, seconds, bytes, 2.0 * f64::from(group) * bytes);

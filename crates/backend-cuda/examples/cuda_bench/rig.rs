@@ -4,7 +4,7 @@ use std::error::Error;
 
 use nuthatch_backend::{AttnSpec, Backend, BatchLayout, Digest, PlanShape, RopeSpec, RopeStyle};
 use nuthatch_backend_cuda::Cuda;
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, Slot};
+use nuthatch_types::{Clock as _, KvShape, KvSlots, LayerIdx, Slot, SystemClock};
 
 use crate::{Outcome, random, time};
 
@@ -60,13 +60,21 @@ impl<'a> Rig<'a> {
         let mut tables = cuda.alloc_tables(n_seqs as u32, pages as u32)?;
         // A step that is prime to the number of slots visits each of them once.
         let scattered = [7919, 7907, 7901].into_iter().find(|p| !n_slots.is_multiple_of(*p));
-        let step = scattered.filter(|_| !is_ordered).unwrap_or(1);
+        let step = scattered.filter(|_| !is_ordered && !cuda.has_virtual_kv()).unwrap_or(1);
         for seq in 0..n_seqs {
             let slot = |page: usize| Slot(((seq * pages + page) * step % n_slots) as u32);
             let slots: Vec<Slot> = (0..pages).map(slot).collect();
             cuda.write_table(&mut tables, seq as u32, 0, &slots)?;
         }
         let mut kv = cuda.alloc_kv(shape, KvSlots::on_device(n_slots as u32))?;
+        let clock = SystemClock::start();
+        let begin = clock.now();
+        let backed = cuda.back(&kv, 0..n_slots as u32)?;
+        cuda.wait()?;
+        if cuda.has_virtual_kv() {
+            let (gib, took) = (backed as f64 / f64::from(1 << 30), clock.now() - begin);
+            println!("{gib:.2} GiB put behind addresses in {:.1} ms", took.as_secs_f64() * 1e3);
+        }
         if let Some(digests) = digests {
             cuda.keep_digests(&mut kv, digests)?;
         }

@@ -252,17 +252,24 @@ impl Model {
             if has(Stage::Qkv) {
                 cuda.norm_matmul(&Norm { x, weight: norm, eps: 1e-5 }, &layer.qkv, n, h, qkv)?;
             }
-            if has(Stage::Rope) {
-                cuda.rope_append(&rig.plan, at, &spec, qkv, &mut rig.kv)?;
+            let is_whole = has(Stage::Rope) && has(Stage::Attention);
+            match queries {
+                None if is_whole => {
+                    cuda.rope_attend(&rig.plan, at, &spec, qkv, &mut rig.kv, attended)?;
+                }
+                _ if has(Stage::Rope) => {
+                    cuda.rope_append(&rig.plan, at, &spec, qkv, &mut rig.kv)?;
+                }
+                _ => {}
             }
-            match queries.filter(|_| has(Stage::Attention)) {
-                Some(queries) => {
+            match queries {
+                Some(queries) if has(Stage::Attention) => {
                     cuda.attend_deciding(&rig.plan, (i, at), &spec, queries, &rig.kv, attended)?;
                 }
-                None if has(Stage::Attention) => {
+                None if has(Stage::Attention) && !is_whole => {
                     cuda.attend(&rig.plan, at, &spec, qkv, &rig.kv, attended)?;
                 }
-                None => {}
+                _ => {}
             }
             if has(Stage::Out) {
                 cuda.matmul_add(&layer.out, attended, n, x)?;

@@ -87,7 +87,12 @@ def build_few(variant):
     return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu"]))
 
 
-MERGES = dict(MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048, MERGE_ENTRIES="MERGE(merge_few, 32, 3, 26112) MERGE(merge_many, 128, 3, 24960)")
+# Columns of a block of `merge`, and its shared memory.
+MERGE_SHARED = {columns: (3 * 2048 + 3 * 256) * 4 for columns in (16, 32, 64, 128)}
+MERGES = dict(
+    MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048,
+    MERGE_ENTRIES=" ".join(f"MERGE(merge_{columns}, {columns}, 3, {shared})" for columns, shared in MERGE_SHARED.items()),
+)
 
 
 def attend_shared(d, stages):
@@ -99,35 +104,57 @@ def build_attend(variant):
     _, kv, d, stages = variant
     shared = attend_shared(d, stages)
     constants = dict(
-        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, PARTS=1, SMALL_CHUNK=USUAL[0], MIDDLE_CHUNK=USUAL[1], LARGE_CHUNK=USUAL[2],
+        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, ROWS=0, PARTS=1, SMALL_CHUNK=USUAL[0], MIDDLE_CHUNK=USUAL[1], LARGE_CHUNK=USUAL[2],
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 8, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
-        WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=120, PART_SIZE=16, SPLIT_SIZE=16,
+        WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=136, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu", "attend_merge.cu"]))
 
 
-# Warps, stages, keys of chunks (at first, then, at last) and where they get longer.
+# Keys of chunks (at first, then, at last) and where they get longer.
 USUAL = (64, 192, 512, 896, 8192)
-SPLITS = [
-    (7, 3, USUAL), (6, 4, USUAL), (7, 3, (64, 128, 256, 1024, 8192)), (6, 4, (64, 128, 256, 1024, 8192)), (7, 3, (64, 192, 384, 896, 8192)),
-    (7, 3, (64, 256, 512, 1024, 8192)),
+FEW = (64, 192, 512, 8192, 32768)
+# Shapes: KV heads, query heads of each, width; batches; and for each alternative warps, stages, chunks.
+LONG = [(1, 8192), (1, 32768), (1, 131072), (8, 8192), (32, 8192), (32, 32768)]
+MANY_CUTS = [USUAL, (64, 128, 512, 1024, 8192), (64, 128, 512, 2048, 8192), (64, 192, 512, 2048, 8192), (96, 96, 512, 8160, 8160),
+             (64, 128, 384, 1024, 8192), (64, 256, 512, 1024, 8192), (128, 256, 512, 1024, 32768), (64, 128, 512, 1024, 16384)]
+FOUR_CUTS = [USUAL, (64, 192, 512, 2048, 32768), (64, 128, 512, 2048, 32768), (64, 128, 512, 4096, 32768), FEW, (64, 128, 512, 8192, 32768),
+             (64, 192, 384, 2048, 20480), (64, 192, 384, 8192, 20480)]
+SHAPES = [
+    ((8, 4, 128), LONG, [(7, 3, cuts) for cuts in MANY_CUTS]),
+    ((4, 7, 128), LONG[:3] + LONG[4:5], [(7, 3, cuts) for cuts in FOUR_CUTS] + [(6, 4, FOUR_CUTS[1])]),
+    ((8, 5, 128), LONG[1:3], [(7, 3, cuts) for cuts in MANY_CUTS[:4]]),
+    ((32, 1, 128), LONG[1:2], [(7, 3, cuts) for cuts in MANY_CUTS[:4]]),
+    ((3, 3, 64), [(1, 1024), *LONG[:3]], [(12, 3, cuts) for cuts in (FEW, (64, 128, 512, 8192, 32768), (64, 128, 256, 8192, 32768),
+                                          (96, 192, 512, 8160, 32736), (64, 64, 512, 8192, 16384))]),
 ]
+SPLITS = sorted({(warps, stages, cuts[:3], shape[2]) for shape, _, alternatives in SHAPES for warps, stages, cuts in alternatives})
 
 
 def split_shared(warps, stages, d=128):
-    return warps * (stages * 32 * d * 2 + d // 16 * 512 + 64 + 32 * (8 if stages > 4 else 4))
+    return warps * (stages * 32 * d * 2 + d // 16 * 512 + 64 + 32 * 4)
 
 
 
-def build_split(variant, kv="KV_F16", d=128):
-    warps, stages, (small, middle, large, _, _) = variant
+def build_split(variant):
+    warps, stages, (small, middle, large), d = variant
     constants = dict(
-        KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, PARTS=1, SMALL_CHUNK=small, MIDDLE_CHUNK=middle, LARGE_CHUNK=large,
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=120, PART_SIZE=16,
+        KV="KV_F16", HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, ROWS=0, PARTS=1, SMALL_CHUNK=small, MIDDLE_CHUNK=middle, LARGE_CHUNK=large,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=136, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu", "attend_merge.cu"]))
+
+
+class Attribute(C.Structure):
+    _fields_ = [("id", C.c_int), ("padding", C.c_char * 4), ("value", C.c_int), ("rest", C.c_char * 60)]
+
+
+class Config(C.Structure):
+    _fields_ = [(name, C.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")] + [
+        ("stream", C.c_void_p), ("attributes", C.POINTER(Attribute)), ("n_attributes", C.c_uint),
+    ]
 
 
 class Driver:
@@ -144,13 +171,17 @@ class Driver:
         self.check(self.cu.cuModuleGetFunction(C.byref(function), module, name.encode()), name)
         if shared:
             self.check(self.cu.cuFuncSetAttribute(function, 8, shared), "shared memory")
+        self.check(self.cu.cuFuncSetAttribute(function, 9, 100), "division of the first-level cache")
         return function
 
     def launch(self, function, grid, threads, shared, params):
         params = C.create_string_buffer(params, len(params))
         arguments = (C.c_void_p * 1)(C.cast(params, C.c_void_p))
         stream = C.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self.check(self.cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, arguments, None), "launch")
+        # As the engine queues kernels: each may begin before the one before it has ended.
+        early = Attribute(6, b"", 1)
+        config = Config(*grid, threads, 1, 1, shared, stream, C.pointer(early), 1)
+        self.check(self.cu.cuLaunchKernelEx(C.byref(config), function, arguments, None), "launch")
 
 
 def timed(run, n):
@@ -320,12 +351,12 @@ class Case:
             tasks = torch.tensor(tasks, dtype=torch.int32, device="cuda")
             self.kernels[kind] = driver.kernel(cubin, f"attend_{kind}", shared[kind]), threads, shared[kind], tasks
         self.split = driver.kernel(cubin, "attend_split_8", shared["split"]), shared["split"]
-        self.merge = driver.kernel(cubin, "merge_few", 26112)
+        self.merge = driver.kernel(cubin, "merge_32", MERGE_SHARED[32])
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
-        return struct.pack("<QQQQQQQQQQIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
-                           partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), self.arena.shape[1] * 64 * self.d,
-                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], 0, 1.4426950408889634 / self.d**0.5)
+        return struct.pack("<QQQQQQQQQQQIIIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
+                           partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), 0, self.arena.shape[1] * 64 * self.d,
+                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], 0, 0, 0, 1.4426950408889634 / self.d**0.5)
 
     def run(self, kind):
         kernel, threads, shared, tasks = self.kernels[kind]
@@ -343,7 +374,7 @@ class Case:
         self.driver.launch(kernel, (132, 1, 1), 256, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
                              counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 0, *USUAL[3:])
-        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 26112, params)
+        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, MERGE_SHARED[32], params)
         torch.cuda.synchronize()
         return out[row]
 
@@ -386,54 +417,67 @@ def attention(driver, built):
         print(f"SDPA flash, {n} rows: {2 * n * n * HEADS * 128 / 1e9 / ms:.0f} TFLOP/s", flush=True)
 
 
-def decode(driver, built, kv_heads=8, group=4, d=128):
+def decode(driver, built):
     """Times `attend_split` with `merge`, for alternatives of both; and alone, where it is the first one."""
-    heads, page, layers = kv_heads * group, 64 * d, 4
+    cubins = {variant: cubin for variant, (cubin, _) in zip(SPLITS, built)}
+    for (kv_heads, group, d), batches, alternatives in SHAPES:
+        for n_seqs, depth in batches:
+            decode_batch(driver, cubins, (kv_heads, group, d), (n_seqs, depth), alternatives)
+
+
+def decode_batch(driver, cubins, shape, batch, alternatives):
+    (kv_heads, group, d), (n_seqs, depth) = shape, batch
+    heads, page, pages = kv_heads * group, 64 * d, depth // 16
     ints = lambda words: torch.tensor(words, dtype=torch.int32, device="cuda")
-    for n_seqs, depth in [(1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (16, 8192), (32, 8192), (32, 32768)]:
-        pages = depth // 16
-        n_slots, n, line, first, layers = n_seqs * pages, 60 if n_seqs * depth < 100000 else 20, [], None, 4 if n_seqs * depth < 500000 else 1
-        arena = torch.randn(layers, kv_heads, n_slots * page // 2, device="cuda", dtype=torch.float16)
-        qkv, table = torch.randn(n_seqs, (heads + 2 * kv_heads) * d, device="cuda"), torch.randperm(n_slots, device="cuda").int()
-        rounded = torch.zeros(n_seqs, heads * d, device="cuda", dtype=torch.bfloat16)
-        is_few = n_seqs * heads * 4 <= 396
-        columns, merge_shared = (32, 26112) if is_few else (128, 24960)
-        for (warps, stages, cuts), (cubin, _) in zip(SPLITS, built):
-            chunks, start = [], 0
-            while start < depth:
-                chunks.append(cuts[0] if start < cuts[3] else cuts[1] if start < cuts[4] else cuts[2])
-                start += chunks[-1]
-            partials, sums = [torch.zeros(n_seqs * len(chunks) * heads * width, device="cuda") for width in (d, 2)]
-            parts = ints([word for size in cuts[2::-1] for row in range(n_seqs) for i, found in enumerate(chunks) if found == size
-                          for word in (row | i << 16, depth, row, row * len(chunks) + i)])
-            splits = ints([word for row in range(n_seqs) for word in (row, depth, row, row * len(chunks))])
-            counts, shared = ints([n_seqs * len(chunks), 0]), split_shared(warps, stages, d)
-            split, merge = driver.kernel(cubin, "attend_split_8", shared), driver.kernel(cubin, "merge_few" if is_few else "merge_many", merge_shared)
+    n_bytes = n_seqs * depth * kv_heads * d * 4
+    # As many layers as make the second-level cache forget, and as much time for each.
+    layers, n_slots, first = min(16, max(1, (400 << 20) // n_bytes)), n_seqs * pages, None
+    n = max(8, min(64, (3 << 30) // n_bytes))
+    arena = torch.randn(layers, kv_heads, n_slots * page // 2, device="cuda", dtype=torch.float16)
+    qkv, table = torch.randn(n_seqs, (heads + 2 * kv_heads) * d, device="cuda"), torch.randperm(n_slots, device="cuda").int()
+    rounded = torch.zeros(n_seqs, heads * d, device="cuda", dtype=torch.bfloat16)
+    print(f"{kv_heads} x {group} heads of {d}, {n_seqs} x {depth}, {n_bytes / 4.45e6:.1f} us at least", flush=True)
+    for warps, stages, cuts in alternatives:
+        chunks, start, line = [], 0, []
+        while start < depth:
+            chunks.append(cuts[0] if start < cuts[3] else cuts[1] if start < cuts[4] else cuts[2])
+            start += chunks[-1]
+        partials, sums = [torch.zeros(n_seqs * len(chunks) * heads * width, device="cuda") for width in (d, 2)]
+        parts = ints([word for size in cuts[2::-1] for row in range(n_seqs) for i, found in enumerate(chunks) if found == size
+                      for word in (row | i << 16, depth, row, row * len(chunks) + i)])
+        splits = ints([word for row in range(n_seqs) for word in (row, depth, row, row * len(chunks))])
+        counts, shared = ints([n_seqs * len(chunks), 0]), split_shared(warps, stages, d)
+        cubin = cubins[warps, stages, cuts[:3], d]
+        split = driver.kernel(cubin, "attend_split_8", shared)
+        for columns in (16, 32, 64, 128):
+            n_blocks = n_seqs * heads * (d // columns)
+            if columns > d or n_blocks > 2100:
+                continue
+            merge = driver.kernel(cubin, f"merge_{columns}", MERGE_SHARED[columns])
             out, turn = torch.full((n_seqs, heads * d), float("nan"), device="cuda"), [0]
 
             def run(has_merge=True):
                 turn[0] = (turn[0] + 1) % layers
-                params = struct.pack("<QQQQQQQQQQIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                     partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), n_slots * page,
-                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], 0, 1.4426950408889634 / d**0.5)
+                params = struct.pack("<QQQQQQQQQQQIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                                     partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_slots * page,
+                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], 0, 0, 0, 1.4426950408889634 / d**0.5)
                 driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
-                if not has_merge:
-                    return counts[1:].zero_()
                 params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
                                      counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, 0, *cuts[3:])
-                driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, merge_shared, params)
+                if has_merge:
+                    driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, MERGE_SHARED[columns], params)
 
             us = recorded(run, n) * 1e3
             turn[0] = 0
             run()
             torch.cuda.synchronize()
-            if first is None:
-                first = out.clone()
-                line.append(f"without merge {recorded(lambda: run(False), n) * 1e3:.1f} us")
+            first = out.clone() if first is None else first
             off = ((out - first).norm() / first.norm()).item()
-            line.append(f"{warps}x{stages} {cuts} {us:.1f} us {n_seqs * depth * kv_heads * d * 4 / us / 1e3:.0f} GB/s off {off:.0e}")
-        print(f"{kv_heads} x {group} heads, {n_seqs} x {depth}: {'; '.join(line)}", flush=True)
-        del arena
+            line.append(f"merge {columns} {us:.1f} us {n_bytes / us / 4.45e6:.3f}" + (f" OFF {off:.0e}" if not off < 1e-3 else ""))
+        # Tasks that warps take one after the other are counted down by the merge: without it, only where there are few.
+        if n_seqs * len(chunks) * kv_heads <= 132 * warps:
+            line.append(f"without {recorded(lambda: run(False), n) * 1e3:.1f}")
+        print(f"  {warps}x{stages} {cuts} {len(chunks)} chunks: {'; '.join(line)}", flush=True)
 
 
 def pinned(driver):

@@ -1,9 +1,8 @@
 //! `attend_split.cu`, `attend_tile.cu`, `attend_wide.cu` and `attend_f32.cu`: attention over pages.
 
-use nuthatch_backend::{AttnSpec, DeviceError};
+use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
 use nuthatch_types::{KvDtype, LayerIdx};
 
-use super::merge::{MergeParams, MergeShape};
 use super::{Address, NearPages, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
@@ -61,6 +60,7 @@ params! {
         tasks: Address,
         n_tasks: Address,
         tables: Address,
+        angles: Address,
         head_bytes: u64,
         near: NearPages,
         q_stride: u32,
@@ -71,6 +71,8 @@ params! {
         prefetch: u32,
         cuts: Cuts,
         tile_parts: u32,
+        is_halves: u32,
+        is_contiguous: u32,
         scale: f32,
     }
 }
@@ -115,7 +117,11 @@ impl Cuts {
     /// every chunk costs a partial result. Measured on one H200 with `kernels/lab/hopper.py decode`:
     /// `eval/results` has the alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
-        let (small_end, middle_end) = if n_kv_heads < 4 { (8192, 32768) } else { (896, 8192) };
+        let (small_end, middle_end) = match n_kv_heads {
+            0..4 => (8192, 32768),
+            4..8 => (2048, 32768),
+            _ => (896, 8192),
+        };
         Cuts { small_end, middle_end }
     }
 
@@ -140,8 +146,6 @@ const SPAN: usize = 64;
 pub(crate) const WIDE_STAGES: usize = 4;
 /// Steps in a block's shared memory of `attend_tile`.
 pub(crate) const TILE_STAGES: usize = 2;
-/// Threads of a block of `merge`.
-const MERGE_THREADS: u32 = 128;
 /// Keys of one step; `STEP` of `attend.cuh`.
 const STEP: usize = 32;
 
@@ -164,8 +168,8 @@ pub(crate) enum Attend {
         splits: [(SplitShape, Kernel); 2],
         /// Many lines, all chunks.
         tile: Tile,
-        /// Bring few splits together, and many.
-        merges: [(MergeShape, Kernel); 2],
+        /// Bring splits together, in the order of [`MergeShape::ALL`](super::merge::MergeShape::ALL).
+        merges: [Kernel; 4],
     },
 }
 
@@ -312,9 +316,37 @@ pub(crate) struct Attention<'a> {
     pub(crate) prefetch: u32,
 }
 
+impl Cuda {
+    pub(crate) fn attention<'a>(
+        &'a self,
+        plan: &'a CudaPlan,
+        layer: LayerIdx,
+        spec: &'a AttnSpec<'a, Cuda>,
+        (qkv, kv): (&'a CudaBuf, &'a CudaKv),
+    ) -> Attention<'a> {
+        let (device, prefetch) = (&self.device, self.l2_prefetch);
+        Attention { device, plan, layer, spec, qkv, kv, prefetch }
+    }
+}
+
+/// Whether attention can also rotate queries and keys, and append keys and values.
+pub(crate) fn can_append(plan: &CudaPlan, spec: &AttnSpec<'_, Cuda>, kv: &CudaKv) -> bool {
+    let (d, rotated) = (kv.page.head_dim as usize, 2 * plan.shape.rope.inv_freq.len());
+    let is_split = plan.n_rows() > 0 && plan.splits().1 as usize == plan.n_rows();
+    let has_lanes = d.is_multiple_of(64) && rotated == d && kv.page.dtype != KvDtype::F32;
+    is_split && has_lanes && spec.owns_kv && spec.head_norms.is_none() && kv.sparse.is_none()
+}
+
 impl Attention<'_> {
     /// `out[t, h] = softmax(scale q[t, h] K) V` for every row of the plan.
     pub(crate) fn run(&self, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        self.run_as(false, out)
+    }
+
+    /// The same; if it `appends`, queries and keys are not rotated, and keys and values not in their
+    /// pages yet, which [`can_append`] has said to be possible.
+    pub(crate) fn run_as(&self, appends: bool, out: &mut CudaBuf) -> Result<(), DeviceError> {
+        let angles = if appends { self.plan.angles.address() } else { 0 };
         let (plan, kv) = (self.plan, self.kv);
         let (d, n_heads) = (kv.page.head_dim as usize, self.spec.n_heads);
         assert!(plan.n_rows() * self.q_stride() <= self.qkv.len, "the rows are in qkv");
@@ -330,7 +362,7 @@ impl Attention<'_> {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let grid = (self.device.n_multiprocessors(), 1);
                     let threads = count(32 * shape.warps);
-                    self.attend(kernel, (plan.split_parts(), 1), (grid, threads), out)?;
+                    self.attend(kernel, (plan.split_parts(), 1, angles), (grid, threads), out)?;
                     self.merge(merges, (splits, n_splits), out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
@@ -339,7 +371,7 @@ impl Attention<'_> {
                     let parts = count(plan.tile_lines().div_ceil(tile.shape.lines));
                     let grid = (n_tiles * parts, kv.shape.n_kv_heads);
                     let threads = count(tile.shape.threads);
-                    self.attend(&tile.kernel, (tiles, parts), (grid, threads), out)?;
+                    self.attend(&tile.kernel, (tiles, parts, 0), (grid, threads), out)?;
                 }
                 Ok(())
             }
@@ -352,7 +384,7 @@ impl Attention<'_> {
         (self.spec.n_heads + 2 * n_kv_heads) as usize * self.kv.page.head_dim as usize
     }
 
-    fn group(&self) -> u32 {
+    pub(super) fn group(&self) -> u32 {
         self.spec.n_heads / self.kv.shape.n_kv_heads
     }
 
@@ -361,7 +393,7 @@ impl Attention<'_> {
         self.spec.scale * std::f32::consts::LOG2_E
     }
 
-    fn window(&self) -> u32 {
+    pub(super) fn window(&self) -> u32 {
         self.spec.window.unwrap_or(u32::MAX)
     }
 
@@ -369,7 +401,7 @@ impl Attention<'_> {
     fn attend(
         &self,
         kernel: &Kernel,
-        (tasks, tile_parts): (Address, u32),
+        (tasks, tile_parts, angles): (Address, u32, Address),
         (grid, threads): ((u32, u32), u32),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
@@ -383,6 +415,7 @@ impl Attention<'_> {
             tasks,
             n_tasks: self.plan.n_split_parts(),
             tables: self.plan.tables,
+            angles,
             head_bytes: self.kv.head_bytes(),
             near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
@@ -393,51 +426,17 @@ impl Attention<'_> {
             prefetch: self.prefetch,
             cuts: self.plan.cuts(),
             tile_parts,
+            is_halves: u32::from(self.plan.shape.rope.style == RopeStyle::Halves),
+            is_contiguous: u32::from(self.device.has_virtual_kv()),
             scale: self.scale(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: tasks are rows of the batch, asserted to be in qkv and out; partial results have
         // their places in the plan, counted when the tasks were made; slots come from the plan's
-        // tables, whose entries the executor has checked against the arena.
+        // tables, whose entries the executor has checked against the arena. What is appended goes to the
+        // pages of the rows, which nobody else reads meanwhile.
         unsafe {
             self.device.launch(kernel, grid, threads, &params)
-        }
-    }
-
-    /// Brings the splits of each row together.
-    fn merge(
-        &self,
-        [few, many]: &[(MergeShape, Kernel); 2],
-        (splits, n_splits): (Address, u32),
-        out: &mut CudaBuf,
-    ) -> Result<(), DeviceError> {
-        let pieces = |shape: MergeShape| count(self.kv.page.width()).div_ceil(shape.columns);
-        let n_few = n_splits * self.spec.n_heads * pieces(few.0);
-        let is_few = n_few <= 3 * self.device.n_multiprocessors();
-        let (shape, kernel) = if is_few { few } else { many };
-        let params = MergeParams {
-            partials: self.plan.partials.address(),
-            sums: self.plan.sums.address(),
-            splits,
-            out: out.floats.address(),
-            rounded: out.rounded.address(),
-            n_taken: self.plan.n_split_parts() + 4,
-            n_kv_heads: self.kv.shape.n_kv_heads,
-            group: self.group(),
-            window: self.window(),
-            padding: 0,
-            cuts: self.plan.cuts(),
-        };
-        #[expect(unsafe_code, reason = "a kernel")]
-        // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
-        // splits have written.
-        unsafe {
-            self.device.launch(
-                kernel,
-                (n_splits, self.spec.n_heads * pieces(*shape)),
-                MERGE_THREADS,
-                &params,
-            )
         }
     }
 
@@ -470,6 +469,7 @@ impl Attention<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::merge::MergeShape;
     use super::*;
 
     const HOPPER: usize = 227 * 1024;
@@ -477,8 +477,8 @@ mod tests {
 
     #[test]
     fn a_merge_finds_room_beside_splits() {
-        // Of a multiprocessor, less what every block takes by itself, and the merge's fixed arrays.
-        const ROOM: usize = 228 * 1024 - 2 * 1024 - 2 * 1024;
+        // Of a multiprocessor, less what every block takes by itself, and the merge's fixed array.
+        const ROOM: usize = 228 * 1024 - 2 * 1024 - 128;
         for head_dim in [64, 128] {
             let attend = AttendShape::new(PageShape { dtype: KvDtype::F16, head_dim }, false);
             let split = SplitShape::fitting(attend, HOPPER)[0].shared_bytes(attend);
@@ -507,7 +507,9 @@ mod tests {
 
     #[test]
     fn chunks_are_counted_as_they_are_cut() {
-        for cuts in [Cuts::of(8), Cuts::of(3), Cuts { small_end: 256, middle_end: 256 }] {
+        for cuts in
+            [Cuts::of(8), Cuts::of(4), Cuts::of(3), Cuts { small_end: 256, middle_end: 256 }]
+        {
             let (small, middle) = (cuts.small_end as usize, cuts.middle_end as usize);
             let mut starts: Vec<usize> = (0..small).step_by(SMALL_CHUNK).collect();
             starts.extend((small..middle).step_by(MIDDLE_CHUNK));

@@ -1,7 +1,14 @@
 //! `attend_merge.cu`: what chunks gave becomes a row's attention.
 
-use super::attend::Cuts;
-use super::{Address, params};
+use nuthatch_backend::DeviceError;
+
+use super::attend::{Attention, Cuts};
+use super::{Address, count, params};
+use crate::buf::CudaBuf;
+use crate::device::Kernel;
+
+/// Threads of a block.
+const THREADS: u32 = 128;
 
 params! {
     /// Mirrors `MergeParams`.
@@ -32,12 +39,24 @@ impl MergeShape {
     /// Floats of a batch.
     pub(crate) const BATCH_FLOATS: usize = 2048;
 
-    /// For few heads, which are cut to fill the device; and for many. A block finds room beside one of the
-    /// splits, so that it is there when they end.
-    pub(crate) const ALL: [Self; 2] = [
-        MergeShape { name: "merge_few", columns: 32, depth: 3 },
-        MergeShape { name: "merge_many", columns: 128, depth: 3 },
+    /// Chunks that are weighed at once; `MERGE_SPAN` of the kernel.
+    const SPAN: usize = 256;
+
+    /// From those for few heads, which are cut to fill the device, to that for many. A block finds room
+    /// beside one of the splits, so that it is there when they end.
+    pub(crate) const ALL: [Self; 4] = [
+        MergeShape { name: "merge_16", columns: 16, depth: 3 },
+        MergeShape { name: "merge_32", columns: 32, depth: 3 },
+        MergeShape { name: "merge_64", columns: 64, depth: 3 },
+        MergeShape { name: "merge_128", columns: 128, depth: 3 },
     ];
+
+    /// Which of them it is, by the blocks that each would be, on so many multiprocessors: the first of
+    /// which each finds room beside a split; for more rows than that, wider ones.
+    pub(crate) fn choose(n_blocks: [u32; 4], n_multiprocessors: u32) -> usize {
+        let fits = n_blocks.iter().position(|&n| n <= n_multiprocessors);
+        fits.unwrap_or(if n_blocks[2] <= 4 * n_multiprocessors { 2 } else { 3 })
+    }
 
     /// The kernel, for the compiler.
     pub(crate) fn entry(self) -> String {
@@ -47,7 +66,40 @@ impl MergeShape {
 
     /// Dynamic shared memory of a block.
     pub(crate) fn shared_bytes(self) -> usize {
-        let chunks = Self::BATCH_FLOATS / self.columns as usize;
-        self.depth * (Self::BATCH_FLOATS + 2 * chunks) * 4
+        (self.depth * Self::BATCH_FLOATS + 3 * Self::SPAN) * 4
+    }
+}
+
+impl Attention<'_> {
+    /// Brings the splits of each row together.
+    pub(super) fn merge(
+        &self,
+        merges: &[Kernel; 4],
+        (splits, n_splits): (Address, u32),
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        let width = count(self.kv.page.width());
+        let heads = MergeShape::ALL.map(|of| self.spec.n_heads * width.div_ceil(of.columns));
+        let n_blocks = heads.map(|heads| n_splits * heads);
+        let chosen = MergeShape::choose(n_blocks, self.device.n_multiprocessors());
+        let params = MergeParams {
+            partials: self.plan.partials.address(),
+            sums: self.plan.sums.address(),
+            splits,
+            out: out.floats.address(),
+            rounded: out.rounded.address(),
+            n_taken: self.plan.n_split_parts() + 4,
+            n_kv_heads: self.kv.shape.n_kv_heads,
+            group: self.group(),
+            window: self.window(),
+            padding: 0,
+            cuts: self.plan.cuts(),
+        };
+        #[expect(unsafe_code, reason = "a kernel")]
+        // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
+        // splits have written.
+        unsafe {
+            self.device.launch(&merges[chosen], (n_splits, heads[chosen]), THREADS, &params)
+        }
     }
 }

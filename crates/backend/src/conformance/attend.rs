@@ -122,6 +122,30 @@ pub fn attend_prefill_matches<B: Backend>(b: &B) {
     }
 }
 
+/// Contexts of many thousand keys, the last rows alone and together: devices may cut far keys into
+/// longer pieces than near ones.
+pub fn attend_long_matches<B: Backend>(b: &B) {
+    /// Rows of the last step.
+    const LAST: usize = 20;
+    let cases = [
+        (Case::new(KvDtype::F16, 1, 8, 32).rotated(RopeStyle::Halves, 32), 9_100),
+        (Case::new(KvDtype::Bf16, 3, 1, 32), 33_500),
+    ];
+    let mut random = Random::new(25);
+    for (case, rows) in &cases[..at_most(1, cases.len())] {
+        let mut batch = Batch::new(b, case, &mut random, &[*rows]);
+        let (seq, start) = (&batch.sequences[0], rows - LAST);
+        batch.rig.append(seq, 0, start, LAYER);
+        let mut step = |end| batch.rig.step(&[Part { seq, table: 0, start, end }]).concat();
+        let (alone, together) = (step(start + 1), step(*rows));
+        let what = || format!("attention of rows {start}.. of {rows}, {}", case.name());
+        same_bits(&alone, &together[..alone.len()], &what);
+        let n_checked = 2;
+        let truth = attend(b, case, seq, start..start + n_checked);
+        truth.check(&together[..n_checked * case.out_width()], &what);
+    }
+}
+
 /// A window at a far position: pages that left the window are not read, whatever their slots hold.
 pub fn attend_far_matches<B: Backend>(b: &B) {
     const FIRST: usize = 99_968;

@@ -14,6 +14,7 @@
 //! model does, through `rope_append`, and reads them through `attend`. Arenas are first filled with
 //! NaN and infinities, so that whatever is read but does not belong to a sequence shows.
 
+mod at_once;
 mod attend;
 mod attend_bits;
 mod compare;
@@ -38,8 +39,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::Backend;
 
+pub use at_once::rope_attend_agrees;
 pub use attend::{
-    attend_decode_matches, attend_far_matches, attend_prefill_matches, attend_reads_queries_only,
+    attend_decode_matches, attend_far_matches, attend_long_matches, attend_prefill_matches,
+    attend_reads_queries_only,
 };
 pub use attend_bits::{
     attend_cuts_agree, attend_neighbours_agree, attend_past_agrees, attend_places_agree,
@@ -94,12 +97,14 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_decode_matches", attend_decode_matches::<B>),
         ("attend_prefill_matches", attend_prefill_matches::<B>),
         ("attend_far_matches", attend_far_matches::<B>),
+        ("attend_long_matches", attend_long_matches::<B>),
         ("attend_cuts_agree", attend_cuts_agree::<B>),
         ("attend_neighbours_agree", attend_neighbours_agree::<B>),
         ("attend_places_agree", attend_places_agree::<B>),
         ("attend_past_agrees", attend_past_agrees::<B>),
         ("attend_freed_agrees", attend_freed_agrees::<B>),
         ("attend_places_are_not_positions", attend_places_are_not_positions::<B>),
+        ("rope_attend_agrees", rope_attend_agrees::<B>),
     ]
 }
 

@@ -286,6 +286,16 @@ impl<'a, B: Backend> Rig<'a, B> {
     }
 
     fn rotate_as(&mut self, parts: &[Part<'_>], layer: LayerIdx, owns_kv: bool) -> B::Buf {
+        let mut qkv = self.plan_rows(parts, owns_kv);
+        let spec = spec(self.case, &self.norms, owns_kv);
+        self.b
+            .rope_append(&self.plan, layer, &spec, &mut qkv, &mut self.kv)
+            .expect("rope_append runs");
+        qkv
+    }
+
+    /// Prepares the plan, and gives the rows as they are before rotation.
+    fn plan_rows(&mut self, parts: &[Part<'_>], owns_kv: bool) -> B::Buf {
         let width = self.case.qkv_width();
         let n_used = if owns_kv { width } else { self.case.out_width() };
         let rows = |part: &Part<'_>| {
@@ -293,13 +303,20 @@ impl<'a, B: Backend> Rig<'a, B> {
             rows.chunks_exact(width).flat_map(|row| row[..n_used].to_vec()).collect::<Vec<_>>()
         };
         let qkv: Vec<f32> = parts.iter().flat_map(rows).collect();
-        let mut qkv = upload(self.b, &qkv);
         self.b.plan(&mut self.plan, &self.tables, &layout(parts)).expect("the batch is planned");
-        let spec = spec(self.case, &self.norms, owns_kv);
+        upload(self.b, &qkv)
+    }
+
+    /// [`Rig::step`] by the one operation that does all of it.
+    pub(super) fn step_at_once(&mut self, parts: &[Part<'_>]) -> Vec<Vec<f32>> {
+        let mut qkv = self.plan_rows(parts, true);
+        let rows: usize = parts.iter().map(|part| part.end - part.start).sum();
+        let mut out = unwritten(self.b, rows * self.case.out_width());
+        let spec = spec(self.case, &self.norms, true);
         self.b
-            .rope_append(&self.plan, layer, &spec, &mut qkv, &mut self.kv)
-            .expect("rope_append runs");
-        qkv
+            .rope_attend(&self.plan, LAYER, &spec, &mut qkv, &mut self.kv, &mut out)
+            .expect("rope_attend runs");
+        self.outputs_of(parts, &out)
     }
 
     /// One whole step of a layer that reads the keys and values of [`LAYER`].
@@ -357,7 +374,14 @@ impl<'a, B: Backend> Rig<'a, B> {
         let mut out = unwritten(self.b, rows * width);
         let spec = spec(self.case, &self.norms, owns_kv);
         self.b.attend(&self.plan, layer, &spec, qkv, &self.kv, &mut out).expect("attend runs");
-        let out = download(self.b, &out, rows * width);
+        self.outputs_of(parts, &out)
+    }
+
+    /// A batch's outputs, part by part.
+    fn outputs_of(&self, parts: &[Part<'_>], out: &B::Buf) -> Vec<Vec<f32>> {
+        let width = self.case.out_width();
+        let rows: usize = parts.iter().map(|part| part.end - part.start).sum();
+        let out = download(self.b, out, rows * width);
         let mut rest = &out[..];
         parts
             .iter()

@@ -92,6 +92,8 @@ pub(crate) enum Mistake {
     SharedWrites,
     /// A layer without keys of its own reads its queries as if it had keys.
     SharedWidth,
+    /// Appending and attending at once is computed a little differently than one after the other.
+    AtOnce,
 }
 
 pub(crate) struct Broken(pub(crate) Mistake);
@@ -460,6 +462,23 @@ impl Backend for Broken {
         }
         let one_row = plan.n_rows() == 1;
         if self.is(Mistake::DecodeKernel) && one_row {
+            Broken::nudge(out);
+        }
+        Ok(())
+    }
+
+    fn rope_attend(
+        &self,
+        plan: &Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut Vec<f32>,
+        kv: &mut Kv,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.rope_append(plan, layer, spec, qkv, kv)?;
+        self.attend(plan, layer, spec, qkv, kv, out)?;
+        if self.is(Mistake::AtOnce) {
             Broken::nudge(out);
         }
         Ok(())

@@ -60,6 +60,7 @@ const CAUGHT_BY: &[(Mistake, &[&str])] = &[
     (Mistake::TouchesAll, &["attend_freed_agrees"]),
     (Mistake::SharedWrites, &["shared_layers_agree"]),
     (Mistake::SharedWidth, &["shared_layers_agree"]),
+    (Mistake::AtOnce, &["rope_attend_agrees"]),
 ];
 
 #[test]
