@@ -327,7 +327,7 @@ impl<B: Backend> Forward for LoadedModel<B> {
         let mut counts = Counts::default();
         self.topk_stats()?.policies.iter().for_each(|&policy| counts += policy);
         let near = self.backend.near_counts(self.store.device());
-        Some(TopKStats { counts, near, row_bytes: self.store.shape().row_bytes() as u64 })
+        Some(TopKStats { counts, near, row_bytes: self.store.shape().row_bytes(0) as u64 })
     }
 
     fn hidden_len(&self) -> usize {
