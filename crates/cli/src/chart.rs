@@ -47,6 +47,14 @@ pub(crate) enum Scale {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Colour(pub(crate) usize);
 
+impl Colour {
+    /// The classes of a line: when all colours are taken, they come again dashed, then dotted.
+    fn class(self) -> String {
+        let dashes = ["", " dashed", " dotted"][(self.0 / COLOURS.len()).min(2)];
+        format!("c{}{dashes}", self.0 % COLOURS.len())
+    }
+}
+
 /// A chart inside a figure.
 #[derive(Clone, Debug)]
 pub(crate) struct Panel {
@@ -76,7 +84,9 @@ const COLOURS: [(&str, &str); 6] = [
 ];
 
 const WIDTH: f64 = 860.0;
-const HEAD: f64 = 60.0;
+/// The title's height, and that of a line of the legend.
+const HEAD: f64 = 42.0;
+const LEGEND_LINE: f64 = 18.0;
 const PANEL_HEIGHT: f64 = 250.0;
 const N_COLUMNS: usize = 3;
 /// Room around a panel for its numbers and labels.
@@ -103,15 +113,17 @@ impl Figure {
         let n_rows = self.panels.len().div_ceil(n_columns).max(1);
         // One chart alone is higher.
         let panel_height = if self.panels.len() == 1 { 1.4 * PANEL_HEIGHT } else { PANEL_HEIGHT };
-        let height = HEAD + panel_height * n_rows as f64 + 8.0;
+        let legend = self.legend_places();
+        let head = legend.last().map_or(HEAD, |&(_, y)| y + LEGEND_LINE - 4.0);
+        let height = head + panel_height * n_rows as f64 + 8.0;
         let mut out = String::new();
-        self.push_head(&mut out, height);
+        self.push_head(&mut out, height, &legend);
         let width = WIDTH / n_columns as f64;
         for (i, panel) in self.panels.iter().enumerate() {
             let (column, row) = (i % n_columns, i / n_columns);
             let frame = Frame {
                 left: column as f64 * width + LEFT,
-                top: HEAD + row as f64 * panel_height + TOP,
+                top: head + row as f64 * panel_height + TOP,
                 width: width - LEFT - RIGHT,
                 height: panel_height - TOP - BOTTOM,
             };
@@ -121,7 +133,22 @@ impl Figure {
         out
     }
 
-    fn push_head(&self, out: &mut String, height: f64) {
+    /// Where each name of the legend begins: beside the one before, or below where it has no room.
+    fn legend_places(&self) -> Vec<(f64, f64)> {
+        let (mut x, mut y) = (20.0, HEAD + 4.0);
+        let mut places = Vec::new();
+        for (name, _) in &self.legend {
+            let width = 28.0 + LETTER * name.chars().count() as f64;
+            if x > 20.0 && x + width > WIDTH {
+                (x, y) = (20.0, y + LEGEND_LINE);
+            }
+            places.push((x, y));
+            x += width + 20.0;
+        }
+        places
+    }
+
+    fn push_head(&self, out: &mut String, height: f64, legend: &[(f64, f64)]) {
         push(
             out,
             format_args!(
@@ -141,20 +168,19 @@ impl Figure {
                 escape(&self.title)
             ),
         );
-        let mut x = 20.0;
-        for (name, Colour(colour)) in &self.legend {
-            let colour = colour % COLOURS.len();
+        for ((name, colour), &(x, y)) in self.legend.iter().zip(legend) {
             push(
                 out,
                 format_args!(
-                    "<line class=\"c{colour}\" x1=\"{x:.1}\" y1=\"46\" x2=\"{:.1}\" y2=\"46\"/>\
-                 <text x=\"{:.1}\" y=\"50\">{}</text>\n",
+                    "<line class=\"{}\" x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{:.1}\" y2=\"{y:.1}\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\">{}</text>\n",
+                    colour.class(),
                     x + 22.0,
                     x + 28.0,
+                    y + 4.0,
                     escape(name)
                 ),
             );
-            x += 28.0 + LETTER * name.chars().count() as f64 + 20.0;
         }
     }
 
@@ -226,10 +252,7 @@ impl Figure {
         };
         let mut points = line.points.iter().map(place);
         let Some((x, y)) = points.next() else { return };
-        push(
-            out,
-            format_args!("<path class=\"c{}\" d=\"M{x:.1} {y:.1}", line.colour.0 % COLOURS.len()),
-        );
+        push(out, format_args!("<path class=\"{}\" d=\"M{x:.1} {y:.1}", line.colour.class()));
         for (x, y) in points {
             if line.is_stepped {
                 push(out, format_args!("H{x:.1}V{y:.1}"));
@@ -247,7 +270,8 @@ fn push_style(out: &mut String, line_width: f64) {
         "<style>\ntext{font-size:12.5px;fill:#374151}.title{font-size:16px;font-weight:600;\
          fill:#111827}.name{font-weight:600}.tick{font-size:11.5px;fill:#6b7280}\
          .page{fill:#ffffff}.grid{stroke:#e5e7eb;stroke-width:1}\
-         .axis{stroke:#9ca3af;stroke-width:1;fill:none}\n",
+         .axis{stroke:#9ca3af;stroke-width:1;fill:none}\n\
+         .dashed{stroke-dasharray:6 3}.dotted{stroke-dasharray:2 2}\n",
     );
     for (i, (light, _)) in COLOURS.iter().enumerate() {
         push(
@@ -305,7 +329,14 @@ impl Axis {
                 let inside = |value: &f64| {
                     *value >= self.min * (1.0 - 1e-9) && *value <= self.max * (1.0 + 1e-9)
                 };
-                (first..=last).map(|power| 10f64.powi(power)).filter(inside).collect()
+                let tens: Vec<f64> =
+                    (first..=last).map(|power| 10f64.powi(power)).filter(inside).collect();
+                if tens.len() > 1 {
+                    return tens;
+                }
+                // Too short an axis for powers of ten has powers of two.
+                let (first, last) = (self.min.log2().floor() as i32, self.max.log2().ceil() as i32);
+                (first..=last).map(|power| 2f64.powi(power)).filter(inside).collect()
             }
         }
     }
@@ -355,6 +386,7 @@ mod tests {
             [0.0, 100.0, 200.0, 300.0, 400.0, 500.0, 600.0]
         );
         assert_eq!(axis(Scale::Log, 0.01, 100.0).ticks(9), [0.01, 0.1, 1.0, 10.0, 100.0]);
+        assert_eq!(axis(Scale::Log, 2000.0, 8192.0).ticks(9), [2048.0, 4096.0, 8192.0]);
         assert_eq!(Axis::from_zero("", 93.0).max, 100.0);
         assert_eq!([0.0, 0.5, 1200.0, 0.1 + 0.2].map(number), ["0", "0.5", "1200", "0.3"]);
     }
@@ -380,9 +412,11 @@ mod tests {
             title: "T".to_owned(),
             x: Axis::from_zero("x", 10.0),
             y: Axis::from_zero("y", 1.0),
-            legend: vec![("one".to_owned(), Colour(0))],
+            legend: (0..14).map(|i| (format!("the line number {i}"), Colour(i))).collect(),
             panels: vec![panel; 4],
         };
+        let widest = figure.legend_places().into_iter().map(|(x, _)| x).fold(0.0, f64::max);
+        assert!(widest < WIDTH - 100.0, "a name outside the picture");
         let svg = figure.svg();
         assert_eq!(svg, figure.svg());
         assert!(svg.contains("a &lt; b &amp; c") && svg.contains("H") && svg.ends_with("</svg>\n"));

@@ -35,7 +35,8 @@ RETRIEVER[,OPTION=VALUE]...
 /// What `auto` stands for: small selections that add up to a tenth of the context, more of it for
 /// important heads, made again when the query has turned away. docs/sparse.md has what it was found
 /// best by.
-pub const AUTO: &str = "loki:32,k=3%,k_min=64,focus=6,reuse=qsac(eta=0.9,floor=0.8),working_set=3";
+pub const AUTO: &str =
+    "loki:32,k=4%,k_min=64,focus=6,reuse=qsac(eta=0.9,floor=0.8),working_set=2.5";
 
 /// A policy that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -12,84 +12,113 @@ const GROUP_MAX: usize = 4;
 /// the one before it.
 const PAGES: usize = 2;
 
-/// Products of a few queries with the keys of a few pages.
-type Sums = [[[f32; PAGE]; PAGES]; GROUP_MAX];
+/// Pages from the one that is scored to the one that is fetched meanwhile.
+const AHEAD: usize = 6;
 
 /// `raw[g][j]`: products of the channels of key `j` with those of query `g`; `q` is
 /// `[group][width]`.
 pub(super) fn channel_scores<'a>(
     isa: Isa,
-    mut pages: impl Iterator<Item = &'a [u8]>,
+    mut pages: impl Iterator<Item = &'a [u8]> + Clone,
     width: usize,
     q: &[f32],
     raw: &mut [f32],
 ) {
     let n = raw.len() / (q.len() / width);
+    let mut ahead = pages.clone().skip(AHEAD);
     let mut start = 0;
     while let Some(page) = pages.next() {
         // A last page without a partner is its own.
         let pages = [page, pages.next().unwrap_or(page)];
-        let places = start..n.min(start + PAGES * PAGE);
-        start = places.end;
+        ahead.by_ref().take(PAGES).for_each(fetch);
+        let n_places = (PAGES * PAGE).min(n - start);
         let groups = q.chunks(GROUP_MAX * width).zip(raw.chunks_mut(GROUP_MAX * n));
         for (q, raw) in groups {
-            let mut sums = [[[0.0; PAGE]; PAGES]; GROUP_MAX];
-            match isa {
-                #[cfg(target_arch = "x86_64")]
-                #[expect(unsafe_code, reason = "target features")]
-                // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
-                Isa::Avx512 | Isa::Amx => unsafe {
-                    match q.len() / width {
-                        4 => vectors::<4>(pages, width, q, &mut sums),
-                        3 => vectors::<3>(pages, width, q, &mut sums),
-                        2 => vectors::<2>(pages, width, q, &mut sums),
-                        _ => vectors::<1>(pages, width, q, &mut sums),
-                    }
-                },
-                isa => {
-                    for (i, page) in pages.into_iter().enumerate() {
-                        channel_page(isa, i, page, width, q, &mut sums);
-                    }
-                }
+            if n_places == PAGES * PAGE {
+                pages_scores(isa, pages, width, q, (&mut raw[start..], n));
+                continue;
             }
-            for (row, sums) in raw.chunks_exact_mut(n).zip(&sums) {
-                let (row, sums) = (&mut row[places.clone()], sums.as_flattened());
-                // A copy whose length is known is no call.
-                match row.as_mut_array::<{ PAGES * PAGE }>() {
-                    Some(row) => row.copy_from_slice(sums),
-                    None => row.copy_from_slice(&sums[..row.len()]),
-                }
+            let mut last = [0.0; GROUP_MAX * PAGES * PAGE];
+            pages_scores(isa, pages, width, q, (&mut last, PAGES * PAGE));
+            for (row, last) in raw.chunks_exact_mut(n).zip(last.chunks_exact(PAGES * PAGE)) {
+                row[start..].copy_from_slice(&last[..n_places]);
             }
+        }
+        start += n_places;
+    }
+}
+
+/// Scores of a few queries and the keys of a few pages; a query's begin `stride` after those of the
+/// query before.
+fn pages_scores(
+    isa: Isa,
+    pages: [&[u8]; PAGES],
+    width: usize,
+    q: &[f32],
+    (out, stride): (&mut [f32], usize),
+) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+        Isa::Avx512 | Isa::Amx => unsafe {
+            match q.len() / width {
+                4 => vectors::<4>(pages, width, q, out, stride),
+                3 => vectors::<3>(pages, width, q, out, stride),
+                2 => vectors::<2>(pages, width, q, out, stride),
+                _ => vectors::<1>(pages, width, q, out, stride),
+            }
+        },
+        isa => {
+            for (i, page) in pages.into_iter().enumerate() {
+                channel_page(isa, page, width, q, &mut out[i * PAGE..], stride);
+            }
+        }
+    }
+}
+
+/// Lets the first cache fetch a page: digests are read once, and a page is too short for the
+/// machine to see where the next one lies.
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
+fn fetch(page: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in page.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        #[expect(unsafe_code, reason = "a prefetch takes a raw pointer")]
+        // SAFETY: a prefetch changes nothing and cannot fault, and every x86-64 has it.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
         }
     }
 }
 
 versions! {
-    /// Products of sixteen keys' channels with those of a few queries; `i` is the page's number.
-    fn channel_page(i: usize, page: &[u8], width: usize, q: &[f32], sums: &mut Sums) = channel_page_inner;
+    /// Products of sixteen keys' channels with those of a few queries.
+    fn channel_page(page: &[u8], width: usize, q: &[f32], out: &mut [f32], stride: usize) = channel_page_inner;
 }
 
 #[inline(always)]
 fn channel_page_inner<const FUSED: bool>(
-    i: usize,
     page: &[u8],
     width: usize,
     q: &[f32],
-    sums: &mut Sums,
+    out: &mut [f32],
+    stride: usize,
 ) {
     let (rows, units) = page.as_chunks::<PAGE>().0.split_at(width);
+    let mut sums = [[0.0; PAGE]; GROUP_MAX];
     for (channel, row) in rows.iter().enumerate() {
         let key = row.map(|x| f32::from(x.cast_signed()));
-        for (q, sums) in q.chunks_exact(width).zip(&mut *sums) {
-            for (sum, key) in sums[i].iter_mut().zip(key) {
+        for (q, sums) in q.chunks_exact(width).zip(&mut sums) {
+            for (sum, key) in sums.iter_mut().zip(key) {
                 *sum = fma::<FUSED>(q[channel], key, *sum);
             }
         }
     }
     let (units, _) = units.as_flattened().as_chunks::<2>();
-    for sums in &mut *sums {
-        for (sum, &unit) in sums[i].iter_mut().zip(units) {
-            *sum *= f16_to_f32(u16::from_le_bytes(unit));
+    for (out, sums) in out.chunks_mut(stride).zip(&sums[..q.len() / width]) {
+        for ((out, sum), &unit) in out.iter_mut().zip(sums).zip(units) {
+            *out = sum * f16_to_f32(u16::from_le_bytes(unit));
         }
     }
 }
@@ -97,7 +126,13 @@ fn channel_page_inner<const FUSED: bool>(
 /// The same for `N` queries and all pages: one register holds a channel of sixteen keys.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn vectors<const N: usize>(pages: [&[u8]; PAGES], width: usize, q: &[f32], sums: &mut Sums) {
+fn vectors<const N: usize>(
+    pages: [&[u8]; PAGES],
+    width: usize,
+    q: &[f32],
+    out: &mut [f32],
+    stride: usize,
+) {
     use std::arch::x86_64::*;
     assert!(q.len() == N * width && pages.iter().all(|page| page.len() >= (width + 2) * PAGE));
     let mut totals = [[_mm512_setzero_ps(); PAGES]; N];
@@ -120,11 +155,12 @@ fn vectors<const N: usize>(pages: [&[u8]; PAGES], width: usize, q: &[f32], sums:
         // SAFETY: sixteen halves follow (asserted).
         let units = unsafe { _mm256_loadu_si256(page.as_ptr().add(width * PAGE).cast()) };
         let units = _mm512_cvtph_ps(units);
-        for (sums, totals) in sums.iter_mut().zip(totals) {
+        for (row, totals) in totals.iter().enumerate() {
+            let out = &mut out[row * stride + i * PAGE..][..PAGE];
             #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
             // SAFETY: sixteen numbers.
             unsafe {
-                _mm512_storeu_ps(sums[i].as_mut_ptr(), _mm512_mul_ps(totals[i], units));
+                _mm512_storeu_ps(out.as_mut_ptr(), _mm512_mul_ps(totals[i], units));
             }
         }
     }
@@ -180,12 +216,26 @@ versions! {
 #[inline(always)]
 fn combine_inner<const FUSED: bool>(rows: &[f32], factors: &[f32], out: &mut [u32]) {
     let n = out.len();
-    out.fill(0);
-    for (row, &factor) in rows.chunks_exact(n).zip(factors) {
-        for (out, &x) in out.iter_mut().zip(row) {
-            let sum = fma::<FUSED>(x, factor, f32::from_bits(*out));
-            // Positive floats are ordered as their bits are; what is no number is worth nothing.
-            *out = if sum > 0.0 { sum.to_bits() } else { 0 };
+    let (blocks, rest) = out.as_chunks_mut::<PAGE>();
+    let n_whole = n - rest.len();
+    let add = |sum: f32, x: f32, factor: f32| {
+        let sum = fma::<FUSED>(x, factor, sum);
+        // What is no number is worth nothing.
+        if sum > 0.0 { sum } else { 0.0 }
+    };
+    for (i, block) in blocks.iter_mut().enumerate() {
+        let mut sums = [0.0; PAGE];
+        for (row, &factor) in rows.chunks_exact(n).zip(factors) {
+            let (row, _) = row.as_chunks::<PAGE>();
+            for (sum, &x) in sums.iter_mut().zip(&row[i]) {
+                *sum = add(*sum, x, factor);
+            }
         }
+        // Positive floats are ordered as their bits are.
+        *block = sums.map(f32::to_bits);
+    }
+    for (place, out) in (n_whole..).zip(rest) {
+        let terms = rows.chunks_exact(n).zip(factors);
+        *out = terms.fold(0.0, |sum, (row, &factor)| add(sum, row[place], factor)).to_bits();
     }
 }

@@ -181,7 +181,7 @@ impl Scoring<'_> {
         digest: &'b DigestPages,
         first_page: usize,
         n_pages: usize,
-    ) -> impl Iterator<Item = &'b [u8]> {
+    ) -> impl Iterator<Item = &'b [u8]> + Clone {
         let (encoder, head) = (&digest.encoder, self.head_number(ask));
         self.slots(ask, first_page, n_pages).iter().map(move |&slot| {
             let start = encoder.page_start(head, slot as usize);

@@ -4,6 +4,9 @@
 use crate::isa::Isa;
 use crate::versions::versions;
 
+/// Scores that are copied to be counted; a copy of this size stays in the first cache.
+const FEW_MAX: usize = 1024;
+
 /// See [`nuthatch_backend::topk::select`].
 pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
     chosen.clear();
@@ -15,19 +18,25 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
     if k == 0 {
         return;
     }
-    let (least, most) = span(isa, middle);
-    // At least k scores reach `low`, and fewer than k reach `high + 1`.
-    let (mut low, mut high) = (least, most);
+    // `n_reach` scores, at least k, reach `low`, and `n_above`, fewer than k, are above `high`.
+    let (mut low, mut high) = span(isa, middle);
+    let (mut n_reach, mut n_above) = (middle.len(), 0);
+    // Once few scores are left that may be the threshold, only they are counted.
+    let (mut few, mut n_few, mut n_above_few) = ([0; FEW_MAX], 0, 0);
     while low < high {
-        let between = low + (high - low).div_ceil(2);
-        if count(isa, middle, between) >= k {
-            low = between;
+        let half = low + (high - low).div_ceil(2);
+        let left = if n_few > 0 { &few[..n_few] } else { middle };
+        let n = n_above_few + count(isa, left, half);
+        if n >= k {
+            (low, n_reach) = (half, n);
         } else {
-            high = between - 1;
+            (high, n_above) = (half - 1, n);
+        }
+        if n_few == 0 && n_reach - n_above <= FEW_MAX.min(middle.len() / 4) {
+            n_few = gather(isa, middle, (low, high), &mut few);
+            n_above_few = n_above;
         }
     }
-    // No score is above the largest, which may be the largest there is.
-    let n_above = if low == most { 0 } else { count(isa, middle, low + 1) };
     // One more, because places are written before it is known whether they are chosen.
     chosen.resize(k + 1, 0);
     write(isa, middle, Choice { first, threshold: low, n_equal: k - n_above }, chosen);
@@ -54,6 +63,56 @@ fn count_inner<const FUSED: bool>(scores: &[u32], threshold: u32) -> usize {
     // Sums of 32 bits have as many lanes as the scores.
     let n: u32 = scores.iter().map(|&score| u32::from(score >= threshold)).sum();
     n as usize
+}
+
+/// Copies the scores from `low` to `high`, for all of which there is room, and says how many they are.
+fn gather(isa: Isa, scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MAX]) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+        Isa::Avx512 | Isa::Amx => unsafe { gather_avx512(scores, (low, high), few) },
+        _ => gather_plain(scores, (low, high), few, 0),
+    }
+}
+
+fn gather_plain(
+    scores: &[u32],
+    (low, high): (u32, u32),
+    few: &mut [u32; FEW_MAX],
+    mut n: usize,
+) -> usize {
+    for &score in scores.iter().filter(|score| (low..=high).contains(score)) {
+        few[n] = score;
+        n += 1;
+    }
+    n
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn gather_avx512(scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MAX]) -> usize {
+    use std::arch::x86_64::*;
+    let (blocks, rest) = scores.as_chunks::<16>();
+    let least = _mm512_set1_epi32(low.cast_signed());
+    let most = _mm512_set1_epi32(high.cast_signed());
+    let mut n = 0;
+    for block in blocks {
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: the block has sixteen scores.
+        let scores = unsafe { _mm512_loadu_si512(block.as_ptr().cast()) };
+        let reach = _mm512_cmpge_epu32_mask(scores, least);
+        let mask = _mm512_mask_cmple_epu32_mask(reach, scores, most);
+        let n_after = n + mask.count_ones() as usize;
+        assert!(n_after <= few.len());
+        #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+        // SAFETY: as many scores as the mask has bits are written, and there is room (asserted).
+        unsafe {
+            _mm512_mask_compressstoreu_epi32(few.as_mut_ptr().add(n).cast(), mask, scores);
+        }
+        n = n_after;
+    }
+    gather_plain(rest, (low, high), few, n)
 }
 
 /// What is chosen: all above the threshold, and the first few that reach it.
@@ -135,7 +194,7 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (state >> 33) as u32
         };
-        for n in [0, 1, 15, 16, 17, 100, 1000] {
+        for n in [0, 1, 15, 16, 17, 100, 1000, 5000] {
             for spread in [1, 3, 700, u32::MAX] {
                 let mut scores: Vec<u32> = (0..n).map(|_| next() % spread).collect();
                 scores.extend([u32::MAX, 0, u32::MAX]);
