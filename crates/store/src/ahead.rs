@@ -66,6 +66,11 @@ impl Ahead {
         }
     }
 
+    /// Fetches nothing more of the prompts so far.
+    pub(crate) fn forget(&mut self) {
+        self.prompts.clear();
+    }
+
     /// The next page to ask for, and a buffer for it.
     pub(crate) fn next(&mut self, now: Duration) -> Option<(OwnedName, PageBuf)> {
         loop {
@@ -75,8 +80,11 @@ impl Ahead {
             let name = &prompt.names[prompt.n_asked];
             if pages.contains_key(&name.key) {
                 // Somebody else's prompt begins alike.
+                let key = name.key;
                 prompt.n_asked += 1;
-                prompt.n_right += usize::from(matches!(pages[&name.key], Page::Here { .. }));
+                if let Page::Here { .. } = pages[&key] {
+                    prompt.note(key);
+                }
                 continue;
             }
             let name = name.clone();
@@ -100,8 +108,7 @@ impl Ahead {
             Some(Page::Here { .. }) | None => None,
         };
         if is_there {
-            let of_key = |prompt: &&mut Prompt| prompt.asked().any(|name| name.key == key);
-            self.prompts.iter_mut().filter(of_key).for_each(|prompt| prompt.n_right += 1);
+            self.prompts.iter_mut().for_each(|prompt| prompt.note(key));
         } else {
             self.prompts.retain(|prompt| !prompt.asked().any(|name| name.key == key));
         }
@@ -161,6 +168,12 @@ impl Prompt {
     fn may_ask(&self) -> bool {
         let n_beyond = self.n_asked.checked_sub(self.n_known);
         self.n_asked < self.names.len() && n_beyond.is_none_or(|n| n <= 2 * self.n_right)
+    }
+
+    /// Takes in that a page has come.
+    fn note(&mut self, key: PageKey) {
+        let place = self.asked().position(|name| name.key == key);
+        self.n_right += usize::from(place.is_some_and(|place| place >= self.n_known));
     }
 
     fn asked(&self) -> impl Iterator<Item = &OwnedName> {

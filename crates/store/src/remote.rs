@@ -238,10 +238,12 @@ impl RemoteTier {
     }
 
     fn ask_ahead(&mut self) {
+        if self.is_in_peace() {
+            // When it is over, these requests will have been answered.
+            return self.ahead.forget();
+        }
         let now = self.clock.now();
-        while !self.is_in_peace()
-            && let Some((name, buf)) = self.ahead.next(now)
-        {
+        while let Some((name, buf)) = self.ahead.next(now) {
             self.send(AHEAD, name, buf);
         }
     }
