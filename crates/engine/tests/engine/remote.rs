@@ -7,15 +7,16 @@ use std::time::Duration;
 use crossbeam_channel::unbounded;
 use nuthatch_cache::Options;
 use nuthatch_engine::{
-    Capacity, DiskOptions, EngineHandle, EngineOptions, Hints, Objects, SlowOptions, Submission,
+    Capacity, DiskOptions, Engine, EngineHandle, EngineOptions, Hints, Objects, Output,
+    SlowOptions, Submission,
 };
 use nuthatch_store::fault::{FaultRates, FaultyObjects, MemoryObjects};
-use nuthatch_types::{ColdDtype, ColdKv, Sampling};
+use nuthatch_types::{ColdDtype, ColdKv, Limits, Sampling};
 use tempfile::TempDir;
 
 use crate::disk::{POOL, ask, tier};
 use crate::echo::{CAPACITY, Script, answers_are_right, engine_with, submission};
-use crate::golden::{folder, golden, load_topk, request};
+use crate::golden::{Pool, folder, golden, load_topk, request};
 
 fn remote(objects: &Arc<MemoryObjects>) -> SlowOptions {
     let objects: Arc<dyn Objects> = Arc::<MemoryObjects>::clone(objects);
@@ -67,6 +68,49 @@ fn two_engines_share_a_prefix() {
 
 fn second_tokens(handle: &EngineHandle, request: &Submission) -> Vec<nuthatch_types::TokenId> {
     ask(handle, request).0.tokens
+}
+
+/// A request that waits for its turn finds its pages fetched when it comes.
+#[test]
+fn what_waits_in_the_queue_is_fetched() {
+    let objects = Arc::new(MemoryObjects::default());
+    let (prompt, greedy) = golden("llama3");
+    let turns = [&prompt[..], &greedy].concat();
+    let stored = request(&turns, Sampling::greedy());
+    let n_pages = (turns.len() as u64 - 1) / 16;
+    let one = spawn("llama3", &remote(&objects));
+    ask(&one, &stored);
+    one.shutdown().unwrap();
+
+    let pool = Pool { max_seqs: 1, ..POOL };
+    let mut engine = load_topk(&folder("llama3"), pool, &EngineOptions::default(), 10, None);
+    engine.keep_pages(&remote(&objects)).unwrap();
+    let (sink, outputs) = unbounded();
+    let limits = Limits { max_tokens: 64, ..Limits::default() };
+    let long = Submission { limits, ..request(&prompt[..3], Sampling::greedy()) };
+    engine.submit(long, sink.clone(), Duration::ZERO).unwrap();
+    engine.step().unwrap();
+    engine.submit(stored, sink, Duration::ZERO).unwrap();
+    // While the first is answered, and the second has no place yet.
+    let pages_read = |engine: &Engine<_>| engine.stats().tier.unwrap().remote.unwrap().pages_read;
+    let mut n_steps = 0;
+    while pages_read(&engine) < n_pages {
+        engine.step().unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        n_steps += 1;
+        assert!(n_steps < 50, "{:?}", engine.stats());
+    }
+    assert_eq!(engine.stats().tier.unwrap().counters.loads, 0);
+    while engine.step().unwrap() {}
+    let stats = engine.stats().tier.unwrap();
+    assert_eq!((stats.counters.loads, stats.counters.pages_loaded), (1, n_pages));
+    assert_eq!(stats.remote.unwrap().pages_read, n_pages, "each was read once");
+    let cached = |output: &Output| match output {
+        Output::Finished { usage, .. } => Some(u64::from(usage.cached_tokens)),
+        Output::Token { .. } => None,
+    };
+    let cached: Vec<u64> = outputs.try_iter().filter_map(|output| cached(&output)).collect();
+    assert_eq!(cached, [0, 16 * n_pages]);
 }
 
 /// What is on the disk comes from there, the rest from the store; and what comes from the store goes
