@@ -1,20 +1,17 @@
 """Whether Hopper's kernels are right, and how fast they and their alternatives are, on one GPU.
 
     python3 hopper.py compile                            needs NVRTC only, on the library path
-    python3 hopper.py products few attention decode pinned   needs a GPU and PyTorch; some minutes
+    python3 hopper.py products few attention decode          needs a GPU and PyTorch; some minutes
 
 Products are compared with those of `matmul_8` bit by bit, attention with `attend_tile`, with `attend_split`
 and with a sum in float64. Peers of the same run are `torch.matmul` and SDPA's flash attention. `decode`
-times alternatives of `attend_split`, and says which of them give other bits. `pinned` times 16 GiB of
-the host's memory: touching it, and registering it by one or many threads.
+times alternatives of `attend_split` and of the merge after it.
 """
 
 import ctypes as C
 import os
 import struct
 import sys
-import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 
 KERNELS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -480,38 +477,6 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
         print(f"  {warps}x{stages} {cuts} {len(chunks)} chunks: {'; '.join(line)}", flush=True)
 
 
-def pinned(driver):
-    libc, size, context = C.CDLL(None), 16 << 30, C.c_void_p()
-    libc.mmap.restype = C.c_void_p
-    driver.check(driver.cu.cuCtxGetCurrent(C.byref(context)), "context")
-
-    def shares(n, base, run):
-        share = size // n
-        threads = [threading.Thread(target=run, args=(C.c_void_p(base + i * share), C.c_size_t(share))) for i in range(n)]
-        begin = time.monotonic()
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        return time.monotonic() - begin
-
-    def register(at, share):
-        driver.cu.cuCtxSetCurrent(context)
-        driver.check(driver.cu.cuMemHostRegister_v2(at, share, 3), "register")
-
-    def unregister(at, _):
-        driver.cu.cuCtxSetCurrent(context)
-        driver.cu.cuMemHostUnregister(at)
-
-    for touchers, registrars in [(16, 1), (16, 4), (16, 16), (8, 64)]:
-        base = libc.mmap(None, C.c_size_t(size), 3, 0x22, -1, C.c_long(0))
-        libc.madvise(C.c_void_p(base), C.c_size_t(size), 14)
-        touched = shares(touchers, base, lambda at, share: libc.memset(at, 0, share))
-        huge = [line.split()[1] for line in open("/proc/self/smaps_rollup") if "AnonHuge" in line]
-        registered = shares(registrars, base, register)
-        shares(registrars, base, unregister)
-        libc.munmap(C.c_void_p(base), C.c_size_t(size))
-        print(f"16 GiB: {touchers} threads touch in {touched:.2f} s (huge: {huge} kB), {registrars} register in {registered:.2f} s", flush=True)
-
-
 if __name__ == "__main__":
     words = sys.argv[1:] or ["compile"]
     with ProcessPoolExecutor() as pool:
@@ -527,6 +492,6 @@ if __name__ == "__main__":
         torch.manual_seed(7)
         torch.zeros(1, device="cuda")
         gpu = Driver()
-        for word, run in [("products", lambda: products(gpu, wides)), ("few", lambda: few(gpu, fews)), ("attention", lambda: attention(gpu, attends)), ("decode", lambda: decode(gpu, splits)), ("pinned", lambda: pinned(gpu))]:
+        for word, run in [("products", lambda: products(gpu, wides)), ("few", lambda: few(gpu, fews)), ("attention", lambda: attention(gpu, attends)), ("decode", lambda: decode(gpu, splits))]:
             if word in words:
                 run()
