@@ -21,7 +21,7 @@ use crate::{
 /// **Rows do not see each other.** What an operation computes for one row is the same, bit for bit,
 /// whatever other rows are in the batch and however a sequence was cut into steps. This is what
 /// lets a cached, swapped or recomputed page stand for the one it replaces.
-pub trait Backend: Send + Sync + 'static {
+pub trait Backend: Sized + Send + Sync + 'static {
     /// Activations: a flat array of floats, row after row.
     type Buf: Send;
     /// One or more weight matrices, stacked by rows, in the form that this device multiplies with.
@@ -251,9 +251,7 @@ pub trait Backend: Send + Sync + 'static {
         spec: &AttnSpec<'_, Self>,
         qkv: &mut Self::Buf,
         kv: &mut Self::Kv,
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized;
+    ) -> Result<(), DeviceError>;
     /// `out[t, h] = softmax(scale q[t, h] K) V` over the pages of the row's sequence, causal, and
     /// not further back than the window; `out` is `[T, H D]`, `qkv` as [`Backend::rope_append`] left
     /// it.
@@ -269,9 +267,7 @@ pub trait Backend: Send + Sync + 'static {
         qkv: &Self::Buf,
         kv: &Self::Kv,
         out: &mut Self::Buf,
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized;
+    ) -> Result<(), DeviceError>;
     /// [`Backend::rope_append`], then [`Backend::attend`], with their bits; afterwards `qkv` is undefined.
     ///
     /// A device that reads every page in `attend` can do the rest on the way.
@@ -284,10 +280,7 @@ pub trait Backend: Send + Sync + 'static {
         qkv: &mut Self::Buf,
         kv: &mut Self::Kv,
         out: &mut Self::Buf,
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized,
-    {
+    ) -> Result<(), DeviceError> {
         self.rope_append(plan, layer, spec, qkv, kv)?;
         self.attend(plan, layer, spec, qkv, kv, out)
     }
@@ -382,10 +375,7 @@ pub trait Backend: Send + Sync + 'static {
         kv: &Self::Kv,
         asks: &[Ask],
         scores: &mut [u32],
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized,
-    {
+    ) -> Result<(), DeviceError> {
         let _ = (plan, layer, spec, qkv, kv, asks, scores);
         Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
     }
@@ -394,10 +384,7 @@ pub trait Backend: Send + Sync + 'static {
         topk::select(scores, first, k, chosen);
     }
     /// Calls `body` for each item, on several threads where the device computes on this machine's.
-    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync)
-    where
-        Self: Sized,
-    {
+    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
         items.iter_mut().for_each(body);
     }
     /// As [`Backend::attend`], but the row of a sequence that `picks` names sees only what is picked
@@ -412,10 +399,7 @@ pub trait Backend: Send + Sync + 'static {
         kv: &Self::Kv,
         picks: &[Pick<'_>],
         out: &mut Self::Buf,
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized,
-    {
+    ) -> Result<(), DeviceError> {
         let _ = (plan, layer, spec, qkv, kv, picks, out);
         Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
     }
@@ -455,10 +439,7 @@ pub trait Backend: Send + Sync + 'static {
         qkv: &Self::Buf,
         kv: &Self::Kv,
         out: &mut Self::Buf,
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized,
-    {
+    ) -> Result<(), DeviceError> {
         let _ = (plan, idx, layer, spec, qkv, kv, out);
         Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
     }
@@ -472,10 +453,7 @@ pub trait Backend: Send + Sync + 'static {
         spec: &AttnSpec<'_, Self>,
         qkv: &Self::Buf,
         kv: &Self::Kv,
-    ) -> Result<(), DeviceError>
-    where
-        Self: Sized,
-    {
+    ) -> Result<(), DeviceError> {
         let _ = (plan, idx, layer, spec, qkv, kv);
         Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
     }

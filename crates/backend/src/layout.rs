@@ -93,7 +93,7 @@ pub enum Pass {
 
 /// What [`Backend::norm`] is of.
 #[derive(Debug)]
-pub struct Norm<'a, B: Backend + ?Sized> {
+pub struct Norm<'a, B: Backend> {
     /// `[rows, d]`
     pub x: &'a B::Buf,
     /// `[d]`

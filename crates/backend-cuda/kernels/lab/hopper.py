@@ -1,11 +1,11 @@
 """Whether Hopper's kernels are right, and how fast they and their alternatives are, on one GPU.
 
-    python3 hopper.py compile                         needs NVRTC only, on the library path
-    python3 hopper.py products few attention decode   needs a GPU and PyTorch; some minutes
+    python3 hopper.py compile                            needs NVRTC only, on the library path
+    python3 hopper.py products few attention decode          needs a GPU and PyTorch; some minutes
 
 Products are compared with those of `matmul_8` bit by bit, attention with `attend_tile`, with `attend_split`
 and with a sum in float64. Peers of the same run are `torch.matmul` and SDPA's flash attention. `decode`
-times alternatives of `attend_split`, and says which of them give other bits.
+times alternatives of `attend_split` and of the merge after it.
 """
 
 import ctypes as C
