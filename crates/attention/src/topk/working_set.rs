@@ -59,20 +59,22 @@ impl WorkingSet {
             used.resize(wanted.len(), self.now);
             std::mem::swap(&mut self.bits, fresh);
         } else {
-            members.reserve(n);
-            used.reserve(n);
+            // Written by place: a push would ask each time whether there is room.
+            members.resize(n, 0);
+            used.resize(n, 0);
             // Read, but not taken, after the last member.
             self.used.push(0);
-            let mut i_old = 0;
+            let oldest = self.now.saturating_sub(AGE_MAX);
+            let (mut i, mut i_old) = (0, 0);
             for ((start, old), &new) in (0..).step_by(64).zip(&mut self.bits).zip(&*fresh) {
                 let mut rest = *old | new;
                 while rest != 0 {
                     let bit = rest.trailing_zeros();
                     rest &= rest - 1;
-                    members.push(start + bit);
-                    let oldest = self.now.saturating_sub(AGE_MAX);
+                    members[i] = start + bit;
                     let before = self.used[i_old].max(oldest);
-                    used.push(if new >> bit & 1 == 1 { self.now } else { before });
+                    used[i] = if new >> bit & 1 == 1 { self.now } else { before };
+                    i += 1;
                     i_old += (*old >> bit & 1) as usize;
                 }
                 *old |= new;

@@ -22,7 +22,7 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
     let (mut low, mut high) = span(isa, middle);
     let (mut n_reach, mut n_above) = (middle.len(), 0);
     // Once few scores are left that may be the threshold, only they are counted.
-    let (mut few, mut n_few, mut n_above_few) = ([0; FEW_MAX], 0, 0);
+    let (mut few, mut n_few, mut n_above_few) = ([0; FEW_MAX + 16], 0, 0);
     while low < high {
         let half = low + (high - low).div_ceil(2);
         let left = if n_few > 0 { &few[..n_few] } else { middle };
@@ -37,8 +37,8 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
             n_above_few = n_above;
         }
     }
-    // One more, because places are written before it is known whether they are chosen.
-    chosen.resize(k + 1, 0);
+    // Sixteen more, because places are written before it is known which of them are chosen.
+    chosen.resize(k + 16, 0);
     write(isa, middle, Choice { first, threshold: low, n_equal: k - n_above }, chosen);
     chosen.truncate(k);
 }
@@ -66,7 +66,12 @@ fn count_inner<const FUSED: bool>(scores: &[u32], threshold: u32) -> usize {
 }
 
 /// Copies the scores from `low` to `high`, for all of which there is room, and says how many they are.
-fn gather(isa: Isa, scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MAX]) -> usize {
+fn gather(
+    isa: Isa,
+    scores: &[u32],
+    (low, high): (u32, u32),
+    few: &mut [u32; FEW_MAX + 16],
+) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
@@ -79,7 +84,7 @@ fn gather(isa: Isa, scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW
 fn gather_plain(
     scores: &[u32],
     (low, high): (u32, u32),
-    few: &mut [u32; FEW_MAX],
+    few: &mut [u32; FEW_MAX + 16],
     mut n: usize,
 ) -> usize {
     for &score in scores.iter().filter(|score| (low..=high).contains(score)) {
@@ -91,7 +96,7 @@ fn gather_plain(
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn gather_avx512(scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MAX]) -> usize {
+fn gather_avx512(scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MAX + 16]) -> usize {
     use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();
     let least = _mm512_set1_epi32(low.cast_signed());
@@ -103,14 +108,16 @@ fn gather_avx512(scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MA
         let scores = unsafe { _mm512_loadu_si512(block.as_ptr().cast()) };
         let reach = _mm512_cmpge_epu32_mask(scores, least);
         let mask = _mm512_mask_cmple_epu32_mask(reach, scores, most);
-        let n_after = n + mask.count_ones() as usize;
-        assert!(n_after <= few.len());
+        let target = &mut few[n..n + 16];
         #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-        // SAFETY: as many scores as the mask has bits are written, and there is room (asserted).
+        // SAFETY: there is room for sixteen.
         unsafe {
-            _mm512_mask_compressstoreu_epi32(few.as_mut_ptr().add(n).cast(), mask, scores);
+            _mm512_storeu_si512(
+                target.as_mut_ptr().cast(),
+                _mm512_maskz_compress_epi32(mask, scores),
+            );
         }
-        n = n_after;
+        n += mask.count_ones() as usize;
     }
     gather_plain(rest, (low, high), few, n)
 }
@@ -123,7 +130,7 @@ struct Choice {
     n_equal: usize,
 }
 
-/// Writes the chosen places; `chosen` has room for one more.
+/// Writes the chosen places; `chosen` has room for sixteen more.
 fn write(isa: Isa, scores: &[u32], choice: Choice, chosen: &mut [u32]) {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -165,16 +172,15 @@ fn write_avx512(scores: &[u32], mut choice: Choice, chosen: &mut [u32]) {
         }
         choice.n_equal -= equal.count_ones() as usize;
         let mask = above | equal;
-        let n_after = n + mask.count_ones() as usize;
-        assert!(n_after <= chosen.len());
         let base = _mm512_set1_epi32((choice.first + 16 * i as u32).cast_signed());
+        let places = _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(base, lanes));
+        let target = &mut chosen[n..n + 16];
         #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-        // SAFETY: as many places as the mask has bits are written, and there is room (asserted).
+        // SAFETY: there is room for sixteen.
         unsafe {
-            let target = chosen.as_mut_ptr().add(n);
-            _mm512_mask_compressstoreu_epi32(target.cast(), mask, _mm512_add_epi32(base, lanes));
+            _mm512_storeu_si512(target.as_mut_ptr().cast(), places);
         }
-        n = n_after;
+        n += mask.count_ones() as usize;
     }
     choice.first += 16 * blocks.len() as u32;
     write_plain(rest, choice, chosen, n)
