@@ -30,9 +30,13 @@ pub(crate) struct EvalArgs {
     /// The model, said explicitly
     #[arg(short, long, value_name = "MODEL")]
     pub(crate) model: Option<String>,
-    /// What is asked; `all` for everything
-    #[arg(long, value_name = "TASK,...", value_delimiter = ',', default_value = "niah_single_1")]
+    /// What is asked; `all` for everything [default: niah_single_1, or nothing besides --longbench]
+    #[arg(long, value_name = "TASK,...", value_delimiter = ',')]
     pub(crate) task: Vec<String>,
+    /// Also ask LongBench's questions: a folder with its .jsonl files, and, in it, in its `config` or
+    /// in the `config` beside it, dataset2prompt.json and dataset2maxlen.json
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) longbench: Option<PathBuf>,
     /// Tokens of prompt and answer together
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2K")]
     #[arg(value_parser = parse_tokens)]

@@ -1,9 +1,11 @@
 //! `nuthatch eval`: what policies of top-k attention, and pages in fewer bits, do to answers.
 //!
-//! `tasks` makes prompts like RULER's, `runner` lets every policy continue each of them, `results`
+//! `tasks` makes prompts like RULER's, `longbench` reads LongBench's, `runner` lets every policy continue each of them, `results`
 //! keeps what was found. A run that was interrupted goes on where it stopped.
 
+mod longbench;
 mod overlap;
+mod prompts;
 mod results;
 mod runner;
 mod tasks;
@@ -19,7 +21,7 @@ use anyhow::{Context as _, ensure};
 use nuthatch_backend::Backend;
 use nuthatch_engine::topk::{Counts, Decision, Policy};
 use nuthatch_model::ModelFiles;
-use nuthatch_tokens::{Conversation, DecodeOptions, EncodeOptions, Message, Words};
+use nuthatch_tokens::DecodeOptions;
 use nuthatch_types::{ColdKv, KvDtype, TokenId};
 
 use crate::args::EvalArgs;
@@ -30,11 +32,11 @@ use crate::fetch::{self, Fetch};
 use crate::load;
 use crate::resolve::ModelSpec;
 use crate::sparse;
-use crate::text;
+use longbench::Dataset;
 use overlap::Overlaps;
+pub(crate) use prompts::Prompts;
 use results::{Record, Results};
 use runner::{Continuation, Ending, Runner};
-use tasks::Sample;
 pub(crate) use tasks::TaskName;
 
 /// Tokens that are continued with and measured, of a text.
@@ -46,6 +48,7 @@ const ANSWER_CHARS: usize = 160;
 struct Eval<'a> {
     args: &'a EvalArgs,
     tasks: Vec<TaskName>,
+    datasets: Vec<Dataset>,
     /// How prompts are continued, and what their pages went through before.
     ways: Vec<(Policy, Option<ColdKv>)>,
     /// Other types of the whole KV cache, with which prompts are continued exactly.
@@ -57,23 +60,37 @@ struct Eval<'a> {
 }
 
 /// One prompt.
-struct Cell {
+struct Cell<'a> {
     sample: u32,
     length: u32,
-    task: TaskName,
+    task: Task<'a>,
 }
 
-/// A model's words, and the prose that haystacks are made of.
-pub(crate) struct Prompts {
-    text: Words,
-    prose: String,
+/// What is asked.
+#[derive(Clone, Copy)]
+enum Task<'a> {
+    Made(TaskName),
+    LongBench(&'a Dataset),
+}
+
+impl<'a> Task<'a> {
+    fn name(self) -> &'a str {
+        match self {
+            Task::Made(task) => task.name(),
+            Task::LongBench(dataset) => &dataset.name,
+        }
+    }
 }
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> anyhow::Result<()> {
     let spec = args.model.as_deref().or(args.first.as_deref());
     let spec = spec.map_or_else(|| Ok(ModelSpec::default_model()), ModelSpec::parse)?;
-    let tasks = TaskName::parse_all(&args.task).map_err(anyhow::Error::msg)?;
+    let datasets = args.longbench.as_deref().map(longbench::load).transpose()?.unwrap_or_default();
+    let tasks = match args.task.is_empty() {
+        true if datasets.is_empty() => vec![TaskName::Single1],
+        _ => TaskName::parse_all(&args.task).map_err(anyhow::Error::msg)?,
+    };
     let mut files = ModelFiles::open(&fetch::fetch(&spec, fetch)?)?;
     files.override_rope(&config.rope)?;
     let prompts = Prompts::load(&files, args.text.as_deref())?;
@@ -98,7 +115,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
         results.replace(Results::resume(path, new.clone())?.records);
     }
-    let eval = Eval { args, tasks, ways, caches, policies, prompts, fetch };
+    let eval = Eval { args, tasks, datasets, ways, caches, policies, prompts, fetch };
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
@@ -172,7 +189,10 @@ impl Eval<'_> {
             }
             let Some(records) = self.one(&mut runner, &missing, (task, length, sample))? else {
                 let name = task.name();
-                let _ = writeln!(io::stderr(), "{name} does not fit into {length} tokens: skipped");
+                let _ = writeln!(
+                    io::stderr(),
+                    "{name} does not fit into {length} tokens, or has no question {sample}: skipped"
+                );
                 continue;
             };
             results.replace(records);
@@ -193,7 +213,7 @@ impl Eval<'_> {
 
     /// This process's prompts: the first of every task and length, then the second, and so on, so
     /// that a part of them already says something about all.
-    fn cells(&self) -> anyhow::Result<Vec<Cell>> {
+    fn cells(&self) -> anyhow::Result<Vec<Cell<'_>>> {
         let lengths = &self.args.length;
         let samples = match self.args.samples.as_slice() {
             [one] => vec![one.clone(); lengths.len()],
@@ -201,11 +221,13 @@ impl Eval<'_> {
         };
         let (n_samples, n_lengths) = (samples.len(), lengths.len());
         ensure!(n_samples == n_lengths, "--samples has {n_samples} numbers, --length {n_lengths}");
+        let made = self.tasks.iter().map(|&task| Task::Made(task));
+        let tasks: Vec<Task<'_>> = made.chain(self.datasets.iter().map(Task::LongBench)).collect();
         let mut cells = Vec::new();
         for sample in 0..samples.iter().map(|range| range.end).max().unwrap_or(0) {
             let is_in = |(_, range): &(_, &Range<u32>)| range.contains(&sample);
             for (&length, _) in lengths.iter().zip(&samples).filter(is_in) {
-                cells.extend(self.tasks.iter().map(|&task| Cell { sample, length, task }));
+                cells.extend(tasks.iter().map(|&task| Cell { sample, length, task }));
             }
         }
         let (first, step) = self.args.shard;
@@ -217,15 +239,32 @@ impl Eval<'_> {
         &self,
         runner: &mut Runners<B>,
         missing: &[usize],
-        (task, length, sample): (TaskName, u32, u32),
+        (task, length, sample): (Task<'_>, u32, u32),
     ) -> anyhow::Result<Option<Vec<Record>>> {
         // Another seed for each prompt, whatever the other tasks and lengths are.
         let seed = self.args.seed.wrapping_mul(1_000_003).wrapping_add(u64::from(sample));
-        if task == TaskName::Perplexity {
-            return self.continue_text(runner, length, sample).map(Some);
-        }
-        let Some((made, prompt)) = self.prompts.fit(task, length, seed)? else { return Ok(None) };
-        let n_tokens = made.n_answer as usize;
+        let (prompt, n_answer, made) = match task {
+            Task::Made(TaskName::Perplexity) => {
+                return self.continue_text(runner, length, sample).map(Some);
+            }
+            Task::Made(task) => {
+                let Some((made, prompt)) = self.prompts.fit(task, length, seed)? else {
+                    return Ok(None);
+                };
+                (prompt, made.n_answer, Some(made))
+            }
+            Task::LongBench(dataset) => {
+                let Some(prompt) = self.prompts.cut(dataset, length, sample)? else {
+                    return Ok(None);
+                };
+                (prompt, dataset.n_answer, None)
+            }
+        };
+        let score = |answer: &str| match (task, &made) {
+            (Task::LongBench(dataset), _) => dataset.score(sample, answer),
+            (Task::Made(_), made) => made.as_ref().map_or(0.0, |made| made.score(answer)),
+        };
+        let n_tokens = n_answer as usize;
         let ending = Ending { n_tokens, ends: &self.prompts.text.ends, given: None };
         let found = runner.run(&prompt, missing, &ending)?;
         let records = missing.iter().map(|&i| {
@@ -233,9 +272,9 @@ impl Eval<'_> {
             let answer =
                 self.prompts.text.tokenizer.decode(&found.tokens, DecodeOptions::default());
             Record {
-                score: made.score(&answer),
+                score: score(&answer),
                 answer: answer.chars().take(ANSWER_CHARS).collect(),
-                ..record(task, (length, sample), policy, &prompt, found)
+                ..record(task.name(), (length, sample), policy, &prompt, found)
             }
         });
         Ok(Some(records.collect()))
@@ -263,7 +302,7 @@ impl Eval<'_> {
         let records = self.policies.iter().zip(&found).map(|(policy, found)| Record {
             score: per_token(found.nll),
             kl: Some(per_token(found.kl)),
-            ..record(TaskName::Perplexity, (length, sample), policy, prompt, found)
+            ..record(TaskName::Perplexity.name(), (length, sample), policy, prompt, found)
         });
         Ok(records.collect())
     }
@@ -320,90 +359,8 @@ impl Trace {
     }
 }
 
-impl Prompts {
-    /// Reads the model's words, and the prose from a file if there is one.
-    pub(crate) fn load(files: &ModelFiles, path: Option<&Path>) -> anyhow::Result<Self> {
-        let prose = match path {
-            Some(path) => std::fs::read_to_string(path)
-                .with_context(|| format!("cannot read {}", path.display()))?,
-            None => words::PROSE.to_owned(),
-        };
-        ensure!(!prose.trim().is_empty(), "the text is empty");
-        Ok(Prompts { text: text::load(files, false)?.words, prose })
-    }
-
-    /// All of the prose.
-    pub(crate) fn prose_tokens(&self) -> anyhow::Result<Vec<TokenId>> {
-        Ok(self.text.raw(&self.prose)?)
-    }
-
-    /// A question of a task, up to where its answer begins.
-    pub(crate) fn question(
-        &self,
-        task: TaskName,
-        length: u32,
-        seed: u64,
-    ) -> anyhow::Result<Vec<TokenId>> {
-        let made = self.fit(task, length, seed)?;
-        let (_, prompt) =
-            made.with_context(|| format!("{} does not fit into {length} tokens", task.name()))?;
-        Ok(prompt)
-    }
-
-    /// The longest prompt of the task that leaves room for the answer, if there is one.
-    fn fit(
-        &self,
-        task: TaskName,
-        length: u32,
-        seed: u64,
-    ) -> anyhow::Result<Option<(Sample, Vec<TokenId>)>> {
-        let build = |size: usize| {
-            let sample = task.sample(size, seed, &self.prose);
-            self.prompt(&sample).map(|tokens| (sample, tokens))
-        };
-        let fits = |(sample, tokens): &(Sample, Vec<TokenId>)| {
-            tokens.len() + sample.n_answer as usize <= length as usize
-        };
-        let mut best = build(1)?;
-        if !fits(&best) {
-            return Ok(None);
-        }
-        let (mut low, mut high) = (1, 2);
-        loop {
-            let next = build(high)?;
-            if !fits(&next) || high > length as usize {
-                break;
-            }
-            (best, low, high) = (next, high, 2 * high);
-        }
-        // Prompts grow with their size, but not evenly; a few tokens more or less do not matter.
-        while high - low > 1 + low / 64 {
-            let middle = low.midpoint(high);
-            let next = build(middle)?;
-            if fits(&next) {
-                (best, low) = (next, middle);
-            } else {
-                high = middle;
-            }
-        }
-        Ok(Some(best))
-    }
-
-    /// The sample as a conversation, with the answer begun.
-    fn prompt(&self, sample: &Sample) -> anyhow::Result<Vec<TokenId>> {
-        if self.text.template.is_none() {
-            return Ok(self.text.raw(&format!("{}{}", sample.prompt, sample.answer))?);
-        }
-        let messages = vec![Message::new("user", sample.prompt.as_str())];
-        let mut tokens = self.text.conversation(&Conversation::Plain(messages))?;
-        let begun = sample.answer.trim_start();
-        tokens.extend(self.text.tokenizer.encode(begun, EncodeOptions::default())?);
-        Ok(tokens)
-    }
-}
-
 fn record(
-    task: TaskName,
+    task: &str,
     (length, sample): (u32, u32),
     policy: &str,
     prompt: &[TokenId],
@@ -411,7 +368,7 @@ fn record(
 ) -> Record {
     let counts: &Counts = &found.counts;
     Record {
-        task: task.name().to_owned(),
+        task: task.to_owned(),
         length,
         sample,
         policy: policy.to_owned(),

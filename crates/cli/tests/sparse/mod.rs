@@ -87,3 +87,38 @@ fn pages_in_a_file_give_the_same_answer() {
     let output = tiny.output("run", &["Hello", "--kv-offload", "host"], "");
     assert!(text(&output.stderr).contains("needs --sparse"), "{}", text(&output.stderr));
 }
+
+/// LongBench's files as they come: what is too long loses its middle, and every question is scored.
+#[test]
+fn questions_of_longbench_are_asked_and_scored() {
+    let tiny = Tiny::new();
+    let folder = tiny.dir.path().join("LongBench");
+    std::fs::create_dir_all(folder.join("data")).unwrap();
+    std::fs::create_dir_all(folder.join("config")).unwrap();
+    let context = "The owl sits in the old oak and waits for the night. ".repeat(40);
+    let line = serde_json::json!({ "input": "Who waits?", "context": context, "answers": ["owl"] });
+    let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
+    write("data/qasper.jsonl", &format!("{line}\n{line}\n"));
+    write("config/dataset2prompt.json", r#"{"qasper": "{context} {input}"}"#);
+    write("config/dataset2maxlen.json", r#"{"qasper": 6}"#);
+    let (data, json) = (folder.join("data"), folder.join("results.json"));
+    let (data, json) = (data.to_str().unwrap(), json.to_str().unwrap());
+    let words = ["--longbench", data, "--length", "96", "--samples", "3", "--json", json];
+    let words = [&words[..], &["--policy", "full", "--policy", "streaming"]].concat();
+    let output = tiny.output("eval", &words, "");
+    let (table, log) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{log}");
+    assert!(table.contains("qasper @ 96") && !table.contains("niah"), "{table}");
+    assert!(log.contains("has no question 2: skipped"), "{log}");
+    let results: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    let records = results["records"].as_array().unwrap();
+    assert_eq!(records.len(), 4);
+    for record in records {
+        let (n_prompt, n_answer) = (&record["n_prompt"], &record["n_answer"]);
+        let (n_prompt, n_answer) = (n_prompt.as_u64().unwrap(), n_answer.as_u64().unwrap());
+        assert!((80..=90).contains(&n_prompt) && n_answer <= 6, "{record}");
+    }
+    let output = tiny.output("eval", &["--longbench", folder.to_str().unwrap()], "");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("no .jsonl file"), "{}", text(&output.stderr));
+}
