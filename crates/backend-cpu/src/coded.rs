@@ -24,7 +24,7 @@ pub(crate) fn code(dtype: KvDtype) -> Option<ColdDtype> {
     }
 }
 
-/// The number that a code of eight bits stands for, as the kernels load it: see [`unit`].
+/// The number that a code of eight bits stands for, as the kernels load it: see [`unit()`].
 #[inline(always)]
 pub(crate) fn e4m3_as_half(code: u8) -> u16 {
     u16::from(code & 0x80) << 8 | u16::from(code & 0x7f) << 7
