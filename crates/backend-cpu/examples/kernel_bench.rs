@@ -1,7 +1,7 @@
 //! Times the CPU kernels on the shapes of a small model, with bytes and operations per second.
 //!
 //! ```text
-//! cargo run --release -p nuthatch-backend-cpu --example kernel_bench [threads] [Q4_1|...|attend]
+//! cargo run --release -p nuthatch-backend-cpu --example kernel_bench [threads] [Q4_1|...|attend|choose]
 //! ```
 
 #![expect(clippy::print_stdout, reason = "a bench prints")]
@@ -9,7 +9,8 @@
 use std::time::Duration;
 
 use nuthatch_backend::{
-    AttnSpec, Backend, BatchLayout, HostMatrix, PlanShape, RopeSpec, RopeStyle, WeightType, quant,
+    Ask, AttnSpec, Backend, BatchLayout, Digest, DigestKind, HostMatrix, PlanShape, RopeSpec,
+    RopeStyle, ScoreBy, WeightType, quant,
 };
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_types::{Clock, KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, Slot, SystemClock};
@@ -34,13 +35,22 @@ fn main() -> Result<(), nuthatch_backend::DeviceError> {
             }
         }
     }
-    if !wanted("attend") {
-        return Ok(());
+    if wanted("attend") {
+        let (int8, fp8) = (KvDtype::Int8(LayerSet::NONE), KvDtype::Fp8(LayerSet::NONE));
+        for (depth, rows) in [(128, 1), (2048, 1), (8000, 1), (512, 512), (2048, 512), (8192, 512)]
+        {
+            for dtype in [KvDtype::F16, KvDtype::Bf16, int8, fp8] {
+                attend(&cpu, dtype, depth, rows)?;
+            }
+        }
     }
-    let (int8, fp8) = (KvDtype::Int8(LayerSet::NONE), KvDtype::Fp8(LayerSet::NONE));
-    for (depth, rows) in [(128, 1), (2048, 1), (8000, 1), (512, 512), (2048, 512), (8192, 512)] {
-        for dtype in [KvDtype::F16, KvDtype::Bf16, int8, fp8] {
-            attend(&cpu, dtype, depth, rows)?;
+    if wanted("choose") {
+        for (kind, width) in
+            [(DigestKind::Channels, 16), (DigestKind::Channels, 32), (DigestKind::Signs, 256)]
+        {
+            for depth in [2000, 8000, 32000] {
+                choose(&cpu, kind, width, depth)?;
+            }
         }
     }
     Ok(())
@@ -102,54 +112,131 @@ fn matmul(
     Ok(())
 }
 
+const LAYERS: u32 = 30;
+const KV_HEADS: usize = 3;
+const GROUP: usize = 3;
+const D: usize = 64;
+
+/// A sequence whose keys and values were appended in all layers.
+struct Context {
+    plan: <Cpu as Backend>::Plan,
+    store: <Cpu as Backend>::Kv,
+    qkv: <Cpu as Backend>::Buf,
+}
+
+fn spec() -> AttnSpec<'static, Cpu> {
+    let (scale, eps, n_heads) = (0.125, 1e-5, (KV_HEADS * GROUP) as u32);
+    AttnSpec { n_heads, scale, window: None, owns_kv: true, head_norms: None, eps }
+}
+
+impl Context {
+    /// `depth` tokens, of which the last `rows` are the queries of the plan.
+    fn new(
+        cpu: &Cpu,
+        dtype: KvDtype,
+        (depth, rows): (usize, usize),
+        digests: &[Digest],
+    ) -> Result<Self, nuthatch_backend::DeviceError> {
+        let kv = KvShape {
+            n_layers: LAYERS,
+            n_kv_heads: KV_HEADS as u32,
+            head_dim: D as u32,
+            page_len: 16,
+            dtype,
+        };
+        let n_pages = depth.div_ceil(16);
+        let mut store = cpu.alloc_kv(kv, KvSlots::on_device(n_pages as u32))?;
+        if !digests.is_empty() {
+            cpu.keep_digests(&mut store, digests)?;
+        }
+        let mut tables = cpu.alloc_tables(1, n_pages as u32)?;
+        let slots: Vec<Slot> = (0..n_pages as u32).map(Slot).collect();
+        cpu.write_table(&mut tables, 0, 0, &slots)?;
+        let rope =
+            RopeSpec { inv_freq: vec![0.01; 32], attention_factor: 1.0, style: RopeStyle::Pairs };
+        let n_heads = KV_HEADS * GROUP;
+        let shape =
+            PlanShape { max_rows: depth, max_seqs: 1, max_context: depth, n_heads, kv, rope };
+        let mut plan = cpu.alloc_plan(&shape)?;
+        let width = (GROUP + 2) * KV_HEADS * D;
+        let mut qkv = cpu.alloc(depth * width)?;
+        cpu.write(&mut qkv, &random(depth * width))?;
+        let layout = |first: usize, n: usize| BatchLayout {
+            tokens: vec![0; n],
+            positions: (first as u32..(first + n) as u32).collect(),
+            query_start: vec![0, n as u32],
+            kv_len: vec![(first + n) as u32],
+            table_row: vec![0],
+            output_rows: vec![],
+        };
+        cpu.plan(&mut plan, &tables, &layout(0, depth))?;
+        for layer in 0..LAYERS {
+            cpu.rope_append(&plan, LayerIdx(layer), &spec(), &mut qkv, &mut store)?;
+        }
+        cpu.plan(&mut plan, &tables, &layout(depth - rows, rows))?;
+        Ok(Context { plan, store, qkv })
+    }
+}
+
 fn attend(
     cpu: &Cpu,
     dtype: KvDtype,
     depth: usize,
     rows: usize,
 ) -> Result<(), nuthatch_backend::DeviceError> {
-    let (n_heads, n_layers) = (9, 30);
-    let kv = KvShape { n_layers, n_kv_heads: 3, head_dim: 64, page_len: 16, dtype };
-    let n_pages = depth.div_ceil(16);
-    let mut store = cpu.alloc_kv(kv, KvSlots::on_device(n_pages as u32))?;
-    let mut tables = cpu.alloc_tables(1, n_pages as u32)?;
-    let slots: Vec<Slot> = (0..n_pages as u32).map(Slot).collect();
-    cpu.write_table(&mut tables, 0, 0, &slots)?;
-    let rope =
-        RopeSpec { inv_freq: vec![0.01; 32], attention_factor: 1.0, style: RopeStyle::Pairs };
-    let shape = PlanShape { max_rows: depth, max_seqs: 1, max_context: depth, n_heads, kv, rope };
-    let mut plan = cpu.alloc_plan(&shape)?;
-    let mut qkv = cpu.alloc(depth * 15 * 64)?;
-    cpu.write(&mut qkv, &random(depth * 15 * 64))?;
-    let (scale, eps) = (0.125, 1e-5);
-    let spec = AttnSpec { n_heads: 9, scale, window: None, owns_kv: true, head_norms: None, eps };
-    let layout = |first: usize, n: usize| BatchLayout {
-        tokens: vec![0; n],
-        positions: (first as u32..(first + n) as u32).collect(),
-        query_start: vec![0, n as u32],
-        kv_len: vec![(first + n) as u32],
-        table_row: vec![0],
-        output_rows: vec![],
-    };
-    cpu.plan(&mut plan, &tables, &layout(0, depth))?;
-    for layer in 0..n_layers {
-        cpu.rope_append(&plan, LayerIdx(layer), &spec, &mut qkv, &mut store)?;
-    }
-    cpu.plan(&mut plan, &tables, &layout(depth - rows, rows))?;
-    let mut out = cpu.alloc(rows * 9 * 64)?;
+    let Context { plan, store, qkv } = Context::new(cpu, dtype, (depth, rows), &[])?;
+    let mut out = cpu.alloc(rows * KV_HEADS * GROUP * D)?;
     let time = best(|| {
-        for layer in 0..n_layers {
-            cpu.attend(&plan, LayerIdx(layer), &spec, &qkv, &store, &mut out).expect("runs");
+        for layer in 0..LAYERS {
+            cpu.attend(&plan, LayerIdx(layer), &spec(), &qkv, &store, &mut out).expect("runs");
         }
     });
     let s = time.as_secs_f64();
     let keys: usize = (depth - rows..depth).map(|p| p + 1).sum();
+    let token_bytes = 2 * D * KV_HEADS * LAYERS as usize * dtype.bytes();
     println!(
         "attend {dtype:4} depth {depth:5} rows {rows:3}, 30 layers: {:9.1} us {:6.1} GB/s {:8.1} \
          GFMA/s",
         s * 1e6,
-        (kv.token_bytes() * depth) as f64 / s / 1e9,
+        (token_bytes * depth) as f64 / s / 1e9,
         (keys * 9 * 64 * 2 * 30) as f64 / s / 1e9
+    );
+    Ok(())
+}
+
+/// One selection of 4 % at a time, by turns of all heads, so that each finds its digest far away.
+fn choose(
+    cpu: &Cpu,
+    kind: DigestKind,
+    width: usize,
+    depth: usize,
+) -> Result<(), nuthatch_backend::DeviceError> {
+    let mean = if kind == DigestKind::Signs { vec![0.0; 90 * D] } else { vec![] };
+    let digest = Digest { kind, width, frame: random(width * D), mean };
+    let bytes = depth.div_ceil(16) * digest.page_bytes(16, D);
+    let Context { plan, store, qkv } = Context::new(cpu, KvDtype::F16, (depth, 1), &[digest])?;
+    let (mut scores, mut chosen) = (vec![0; depth], Vec::new());
+    let (mut turn, clock) = (0, SystemClock::start());
+    let (mut scoring, mut selecting) = (Vec::new(), Vec::new());
+    while scoring.len() < 90 * 20 {
+        turn += 1;
+        let (layer, head) = (LayerIdx(turn % LAYERS), turn / LAYERS % 3);
+        let ask = Ask { seq: 0, head, by: ScoreBy::Digest(0), n: depth as u32, at: 0 };
+        let begin = clock.now();
+        cpu.score(&plan, layer, &spec(), &qkv, &store, &[ask], &mut scores)?;
+        let middle = clock.now();
+        cpu.select(&scores, 16, depth / 25, &mut chosen);
+        scoring.push(middle - begin);
+        selecting.push(clock.now() - middle);
+    }
+    scoring.sort();
+    selecting.sort();
+    let (score, select) = (scoring[scoring.len() / 2], selecting[selecting.len() / 2]);
+    println!(
+        "choose {kind:?} {width:3} of {depth:5}: score {:6.1} us {:5.1} GB/s, select {:5.1} us",
+        score.as_secs_f64() * 1e6,
+        bytes as f64 / score.as_secs_f64() / 1e9,
+        select.as_secs_f64() * 1e6
     );
     Ok(())
 }

@@ -83,27 +83,43 @@ impl Scoring<'_> {
                 }
             }
         });
-        for (i, piece) in pieces.iter().enumerate() {
+        if asks.iter().all(|ask| self.signs_of(ask).is_some()) {
+            return;
+        }
+        let totals = self.totals(asks.len(), &pieces, &sums);
+        // In parallel again, because what another thread has written is slow to read.
+        let (raw, sums) = (&*raw, &sums);
+        pool.run(pieces.len(), &|i| {
+            let piece = &pieces[i];
             let ask = &asks[piece.ask];
             if self.signs_of(ask).is_some() {
-                continue;
+                return;
             }
-            let factors: Vec<f32> = (0..group)
-                .map(|row| {
-                    let others = pieces.iter().zip(sums.chunks_exact(group));
-                    let of_ask = others.filter(|(other, _)| other.ask == piece.ask);
-                    let (max, total) = of_ask.fold((f32::NEG_INFINITY, 0.0), |(max, total), x| {
-                        let (m, l) = x.1[row];
-                        let new = max.max(m);
-                        (new, total * (max - new).exp() + l * (m - new).exp())
-                    });
-                    (sums[i * group + row].0 - max).exp() / total
-                })
-                .collect();
+            let totals = &totals[piece.ask * group..][..group];
+            let of_rows = sums[i * group..][..group].iter().zip(totals);
+            let factors: Vec<f32> =
+                of_rows.map(|((m, _), (max, total))| (m - max).exp() / total).collect();
             let raw = &raw[piece.raw..piece.raw + group * piece.n];
-            let out = &mut scores[ask.at + piece.start..][..piece.n];
+            #[expect(unsafe_code, reason = "threads write disjoint parts")]
+            // SAFETY: neither answers nor pieces overlap, as above.
+            let out = unsafe { shared_scores.part(ask.at + piece.start, piece.n) };
             combine(self.attention.isa, raw, &factors, out);
+        });
+    }
+
+    /// The maximum and the sum of exponentials of each question's rows, `[ask][group]`, from those of
+    /// the pieces.
+    fn totals(&self, n_asks: usize, pieces: &[Piece], sums: &[(f32, f32)]) -> Vec<(f32, f32)> {
+        let group = self.attention.plan.group();
+        let mut totals = vec![(f32::NEG_INFINITY, 0.0); n_asks * group];
+        for (piece, sums) in pieces.iter().zip(sums.chunks_exact(group)) {
+            for ((max, total), (m, l)) in totals[piece.ask * group..].iter_mut().zip(sums) {
+                let new = max.max(*m);
+                *total = *total * (*max - new).exp() + l * (m - new).exp();
+                *max = new;
+            }
         }
+        totals
     }
 
     /// The pieces of all questions, and how many raw scores they have together.

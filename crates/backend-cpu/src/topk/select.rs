@@ -1,11 +1,11 @@
-//! The best places, by counting: a threshold is found by halving, then the places are written in
-//! order. There is no sort, and equal scores go to the first.
+//! The best places: a sample says which scores may be among them, and of those the threshold is found
+//! by halving. There is no sort, and equal scores go to the first.
 
 use crate::isa::Isa;
 use crate::versions::versions;
 
-/// Scores that are copied to be counted; a copy of this size stays in the first cache.
-const FEW_MAX: usize = 1024;
+/// Scores of a sample.
+const SAMPLE: usize = 512;
 
 /// See [`nuthatch_backend::topk::select`].
 pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
@@ -18,29 +18,49 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
     if k == 0 {
         return;
     }
-    // `n_reach` scores, at least k, reach `low`, and `n_above`, fewer than k, are above `high`.
-    let (mut low, mut high) = span(isa, middle);
-    let (mut n_reach, mut n_above) = (middle.len(), 0);
-    // Once few scores are left that may be the threshold, only they are counted.
-    let (mut few, mut n_few, mut n_above_few) = ([0; FEW_MAX + 16], 0, 0);
+    let floor = probable_floor(isa, middle, k);
+    let n_reach = count(isa, middle, floor);
+    // The sample was not like the rest.
+    let (floor, n) = if n_reach < k { (0, middle.len()) } else { (floor, n_reach) };
+    // Sixteen more, because vectors are written before it is known how much of them counts.
+    chosen.resize(2 * (n + 16), 0);
+    let (places, left) = chosen.split_at_mut(n + 16);
+    gather(isa, middle, (first, floor), places, left);
+    let (threshold, n_above) = kth(isa, &left[..n], k);
+    write(isa, &left[..n], Choice { threshold, n_equal: k - n_above }, places);
+    chosen.truncate(k);
+}
+
+/// A score that is probably reached by k of many, and by not many more.
+fn probable_floor(isa: Isa, scores: &[u32], k: usize) -> u32 {
+    let stride = scores.len() / SAMPLE;
+    if stride < 2 {
+        return 0;
+    }
+    let mut sample = [0; SAMPLE];
+    for (sample, &score) in sample.iter_mut().zip(scores.iter().step_by(stride)) {
+        *sample = score;
+    }
+    // As many as there should be among them, and four standard deviations.
+    let mean = (k * SAMPLE) as f32 / scores.len() as f32;
+    let rank = (mean + 4.0 * mean.sqrt() + 2.0) as usize;
+    if rank < SAMPLE { kth(isa, &sample, rank).0 } else { 0 }
+}
+
+/// The k-th largest, and how many are above it; k is from 1 to the number of scores.
+fn kth(isa: Isa, scores: &[u32], k: usize) -> (u32, usize) {
+    // At least k scores reach `low`, and `n_above`, fewer than k, are above `high`.
+    let ((mut low, mut high), mut n_above) = (span(isa, scores), 0);
     while low < high {
         let half = low + (high - low).div_ceil(2);
-        let left = if n_few > 0 { &few[..n_few] } else { middle };
-        let n = n_above_few + count(isa, left, half);
+        let n = count(isa, scores, half);
         if n >= k {
-            (low, n_reach) = (half, n);
+            low = half;
         } else {
             (high, n_above) = (half - 1, n);
         }
-        if n_few == 0 && n_reach - n_above <= FEW_MAX.min(middle.len() / 4) {
-            n_few = gather(isa, middle, (low, high), &mut few);
-            n_above_few = n_above;
-        }
     }
-    // Sixteen more, because places are written before it is known which of them are chosen.
-    chosen.resize(k + 16, 0);
-    write(isa, middle, Choice { first, threshold: low, n_equal: k - n_above }, chosen);
-    chosen.truncate(k);
+    (low, n_above)
 }
 
 versions! {
@@ -65,105 +85,90 @@ fn count_inner<const FUSED: bool>(scores: &[u32], threshold: u32) -> usize {
     n as usize
 }
 
-/// Copies the scores from `low` to `high`, for all of which there is room, and says how many they are.
+/// Writes the places of the scores that reach `floor`, and the scores. There is room for sixteen more.
 fn gather(
     isa: Isa,
     scores: &[u32],
-    (low, high): (u32, u32),
-    few: &mut [u32; FEW_MAX + 16],
-) -> usize {
+    (first, floor): (u32, u32),
+    places: &mut [u32],
+    left: &mut [u32],
+) {
     match isa {
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
-        Isa::Avx512 | Isa::Amx => unsafe { gather_avx512(scores, (low, high), few) },
-        _ => gather_plain(scores, (low, high), few, 0),
+        Isa::Avx512 | Isa::Amx => unsafe { gather_avx512(scores, (first, floor), places, left) },
+        _ => gather_plain(scores, (first, floor), places, left),
     }
 }
 
-fn gather_plain(
-    scores: &[u32],
-    (low, high): (u32, u32),
-    few: &mut [u32; FEW_MAX + 16],
-    mut n: usize,
-) -> usize {
-    for &score in scores.iter().filter(|score| (low..=high).contains(score)) {
-        few[n] = score;
-        n += 1;
+fn gather_plain(scores: &[u32], (first, floor): (u32, u32), places: &mut [u32], left: &mut [u32]) {
+    let mut n = 0;
+    for (place, &score) in (first..).zip(scores) {
+        // Written always and counted if it counts: there is no branch to mispredict.
+        (places[n], left[n]) = (place, score);
+        n += usize::from(score >= floor);
     }
-    n
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn gather_avx512(scores: &[u32], (low, high): (u32, u32), few: &mut [u32; FEW_MAX + 16]) -> usize {
+fn gather_avx512(scores: &[u32], (first, floor): (u32, u32), places: &mut [u32], left: &mut [u32]) {
     use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();
-    let least = _mm512_set1_epi32(low.cast_signed());
-    let most = _mm512_set1_epi32(high.cast_signed());
+    let least = _mm512_set1_epi32(floor.cast_signed());
+    let mut at = _mm512_add_epi32(_mm512_set1_epi32(first.cast_signed()), lanes());
     let mut n = 0;
     for block in blocks {
-        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the block has sixteen scores.
-        let scores = unsafe { _mm512_loadu_si512(block.as_ptr().cast()) };
-        let reach = _mm512_cmpge_epu32_mask(scores, least);
-        let mask = _mm512_mask_cmple_epu32_mask(reach, scores, most);
-        let target = &mut few[n..n + 16];
-        #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-        // SAFETY: there is room for sixteen.
-        unsafe {
-            _mm512_storeu_si512(
-                target.as_mut_ptr().cast(),
-                _mm512_maskz_compress_epi32(mask, scores),
-            );
-        }
+        let scores = load(block);
+        let mask = _mm512_cmpge_epu32_mask(scores, least);
+        store(&mut places[n..], _mm512_maskz_compress_epi32(mask, at));
+        store(&mut left[n..], _mm512_maskz_compress_epi32(mask, scores));
         n += mask.count_ones() as usize;
+        at = _mm512_add_epi32(at, _mm512_set1_epi32(16));
     }
-    gather_plain(rest, (low, high), few, n)
+    let first = first + 16 * blocks.len() as u32;
+    gather_plain(rest, (first, floor), &mut places[n..], &mut left[n..]);
 }
 
 /// What is chosen: all above the threshold, and the first few that reach it.
 #[derive(Clone, Copy)]
 struct Choice {
-    first: u32,
     threshold: u32,
     n_equal: usize,
 }
 
-/// Writes the chosen places; `chosen` has room for sixteen more.
-fn write(isa: Isa, scores: &[u32], choice: Choice, chosen: &mut [u32]) {
+/// Moves the chosen ones of `places`, to which the scores belong, to the front.
+fn write(isa: Isa, scores: &[u32], choice: Choice, places: &mut [u32]) {
     match isa {
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
-        Isa::Avx512 | Isa::Amx => unsafe { write_avx512(scores, choice, chosen) },
-        _ => write_plain(scores, choice, chosen, 0),
+        Isa::Avx512 | Isa::Amx => unsafe { write_avx512(scores, choice, places) },
+        _ => write_plain(scores, choice, places, (0, 0)),
     }
 }
 
-fn write_plain(scores: &[u32], choice: Choice, chosen: &mut [u32], mut n: usize) {
+/// Goes on with the scores of the places from the `at`-th on, when `n` were chosen.
+fn write_plain(scores: &[u32], choice: Choice, places: &mut [u32], (at, mut n): (usize, usize)) {
     let mut n_equal = choice.n_equal;
-    for (place, &score) in (choice.first..).zip(scores) {
+    for (i, &score) in scores.iter().enumerate() {
         let is_equal = score == choice.threshold && n_equal > 0;
         n_equal -= usize::from(is_equal);
-        // Written always and counted if chosen: there is no branch to mispredict.
-        chosen[n] = place;
+        places[n] = places[at + i];
         n += usize::from(score > choice.threshold || is_equal);
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn write_avx512(scores: &[u32], mut choice: Choice, chosen: &mut [u32]) {
+fn write_avx512(scores: &[u32], mut choice: Choice, places: &mut [u32]) {
     use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();
     let threshold = _mm512_set1_epi32(choice.threshold.cast_signed());
-    let lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     let mut n = 0;
     for (i, block) in blocks.iter().enumerate() {
-        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the block has sixteen scores.
-        let scores = unsafe { _mm512_loadu_si512(block.as_ptr().cast()) };
+        let scores = load(block);
         let above = _mm512_cmpgt_epu32_mask(scores, threshold);
         let mut equal = _mm512_cmpeq_epu32_mask(scores, threshold);
         while equal.count_ones() as usize > choice.n_equal {
@@ -172,18 +177,44 @@ fn write_avx512(scores: &[u32], mut choice: Choice, chosen: &mut [u32]) {
         }
         choice.n_equal -= equal.count_ones() as usize;
         let mask = above | equal;
-        let base = _mm512_set1_epi32((choice.first + 16 * i as u32).cast_signed());
-        let places = _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(base, lanes));
-        let target = &mut chosen[n..n + 16];
-        #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-        // SAFETY: there is room for sixteen.
-        unsafe {
-            _mm512_storeu_si512(target.as_mut_ptr().cast(), places);
-        }
+        // What is overwritten was read: no more are chosen than there were.
+        let (read, _) = places[16 * i..].as_chunks::<16>();
+        let chosen = _mm512_maskz_compress_epi32(mask, load(&read[0]));
+        store(&mut places[n..], chosen);
         n += mask.count_ones() as usize;
     }
-    choice.first += 16 * blocks.len() as u32;
-    write_plain(rest, choice, chosen, n)
+    write_plain(rest, choice, places, (16 * blocks.len(), n));
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn lanes() -> std::arch::x86_64::__m512i {
+    std::arch::x86_64::_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn load(block: &[u32; 16]) -> std::arch::x86_64::__m512i {
+    #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+    // SAFETY: the block has sixteen numbers.
+    unsafe {
+        std::arch::x86_64::_mm512_loadu_si512(block.as_ptr().cast())
+    }
+}
+
+/// Writes the first sixteen of `target`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn store(target: &mut [u32], x: std::arch::x86_64::__m512i) {
+    let target = &mut target[..16];
+    #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+    // SAFETY: there is room for sixteen.
+    unsafe {
+        std::arch::x86_64::_mm512_storeu_si512(target.as_mut_ptr().cast(), x);
+    }
 }
 
 #[cfg(test)]
