@@ -204,6 +204,7 @@ pub struct KvShape {
 
 impl KvShape {
     /// Bytes of one token's key and value of one head of a layer.
+    #[inline]
     pub fn row_bytes(&self, layer: u32) -> usize {
         let dtype = self.dtype.of_layer(layer);
         2 * (self.head_dim as usize * dtype.bytes() + dtype.scale_bytes())
