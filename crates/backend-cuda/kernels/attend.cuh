@@ -62,13 +62,11 @@ struct AttendParams {
     u32 group;
     u32 window;    // keys that a row sees at most
     u32 prefetch;  // steps that splits bring to the second-level cache ahead of their use, or 0
-    u32 early;     // pages that a warp of splits brings there while the kernel before ends
     Cuts cuts;
     u32 tile_parts;  // blocks that share a task of many lines
     u32 is_halves;   // whether a pair that is rotated is HEAD_DIM / 2 apart, or neighbours
     u32 is_contiguous;  // whether a page's slot is its place in the tables
     float scale;        // times log2(e)
-    u32 padding;
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 

@@ -311,17 +311,6 @@ struct Splitter {
         }
     }
 
-    // Brings pages of the task that the ring has no room for to the second-level cache: while the kernel
-    // before ends, memory would be idle.
-    DEVICE void bring_near(const AttendParams& p, const Feed<R>& feed) {
-#if HAS_BULK
-        const u32 page = feed.first_page + threadIdx.x % 32, next = feed.step * STEP_PAGES;
-        if (page >= next && page < next + p.early && page < feed.end_step * STEP_PAGES &&
-            page >= feed.seen_first && page < feed.seen_end)
-            bulk_prefetch(Feed<R>::page_at(feed, feed.slot), HEAD_PAGE_BYTES);
-#endif
-    }
-
     // Where the computation is in the ring.
     struct Place {
         u32 stage, phase;
@@ -412,7 +401,6 @@ struct Splitter {
         if (is_early) feed.known = 3;
         for (u32 i = 0; i < STAGES - 1; i++) bring(p, feed, own, ring);
         if (is_early) {
-            bring_near(p, feed);
             wait_for_previous();
             feed.known = 0;
         }

@@ -53,7 +53,7 @@ use device::Device;
 pub use error::{CompileError, OpenError};
 pub use kv::{CudaKv, FarPages};
 use kv::{PageShape, check_dtype};
-use launch::attend::{AttendKernels, Attention, Prefetch, can_append};
+use launch::attend::{AttendKernels, Attention, can_append};
 use launch::matmul::Target;
 use launch::{copy, embed, gather, norm, rope, shift, swiglu};
 pub use near::near_pages;
@@ -77,7 +77,7 @@ pub struct Cuda {
     /// By the page's shape, and whether it is of rows.
     attention: Mutex<BTreeMap<(PageShape, bool), Arc<AttendKernels>>>,
     is_exact: bool,
-    l2_prefetch: Prefetch,
+    l2_prefetch: u32,
     is_eager: bool,
     far: Option<FarPages>,
     scratch: Mutex<Scratch>,

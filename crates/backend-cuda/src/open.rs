@@ -13,7 +13,6 @@ use crate::common::Common;
 use crate::device::Device;
 use crate::error::OpenError;
 use crate::kv::{CudaKv, FarPages};
-use crate::launch::attend::Prefetch;
 use crate::launch::roof;
 use crate::nvrtc::Compiler;
 use crate::product::Scratch;
@@ -31,9 +30,6 @@ pub struct CudaConfig {
     pub is_exact: bool,
     /// Steps of 32 keys that decoding brings to the second-level cache ahead of their use; none if 0.
     pub l2_prefetch: u32,
-    /// Pages that each warp of decoding brings there while the kernel before ends, if not as many as
-    /// were found to be best.
-    pub l2_early: Option<u32>,
     /// Whether every kernel is queued by itself, and no pass is recorded.
     pub is_eager: bool,
     /// Pages that are far, if they are.
@@ -59,10 +55,7 @@ impl Cuda {
             weights: Mutex::new(BTreeMap::new()),
             attention: Mutex::new(BTreeMap::new()),
             is_exact: config.is_exact,
-            l2_prefetch: Prefetch {
-                steps: config.l2_prefetch,
-                early: config.l2_early.unwrap_or(Prefetch::EARLY),
-            },
+            l2_prefetch: config.l2_prefetch,
             is_eager: config.is_eager,
             far: config.far,
             scratch: Mutex::new(Scratch::default()),

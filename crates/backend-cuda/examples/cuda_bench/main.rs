@@ -72,9 +72,7 @@ fn main() -> Outcome {
     let n_resident = number(&words, "resident").unwrap_or(0) as u32;
     let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident });
     let is_exact = false;
-    let l2_early = number(&words, "early").map(|pages| pages as u32);
-    let config =
-        CudaConfig { cache_dir, is_exact, l2_prefetch, l2_early, is_eager, far, kv_virtual };
+    let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual };
     let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };

@@ -69,13 +69,11 @@ params! {
         group: u32,
         window: u32,
         prefetch: u32,
-        early: u32,
         cuts: Cuts,
         tile_parts: u32,
         is_halves: u32,
         is_contiguous: u32,
         scale: f32,
-        padding: u32,
     }
 }
 
@@ -314,21 +312,8 @@ pub(crate) struct Attention<'a> {
     pub(crate) spec: &'a AttnSpec<'a, Cuda>,
     pub(crate) qkv: &'a CudaBuf,
     pub(crate) kv: &'a CudaKv,
-    pub(crate) prefetch: Prefetch,
-}
-
-/// What splits bring to the second-level cache.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Prefetch {
-    /// Steps ahead of their use, or 0.
-    pub(crate) steps: u32,
-    /// Pages of each warp while the kernel before ends.
-    pub(crate) early: u32,
-}
-
-impl Prefetch {
-    /// Measured on one H200, `cuda_bench ... decode early=N`.
-    pub(crate) const EARLY: u32 = 3;
+    /// Steps that splits bring to the second-level cache ahead of their use, or 0.
+    pub(crate) prefetch: u32,
 }
 
 impl Cuda {
@@ -438,15 +423,12 @@ impl Attention<'_> {
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            prefetch: self.prefetch.steps,
-            // Pages of the host are not brought twice.
-            early: if self.kv.near.is_some() { 0 } else { self.prefetch.early },
+            prefetch: self.prefetch,
             cuts: self.plan.cuts(),
             tile_parts,
             is_halves: u32::from(self.plan.shape.rope.style == RopeStyle::Halves),
             is_contiguous: u32::from(self.device.has_virtual_kv()),
             scale: self.scale(),
-            padding: 0,
         };
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: tasks are rows of the batch, asserted to be in qkv and out; partial results have
