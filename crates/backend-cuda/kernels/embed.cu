@@ -8,12 +8,15 @@ struct EmbedParams {
     float* out;
     u32 d;
     u32 cells;
+    u32 last;  // row of the table
+    u32 padding;
 };
 static_assert(sizeof(EmbedParams) == EMBED_PARAMS_SIZE, "the host's EmbedParams differs");
 
 extern "C" __global__ void embed(EmbedParams p) {
     begin();
-    const u32 token = p.tokens[blockIdx.x];
+    // Where nothing could be drawn there is no token, and nobody looks at the row.
+    const u32 token = min(p.tokens[blockIdx.x], p.last);
     const u32 row = token % 16;
     const u8* tile = p.packed + (u64)(token / 16) * p.cells * CELL_BYTES;
     for (u32 k = threadIdx.x; k < p.d; k += blockDim.x) {

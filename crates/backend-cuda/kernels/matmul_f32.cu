@@ -53,12 +53,14 @@ struct EmbedF32Params {
     const u32* tokens;
     float* out;
     u32 d;
-    u32 padding;
+    u32 last;  // row of the table
 };
 static_assert(sizeof(EmbedF32Params) == EMBED_F32_PARAMS_SIZE, "the host's params differ");
 
 extern "C" __global__ void embed_f32(EmbedF32Params p) {
     begin();
-    const u64 source = (u64)p.tokens[blockIdx.x] * p.d, target = (u64)blockIdx.x * p.d;
+    // As in embed.cu.
+    const u32 token = min(p.tokens[blockIdx.x], p.last);
+    const u64 source = (u64)token * p.d, target = (u64)blockIdx.x * p.d;
     for (u32 i = threadIdx.x; i < p.d; i += blockDim.x) p.out[target + i] = p.table[source + i];
 }

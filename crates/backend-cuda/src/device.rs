@@ -11,6 +11,7 @@ use cudarc::nvrtc::Ptx;
 use nuthatch_backend::DeviceError;
 
 use crate::error::OpenError;
+use crate::host_memory::{PLACE_BYTES, Ring};
 use crate::timing::Timing;
 use crate::virtual_memory::VirtualMemory;
 
@@ -30,6 +31,8 @@ pub(crate) struct Device {
     /// Whether arenas of keys and values have addresses first and memory later.
     has_virtual_kv: bool,
     pub(crate) timing: Timing,
+    /// What small uploads go through.
+    ring: Mutex<Option<Ring>>,
     /// The first fault, in the driver's words. Afterwards nothing is done.
     fault: Mutex<Option<String>>,
 }
@@ -67,6 +70,7 @@ impl Device {
             n_multiprocessors: u32::try_from(count).unwrap_or(1),
             has_virtual_kv,
             timing: Timing::default(),
+            ring: Mutex::new(None),
             fault: Mutex::new(None),
         })
     }
@@ -188,6 +192,14 @@ impl Device {
         self.has_virtual_kv
     }
 
+    /// An error if pages are where the tables say that they come, and cannot be moved.
+    pub(crate) fn check_paged(&self) -> Result<(), DeviceError> {
+        match self.has_virtual_kv {
+            true => Err(DeviceError::Fault("pages of virtual KV do not move".to_owned())),
+            false => Ok(()),
+        }
+    }
+
     /// Puts memory behind a range of bytes, if there were addresses only.
     pub(crate) fn back(&self, memory: &Memory, range: Range<usize>) -> Result<(), DeviceError> {
         let Some(reserved) = &memory.reserved else { return Ok(()) };
@@ -223,6 +235,16 @@ impl Device {
             return Ok(());
         }
         let (address, stream) = (target.address + start as u64, self.stream.cu_stream());
+        if size_of_val(source) <= PLACE_BYTES {
+            let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+            if ring.is_none() {
+                *ring = Some(Ring::new(self)?);
+            }
+            let ring = ring.as_mut().expect("it was just made");
+            #[expect(unsafe_code, reason = "raw device memory")]
+            // SAFETY: the range is inside the allocation, as asserted.
+            return unsafe { ring.upload(self, address, source) };
+        }
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: the range is inside the allocation, as asserted. The source is pageable memory,
         // which the driver has read when the call returns.

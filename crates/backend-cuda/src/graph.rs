@@ -7,9 +7,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, result, sys};
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, Pass};
 
+use crate::Cuda;
 use crate::device::Device;
+use crate::kv::CudaKv;
+use crate::plan::CudaPlan;
 
 /// Rows of the largest batch that is recorded; queuing kernels one by one costs larger ones little.
 /// Guessed.
@@ -51,6 +54,8 @@ pub(crate) struct PassKey {
     pub(crate) arena: (u64, u32),
     /// Which scratch of products is in use.
     pub(crate) scratch: u64,
+    /// Tokens that it chooses, and where it says how.
+    pub(crate) draws: (usize, u64),
 }
 
 /// What a pass has to do.
@@ -136,6 +141,33 @@ impl Recordings {
     }
 }
 
+impl Cuda {
+    /// Queues the pass if it was recorded, and else begins to record it if it is to be.
+    pub(crate) fn begin_recording(
+        &self,
+        plan: &mut CudaPlan,
+        kv: &CudaKv,
+    ) -> Result<Pass, DeviceError> {
+        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
+            return Ok(Pass::Needed);
+        }
+        let key = PassKey {
+            n_rows: plan.n_rows(),
+            deciding: plan.deciding.clone(),
+            tables: (plan.tables, plan.table_len),
+            arena: (kv.head_address(0), kv.slots.device),
+            scratch: self.scratch_generation(),
+            draws: plan.draws.key(),
+        };
+        plan.check_tokens_again();
+        if !plan.recordings.begin(&self.device, key)? {
+            return Ok(Pass::Needed);
+        }
+        plan.draws.end_pass(&self.device)?;
+        Ok(Pass::Queued)
+    }
+}
+
 fn replay(device: &Device, graph: &Graph) -> Result<(), DeviceError> {
     device.enter()?;
     #[expect(unsafe_code, reason = "kernels use raw device memory")]
@@ -151,8 +183,8 @@ mod tests {
 
     #[test]
     fn a_shape_is_recorded_when_it_comes_again() {
-        let key =
-            PassKey { n_rows: 3, deciding: Vec::new(), tables: (1, 2), arena: (3, 4), scratch: 0 };
+        let (tables, arena, draws) = ((1, 2), (3, 4), (0, 5));
+        let key = PassKey { n_rows: 3, deciding: Vec::new(), tables, arena, scratch: 0, draws };
         let mut recordings = Recordings::default();
         assert_eq!(recordings.step(&key), Step::Queue);
         assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);

@@ -1,7 +1,9 @@
 //! The arena of keys and values: `[layer][kv head][slot]`, and inside a page of one head the order
 //! that `kernels/kv.cuh` draws.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{DeviceError, NearCounts};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
@@ -95,6 +97,8 @@ pub struct CudaKv {
     pub(crate) near: Option<Near>,
     /// What top-k attention keeps; its pages are of rows.
     pub(crate) sparse: Option<Sparse>,
+    /// By row of the tables, pages that have memory behind them, where it comes little by little.
+    backed: Mutex<BTreeMap<u32, u32>>,
 }
 
 impl CudaKv {
@@ -138,7 +142,8 @@ impl CudaKv {
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
-        Ok(CudaKv { shape, page, slots, arena, host, gate, near, sparse: None })
+        let backed = Mutex::default();
+        Ok(CudaKv { shape, page, slots, arena, host, gate, near, sparse: None, backed })
     }
 
     /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
@@ -170,6 +175,27 @@ impl CudaKv {
             device.back(memory, at(head, slots.start)..at(head, slots.end))?;
         }
         Ok(memory.backed_bytes())
+    }
+
+    /// Puts memory behind the first pages of a row of tables that are `table_len` long, many at a time.
+    pub(crate) fn back_table(
+        &self,
+        device: &Device,
+        (row, table_len): (u32, u32),
+        n_pages: u32,
+    ) -> Result<(), DeviceError> {
+        /// Bytes of a head that are backed at once; the driver's granule is no larger.
+        const RUN_BYTES: usize = 2 << 20;
+        let mut all = self.backed.lock().unwrap_or_else(PoisonError::into_inner);
+        let backed = all.entry(row).or_default();
+        if n_pages <= *backed {
+            return Ok(());
+        }
+        let run = (RUN_BYTES / self.page.bytes()).max(1) as u32;
+        let (first, end) = (*backed, n_pages.next_multiple_of(run).min(table_len));
+        self.back(device, row * table_len + first..row * table_len + end)?;
+        *backed = end;
+        Ok(())
     }
 
     /// Bytes of all device slots of one head.

@@ -1,6 +1,7 @@
 //! NVIDIA GPUs as a device: CUDA loaded at run time, kernels compiled by NVRTC at first use.
 //!
-//! - `open`: how a GPU is used; `device`, `pinned`, `virtual_memory`: the driver, one stream, memory, the host's too, and the fault that ends it
+//! - `open`: how a GPU is used; `device`, `pinned`, `host_memory`, `virtual_memory`: the driver, one
+//!   stream, memory, the host's too, and the fault that ends it
 //! - `nvrtc`, `program`, `compile`: compiling kernels, keeping them on disk, what is compiled
 //!   together, and compiling all of it to see that it can be
 //! - `common`: the kernels that every model needs
@@ -20,6 +21,7 @@ mod compile;
 mod device;
 mod error;
 mod graph;
+mod host_memory;
 mod kernels;
 mod kv;
 mod launch;
@@ -36,7 +38,7 @@ mod virtual_memory;
 mod weight;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
@@ -49,11 +51,9 @@ use common::Common;
 pub use compile::{Extent, compile_all};
 use device::Device;
 pub use error::{CompileError, OpenError};
-use graph::PassKey;
 pub use kv::{CudaKv, FarPages};
 use kv::{PageShape, check_dtype};
 use launch::attend::{AttendKernels, Attention, can_append};
-use launch::draw::Draws;
 use launch::matmul::Target;
 use launch::{copy, embed, gather, norm, rope, shift, swiglu};
 pub use near::near_pages;
@@ -160,18 +160,21 @@ impl Backend for Cuda {
         kv: &mut CudaKv,
         shifts: &[PageShift],
     ) -> Result<(), DeviceError> {
+        self.device.check_paged()?;
         shift::shift_pages(&self.device, plan, kv, shifts)?;
         self.digest_pages(kv, shifts)
     }
 
     fn copy_pages(&self, kv: &mut CudaKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
+        self.device.check_paged()?;
         copy::copy_pages(&self.device, &self.common.copy, kv, copies)?;
         self.copy_digests(kv, copies)
     }
 
     fn page_image(&self, kv: &CudaKv) -> Option<nuthatch_types::PageImage> {
-        // Digests would have to be made again, which nothing asks for yet.
-        kv.sparse.is_none().then(|| kv.page_image(&self.device.arch(), self.is_exact))
+        // Digests would have to be made again, and pages to be found, which nothing asks for yet.
+        (kv.sparse.is_none() && !self.has_virtual_kv())
+            .then(|| kv.page_image(&self.device.arch(), self.is_exact))
     }
 
     fn read_page(&self, kv: &CudaKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
@@ -195,33 +198,33 @@ impl Backend for Cuda {
         layout: &BatchLayout,
     ) -> Result<(), DeviceError> {
         self.begin_stage("plan", None);
-        plan.prepare(&self.device, tables, layout)?;
+        plan.prepare(&self.device, tables, layout, true)?;
+        rope::angles(&self.device, &self.common.angles, plan)
+    }
+
+    fn plan_next(
+        &self,
+        plan: &mut CudaPlan,
+        tables: &CudaTables,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        plan.prepare(&self.device, tables, layout, false)?;
         rope::angles(&self.device, &self.common.angles, plan)
     }
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
+        plan.back_tables(&self.device, kv)?;
         self.prepare_near(plan, kv)?;
         if kv.near.is_some() && kv.sparse.is_some() && !plan.is_decode() {
             plan.begin_far(&self.device)?;
         }
-        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
-            return Ok(Pass::Needed);
-        }
-        let key = PassKey {
-            n_rows: plan.n_rows(),
-            deciding: plan.deciding.clone(),
-            tables: (plan.tables, plan.table_len),
-            arena: (kv.head_address(0), kv.slots.device),
-            scratch: self.scratch_generation(),
-        };
-        plan.check_tokens_again();
-        let is_queued = plan.recordings.begin(&self.device, key)?;
-        Ok(if is_queued { Pass::Queued } else { Pass::Needed })
+        self.begin_recording(plan, kv)
     }
 
     fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
         plan.end_far(&self.device)?;
-        plan.recordings.end(&self.device)
+        plan.recordings.end(&self.device)?;
+        plan.draws.end_pass(&self.device)
     }
 
     fn embed(
@@ -370,21 +373,17 @@ impl Backend for Cuda {
         true
     }
 
-    fn draw(
-        &self,
-        logits: &mut CudaBuf,
-        vocab: usize,
-        draws: &[Draw],
-        tokens: &mut [Option<u32>],
-    ) -> Result<(), DeviceError> {
-        if draws.is_empty() {
-            return Ok(());
-        }
+    fn plan_draws(&self, plan: &mut CudaPlan, draws: &[Draw]) -> Result<(), DeviceError> {
+        plan.draws.plan(&self.device, draws)
+    }
+
+    fn draw(&self, plan: &CudaPlan, logits: &mut CudaBuf, vocab: usize) -> Result<(), DeviceError> {
         self.begin_stage("draw", None);
-        let draws = Draws::new(draws);
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = scratch.draws(&self.device, draws.bytes())?;
-        draws.run(&self.device, &self.common.draw, (logits, vocab), room, tokens)
+        plan.draws.run(&self.device, &self.common.draw, (logits, vocab))
+    }
+
+    fn drawn(&self, plan: &mut CudaPlan, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
+        plan.draws.drawn(&self.device, tokens)
     }
 
     fn keep_digests(&self, kv: &mut CudaKv, digests: &[Digest]) -> Result<(), DeviceError> {

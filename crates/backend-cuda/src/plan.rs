@@ -19,6 +19,7 @@ use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{CudaKv, PAGE_LEN, PageShape};
 use crate::launch::attend::{AttendKernels, Cuts, Part, Split, Task};
+use crate::launch::draw::Draws;
 
 /// Most chunks of one step that are computed apart; rows beyond that are tiles. Guessed: a hundred
 /// times what fills the largest device.
@@ -31,6 +32,9 @@ const MAX_ROWS: usize = 1 << 16;
 const SPLIT_WORDS: usize = size_of::<Split>() / 4;
 const PART_WORDS: usize = size_of::<Part>() / 4;
 const TASK_WORDS: usize = size_of::<Task>() / 4;
+
+/// Words of the counts.
+const N_COUNTS: usize = 4;
 
 /// Slots of all tables.
 type Slots = Arc<Mutex<Vec<u32>>>;
@@ -63,8 +67,12 @@ impl CudaTables {
     ) -> Result<(), DeviceError> {
         assert!(row < self.n_rows, "a table that is there");
         assert!(start as usize + slots.len() <= self.n_pages as usize, "the slots fit the table");
-        let slots: Vec<u32> = slots.iter().map(|slot| slot.0).collect();
         let at = row as usize * self.n_pages as usize + start as usize;
+        let slots: Vec<u32> = match device.has_virtual_kv() {
+            // Pages are where the tables say that they come.
+            true => (at as u32..).take(slots.len()).collect(),
+            false => slots.iter().map(|slot| slot.0).collect(),
+        };
         let mut all = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         all[at..at + slots.len()].copy_from_slice(&slots);
         device.upload(&self.memory, at * 4, &slots)
@@ -105,11 +113,9 @@ pub struct CudaPlan {
     slots: Slots,
     /// The batch's number, of all that were ever planned.
     pub(crate) step: u64,
-    /// `[T]` tokens, positions, places and table rows, then output rows, splits, tiles, and parts of
-    /// splits.
+    /// How many parts of splits there are, and how many were taken; then `[T]` positions, places and
+    /// table rows, output rows, splits, tiles, and parts of splits.
     words: Memory,
-    /// How many parts of splits there are, and how many were taken.
-    counts: Memory,
     host: Vec<u32>,
     /// The sequences of the batch.
     pub(crate) seqs: Vec<Seq>,
@@ -124,6 +130,7 @@ pub struct CudaPlan {
     idle_far: Option<Branch>,
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
+    pub(crate) draws: Draws,
     pub(crate) recordings: Recordings,
 }
 
@@ -139,7 +146,8 @@ impl CudaPlan {
         let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
         let max_tiles = (shape.max_rows * group).div_ceil(kernels.tile_lines()) + shape.max_seqs;
-        let words = 5 * shape.max_rows
+        let words = N_COUNTS
+            + 4 * shape.max_rows
             + 4
             + SPLIT_WORDS * shape.max_seqs
             + TASK_WORDS * max_tiles
@@ -152,7 +160,6 @@ impl CudaPlan {
             partials: device.alloc(lines * page.width() * 4, WHAT)?,
             sums: device.alloc(lines * 8, WHAT)?,
             words: device.alloc(words * 4, WHAT)?,
-            counts: device.alloc(8, WHAT)?,
             host: Vec::with_capacity(words),
             seqs: Vec::new(),
             deciding: Vec::new(),
@@ -170,6 +177,7 @@ impl CudaPlan {
             far: None,
             idle_far: None,
             vocab: Cell::new(0),
+            draws: Draws::new(device, shape.max_rows)?,
             recordings: Recordings::default(),
         })
     }
@@ -226,6 +234,15 @@ impl CudaPlan {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Puts memory behind the pages of the batch's sequences, where there are addresses only.
+    pub(crate) fn back_tables(&self, device: &Device, kv: &CudaKv) -> Result<(), DeviceError> {
+        let virtual_seqs = self.seqs.iter().filter(|_| device.has_virtual_kv());
+        virtual_seqs.into_iter().try_for_each(|seq| {
+            let n_pages = seq.kv_len().div_ceil(PAGE_LEN) as u32;
+            kv.back_table(device, (seq.table_row, self.table_len), n_pages)
+        })
+    }
+
     /// Pages that are far are written beside the pass that begins.
     pub(crate) fn begin_far(&mut self, device: &Device) -> Result<(), DeviceError> {
         if self.far.is_none() {
@@ -249,27 +266,27 @@ impl CudaPlan {
 
     /// `[T]`
     pub(crate) fn tokens(&self) -> u64 {
-        self.word(0)
+        self.draws.tokens.address()
     }
 
     /// `[T]` what rows are rotated by.
     pub(crate) fn positions(&self) -> u64 {
-        self.word(self.parts.n_rows)
+        self.word(N_COUNTS)
     }
 
     /// `[T]` which token of its table a row is.
     pub(crate) fn places(&self) -> u64 {
-        self.word(2 * self.parts.n_rows)
+        self.word(N_COUNTS + self.parts.n_rows)
     }
 
     /// `[T]`
     pub(crate) fn table_rows(&self) -> u64 {
-        self.word(3 * self.parts.n_rows)
+        self.word(N_COUNTS + 2 * self.parts.n_rows)
     }
 
     /// `[outputs]`
     pub(crate) fn output_rows(&self) -> u64 {
-        self.word(4 * self.parts.n_rows)
+        self.word(N_COUNTS + 3 * self.parts.n_rows)
     }
 
     /// Rows whose chunks are computed apart.
@@ -284,7 +301,7 @@ impl CudaPlan {
 
     /// How many chunks there are, and behind it how many were taken.
     pub(crate) fn n_split_parts(&self) -> u64 {
-        self.counts.address()
+        self.word(0)
     }
 
     /// Tasks of many lines and all chunks.
@@ -292,12 +309,14 @@ impl CudaPlan {
         (self.word(self.parts.tiles), self.parts.n_tiles as u32)
     }
 
-    /// Works out the tasks of a batch and uploads everything.
+    /// Works out the tasks of a batch and uploads everything, but for the tokens unless they are known:
+    /// they are then those that were drawn last.
     pub(crate) fn prepare(
         &mut self,
         device: &Device,
         tables: &CudaTables,
         layout: &BatchLayout,
+        knows_tokens: bool,
     ) -> Result<(), DeviceError> {
         let (n_rows, n_seqs) = (layout.n_rows(), layout.n_seqs());
         assert!(n_rows <= self.shape.max_rows, "no more rows than the plan holds");
@@ -332,8 +351,9 @@ impl CudaPlan {
             tasks.push(&seq);
             self.seqs.push(seq);
         }
+        self.draws.clear();
         self.host.clear();
-        self.host.extend(&layout.tokens);
+        self.host.resize(N_COUNTS, 0);
         self.host.extend(&layout.positions);
         self.host.extend(&places);
         self.host.extend(&table_rows);
@@ -355,12 +375,21 @@ impl CudaPlan {
             tiles,
             n_tiles: tasks.tiles.len(),
             parts,
-            n_tokens_known: layout.tokens.iter().max().map_or(0, |&token| token as usize + 1),
+            // What was drawn is a row of the table, or becomes its last row.
+            n_tokens_known: if knows_tokens { end_of(&layout.tokens) } else { 0 },
             is_decode: n_rows > 0 && tasks.splits.len() == n_rows && is_all,
         };
-        device.upload(&self.counts, 0, &[n_parts, 0])?;
+        self.host[0] = n_parts;
+        if knows_tokens {
+            device.upload(&self.draws.tokens, 0, &layout.tokens)?;
+        }
         device.upload(&self.words, 0, &self.host)
     }
+}
+
+/// One more than the largest.
+fn end_of(tokens: &[u32]) -> usize {
+    tokens.iter().max().map_or(0, |&token| token as usize + 1)
 }
 
 /// One sequence of the batch.

@@ -21,15 +21,6 @@ pub(crate) struct Scratch {
     rounded: Room,
     /// Products with parts.
     products: Room,
-    /// How tokens are chosen, and the tokens.
-    draws: Room,
-}
-
-impl Scratch {
-    /// Memory for a draw. It is never part of a recording.
-    pub(crate) fn draws(&mut self, device: &Device, bytes: usize) -> Result<&Memory, DeviceError> {
-        self.draws.at_least(device, bytes)
-    }
 }
 
 /// Memory that grows and never shrinks.

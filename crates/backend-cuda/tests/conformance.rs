@@ -1,7 +1,8 @@
 //! The suite that judges every device, on this machine's first GPU.
 //!
 //! Without a driver the tests say so and pass: nothing was judged, and the output shows it. With
-//! `FEW_CASES=1` checks take few of their cases: under `compute-sanitizer` that is enough.
+//! `FEW_CASES=1` checks take few of their cases: under `compute-sanitizer` that is enough. With `PART=n`
+//! a test opens the device in its `n`-th way only, so that parts can be judged at once.
 
 #![expect(clippy::print_stdout, reason = "a skip must be seen")]
 
@@ -30,8 +31,13 @@ fn open(is_exact: bool, far: Option<FarPages>) -> Option<Cuda> {
     }
 }
 
+/// Whether the `n`-th way to open the device is judged.
+fn is_part(n: usize) -> bool {
+    std::env::var_os("PART").is_none_or(|part| part == *n.to_string())
+}
+
 fn on_the_gpu(name: &str, check: Check<Cuda>) {
-    for is_exact in [false, true] {
+    for is_exact in [false, true].into_iter().filter(|&is_exact| is_part(is_exact.into())) {
         let Some(cuda) = gpu(is_exact) else { return };
         println!("{name} on {}, exact: {is_exact}", cuda.name());
         check(&cuda);
@@ -95,7 +101,10 @@ macro_rules! judged_topk {
             #[test]
             fn $check() {
                 on_the_gpu(stringify!($check), conformance::$check);
-                for (n_near, n_resident) in [(2, 0), (7, 1)] {
+                for (n, (n_near, n_resident)) in [(2, (2, 0)), (3, (7, 1))] {
+                    if !is_part(n) {
+                        continue;
+                    }
                     let far = FarPages { n_near, n_resident };
                     let Some(cuda) = open(false, Some(far)) else { return };
                     println!("{}, {far:?}", stringify!($check));

@@ -138,8 +138,20 @@ pub trait Backend: Sized + Send + Sync + 'static {
         layout: &BatchLayout,
     ) -> Result<(), DeviceError>;
 
-    /// Begins the operations of the planned batch, from [`Backend::embed`] to the last product. If
-    /// they are [`Pass::Needed`], the caller queues them and then calls [`Backend::end_pass`]; if they
+    /// The same for a batch whose rows are the output rows of the one before, and whose tokens are those
+    /// that [`Backend::draw`] chooses there: `layout.tokens` says nothing. Nothing waits for them.
+    fn plan_next(
+        &self,
+        plan: &mut Self::Plan,
+        tables: &Self::Tables,
+        layout: &BatchLayout,
+    ) -> Result<(), DeviceError> {
+        let _ = (plan, tables, layout);
+        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+    }
+
+    /// Begins the operations of the planned batch, from [`Backend::embed`] to the last product, or to
+    /// [`Backend::draw`] if [`Backend::plan_draws`] came before. If they are [`Pass::Needed`], the caller queues them and then calls [`Backend::end_pass`]; if they
     /// are [`Pass::Queued`], it leaves them out.
     ///
     /// All passes of one plan must be the same operations with the same weights and buffers, for as
@@ -288,16 +300,27 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn draws(&self) -> bool {
         false
     }
-    /// Chooses a token for each row of `logits`, `[draws.len(), vocab]`, which it may change, and
-    /// waits. A row that has a NaN, or no largest finite number, has none.
+    /// Says how a token is chosen for each output row of the planned batch; before
+    /// [`Backend::begin_pass`].
+    fn plan_draws(&self, plan: &mut Self::Plan, draws: &[Draw]) -> Result<(), DeviceError> {
+        let _ = (plan, draws);
+        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+    }
+    /// Chooses a token for each row of `logits`, `[draws, vocab]`, which it may change, as was planned.
+    /// A row that has a NaN, or no largest finite number, has none.
     fn draw(
         &self,
+        plan: &Self::Plan,
         logits: &mut Self::Buf,
         vocab: usize,
-        draws: &[Draw],
-        tokens: &mut [Option<u32>],
     ) -> Result<(), DeviceError> {
-        let _ = (logits, vocab, draws, tokens);
+        let _ = (plan, logits, vocab);
+        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+    }
+    /// Waits for the first pass with draws that has ended, as [`Backend::end_pass`] means it, and was
+    /// not asked for; there are two such at most. Gives its tokens.
+    fn drawn(&self, plan: &mut Self::Plan, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
+        let _ = (plan, tokens);
         Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
     }
     /// `out[t, i] = silu(gate_up[t, i]) * gate_up[t, F + i]`; `gate_up` is `[rows, 2 F]`.

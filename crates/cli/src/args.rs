@@ -240,6 +240,14 @@ pub(crate) enum KvDtypeArg {
     Fp8,
 }
 
+/// How pages lie on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvLayoutArg {
+    #[default]
+    Paged,
+    Virtual,
+}
+
 /// How keys and values are stored on a disk; `Auto` is as in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ColdDtypeArg {
@@ -322,6 +330,10 @@ pub(crate) struct EngineArgs {
     /// [default: 0.85]
     #[arg(long, value_name = "SHARE", alias = "mem-fraction-static")]
     pub(crate) gpu_memory_utilization: Option<f64>,
+    /// Where a GPU's KV pages are: anywhere, or one after the other behind addresses that are reserved
+    /// for every sequence at its longest, where nothing can be shared or moved
+    #[arg(long, value_enum, default_value_t, value_name = "LAYOUT")]
+    pub(crate) kv_layout: KvLayoutArg,
     /// Tokens of one page of the KV cache
     #[arg(long, value_name = "N", default_value_t = 16, alias = "page-size")]
     pub(crate) block_size: u32,

@@ -9,8 +9,8 @@ use nuthatch_types::{
 };
 
 use crate::args::{
-    BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, PolicyArg,
-    RopeScalingArg, SamplingArgs, SchedulingArgs, SparseArgs,
+    BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, KvLayoutArg,
+    PolicyArg, RopeScalingArg, SamplingArgs, SchedulingArgs, SparseArgs,
 };
 use crate::resolve::{ModelSpec, ResolveError};
 
@@ -59,6 +59,9 @@ pub(crate) enum ConfigError {
         /// Where pages wait.
         cold: ColdKv,
     },
+    /// Pages that would have to move, or to be shared.
+    #[error("--kv-layout virtual does not go with {0}: its pages stay where they are")]
+    Virtual(&'static str),
     /// A number that must be positive.
     #[error("{0} is 0, but must be at least 1")]
     Zero(&'static str),
@@ -121,6 +124,8 @@ pub(crate) struct EngineConfig {
     /// Whether a GPU takes all bits of the activations; 0 threads are all cores.
     pub(crate) is_exact: bool,
     pub(crate) threads: u32,
+    /// Whether the pages of a sequence lie one after the other.
+    pub(crate) kv_virtual: bool,
     /// Asked context; the model's if not given.
     pub(crate) max_context: Option<u32>,
     pub(crate) kv_dtype: KvDtype,
@@ -282,9 +287,14 @@ impl EngineConfig {
         }
         let batch = BatchSizes::new(&args.scheduling, n_seqs)?;
         let (max_seqs, policy) = batch.policy(args.scheduling_policy)?;
+        let kv_virtual = args.kv_layout == KvLayoutArg::Virtual;
+        if let Some(other) = moves_pages(args).filter(|_| kv_virtual) {
+            return Err(ConfigError::Virtual(other));
+        }
         Ok(EngineConfig {
             device: args.device,
             is_exact: args.exact_activations,
+            kv_virtual,
             threads: args.threads.unwrap_or(0),
             max_context: args.max_model_len,
             kv_dtype: kv_dtype(args, args.kv_cache_dtype)?,
@@ -301,7 +311,8 @@ impl EngineConfig {
             sparse: args.sparse.clone(),
             options: EngineOptions {
                 policy,
-                prefix_caching: prefix_caching(&args.scheduling.cache),
+                prefix_caching: prefix_caching(&args.scheduling.cache) && !kv_virtual,
+                shares_pages: !kv_virtual,
                 eviction: args.scheduling.cache.eviction_policy.into(),
                 max_waiting: None,
             },
@@ -320,6 +331,18 @@ impl EngineConfig {
             },
         })
     }
+}
+
+/// What was asked for that moves pages or shares them.
+fn moves_pages(args: &EngineArgs) -> Option<&'static str> {
+    let all = [
+        (args.swap_space > 0, "--swap-space"),
+        (args.kv_disk.is_some(), "--kv-disk"),
+        (args.kv_remote.is_some(), "--kv-remote"),
+        (args.sparse.sparse.is_some(), "--sparse"),
+        (args.scheduling.cache.enable_prefix_caching, "--enable-prefix-caching"),
+    ];
+    all.into_iter().find(|(is_asked, _)| *is_asked).map(|(_, name)| name)
 }
 
 /// How keys and values are stored in memory, in a type and with the layers that stay f16.

@@ -44,6 +44,8 @@ pub(crate) struct DeviceConfig {
     pub(crate) kernel_dir: Option<PathBuf>,
     /// Where KV pages lie, if not in memory.
     pub(crate) kv_file: Option<PathBuf>,
+    /// Whether the pages of a sequence lie one after the other.
+    pub(crate) kv_virtual: bool,
 }
 
 impl Device {
@@ -51,9 +53,10 @@ impl Device {
     pub(crate) fn open(config: &DeviceConfig) -> anyhow::Result<Self> {
         let cuda = |ordinal: u32| {
             let (cache_dir, is_exact) = (config.kernel_dir.clone(), config.is_exact);
+            let kv_virtual = config.kv_virtual;
             Cuda::open(
                 ordinal as usize,
-                CudaConfig { cache_dir, is_exact, ..CudaConfig::default() },
+                CudaConfig { cache_dir, is_exact, kv_virtual, ..CudaConfig::default() },
             )
         };
         match config.device {
@@ -75,6 +78,11 @@ impl Device {
     }
 
     fn cpu(config: &DeviceConfig) -> anyhow::Result<Self> {
+        anyhow::ensure!(
+            !config.kv_virtual,
+            "--kv-layout virtual needs an NVIDIA GPU, whose driver puts memory behind addresses; the \
+             CPU has paged only"
+        );
         let threads = config.threads as usize;
         let cpu = Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?;
         Ok(Device::Cpu(Arc::new(match &config.kv_file {

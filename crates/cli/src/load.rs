@@ -80,6 +80,7 @@ impl Prepared {
             is_exact: config.is_exact,
             kernel_dir: env.kernel_dir(),
             kv_file: config.sparse.kv_file(),
+            kv_virtual: config.kv_virtual,
         })?;
         // Where the system does not tell, allocation itself has to fail.
         let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
@@ -118,8 +119,11 @@ impl Prepared {
             },
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };
-        let sizes = Sizes::compute(&request)
+        let mut sizes = Sizes::compute(&request)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
+        if config.kv_virtual {
+            reserve_tables(&mut sizes, config.may_run_fewer)?;
+        }
         if let Some(near) = &sizes.near {
             anyhow::ensure!(
                 config.sparse.kv_file().is_none(),
@@ -197,6 +201,23 @@ impl Prepared {
         }
         Ok(())
     }
+}
+
+/// Has every sequence find room at its longest, and fewer of them run if they may.
+fn reserve_tables(sizes: &mut Sizes, may_run_fewer: bool) -> anyhow::Result<()> {
+    let (n_pages, table_len) = (sizes.n_pages, sizes.capacity().table_len());
+    let n_tables = (n_pages / table_len).min(sizes.max_seqs);
+    anyhow::ensure!(
+        n_tables == sizes.max_seqs || (may_run_fewer && n_tables > 0),
+        "--kv-layout virtual has room for {n_tables} sequences of {} tokens, not for {}; lower \
+         --max-num-seqs or --max-model-len",
+        sizes.max_context,
+        sizes.max_seqs
+    );
+    sizes.max_seqs = n_tables;
+    sizes.kv = sizes.kv / u64::from(n_pages) * u64::from(n_tables * table_len);
+    sizes.n_pages = n_tables * table_len;
+    Ok(())
 }
 
 /// The key in a file.
@@ -288,4 +309,39 @@ fn describe_memory(sizes: &Sizes) -> String {
         sizes.kv_dtype,
         Bytes(sizes.working),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::{HostReads, KvDtype};
+
+    use super::*;
+
+    #[test]
+    fn virtual_pages_have_room_for_whole_tables() {
+        let sizes = Sizes {
+            n_pages: 35,
+            n_host_pages: 0,
+            host_reads: HostReads::Never,
+            page_len: 16,
+            kv_dtype: KvDtype::F16,
+            max_context: 160,
+            window: None,
+            max_seqs: 8,
+            max_rows: 64,
+            weights: 0,
+            kv: 3500,
+            host_kv: 0,
+            near: None,
+            working: 0,
+            deciding: 0,
+        };
+        let mut fewer = sizes;
+        reserve_tables(&mut fewer, true).unwrap();
+        assert_eq!((fewer.max_seqs, fewer.n_pages, fewer.kv), (3, 30, 3000));
+        let error = reserve_tables(&mut { sizes }, false).unwrap_err().to_string();
+        assert!(error.contains("3 sequences of 160 tokens, not for 8"), "{error}");
+        let long = Sizes { max_context: 16_000, ..sizes };
+        assert!(reserve_tables(&mut { long }, true).is_err());
+    }
 }

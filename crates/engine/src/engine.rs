@@ -47,6 +47,7 @@ pub struct Engine<E> {
     execute_time: Duration,
     /// Sampled checks made so far.
     n_checks: u64,
+    pub(crate) shares_pages: bool,
     listener: Option<CacheListener>,
     /// Pages on a disk, if there is one.
     tier: Option<Tier>,
@@ -64,6 +65,7 @@ impl<E> Engine<E> {
             requests: self.requests,
             next_seq: self.next_seq,
             n_checks: self.n_checks,
+            shares_pages: self.shares_pages,
             listener: self.listener,
             tier: self.tier,
             step_time: self.step_time,
@@ -86,6 +88,7 @@ impl<E: Execute> Engine<E> {
             step_time: Duration::ZERO,
             execute_time: Duration::ZERO,
             n_checks: 0,
+            shares_pages: true,
             listener: None,
             tier: None,
             error: None,
@@ -125,6 +128,9 @@ impl<E: Execute> Engine<E> {
         let reads_prompt = mean.is_some() || scores.is_some();
         if n == 0 {
             return Err(SubmitError::NoAnswers);
+        }
+        if !self.shares_pages && (beam.is_some() || streaming.is_some()) {
+            return Err(SubmitError::NoSharing);
         }
         if beam.is_some() && streaming.is_some() {
             return Err(SubmitError::StreamingBeams);
@@ -353,7 +359,7 @@ impl<E: Execute> Engine<E> {
             let seed = first.sampling.seed.wrapping_add(index);
             let sampling = Sampling { seed, n_candidates: 0, ..first.sampling.clone() };
             let submission = nuthatch_scheduler::Submission { seq, sampling, ..first.clone() };
-            let fork_of = (index > 0).then_some(first.seq);
+            let fork_of = (index > 0 && self.shares_pages).then_some(first.seq);
             // The others share what the first computes.
             let computes_all = hints.computes_all && index == 0;
             let n_stored = if index == 0 { hints.n_stored } else { 0 };

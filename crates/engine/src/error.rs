@@ -36,6 +36,9 @@ pub enum SubmitError {
         /// Answers that are followed at one time.
         width: u32,
     },
+    /// Beams share pages, and a stream moves them.
+    #[error("beam search and streaming attention need --kv-layout paged")]
+    NoSharing,
     /// Beams share what they have in common, and a stream drops it.
     #[error("a beam search cannot stream")]
     StreamingBeams,

@@ -3,6 +3,7 @@
 //! The executor obeys plain data and decides nothing. It knows no queue, and it cannot reach the
 //! cache: what it knows of a sequence is its row of the tables and its sampler.
 
+mod ahead;
 mod prompt;
 
 use std::fmt;
@@ -18,6 +19,8 @@ use nuthatch_types::{
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
 use crate::{Attachment, Capacity, Pages, SharedClock, TopKStats};
+
+use self::ahead::Ahead;
 
 pub use prompt::{PromptReader, PromptScores, ScoredToken};
 
@@ -75,19 +78,30 @@ pub trait Forward: Pages {
     /// are no more than a pass may have. Afterwards [`Forward::hidden`] is about those. Writes their
     /// logits to `logits`, which is `[n_outputs, V]`, or empty if nobody wants them.
     fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
-    /// Whether the device chooses tokens: whether there is a [`Forward::forward_and_draw`].
+    /// Whether the device chooses tokens: whether there is a [`Forward::queue`].
     fn draws(&self) -> bool {
         false
     }
-    /// Computes the batch, and chooses a token for each of `layout.output_rows`; none where logits
-    /// are no numbers to choose by.
-    fn forward_and_draw(
+    /// Whether a batch may be queued before the tokens of the one before it are known.
+    fn runs_ahead(&self) -> bool {
+        false
+    }
+    /// Queues the batch, and the choice of a token for each of `layout.output_rows`. If it `follows`,
+    /// its rows are the output rows of the batch queued before, and its tokens those that are chosen
+    /// there: `layout.tokens` says nothing.
+    fn queue(
         &mut self,
         layout: &BatchLayout,
         draws: &[Draw],
-        tokens: &mut [Option<u32>],
+        follows: bool,
     ) -> Result<(), DeviceError> {
-        let _ = (layout, draws, tokens);
+        let _ = (layout, draws, follows);
+        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+    }
+    /// Waits for the first batch that was queued and not asked for, and gives its tokens; none where
+    /// logits are no numbers to choose by.
+    fn drawn(&mut self, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
+        let _ = tokens;
         Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
     }
 }
@@ -104,6 +118,8 @@ pub struct Executor<F> {
     /// Tables that belong to no sequence.
     free_rows: Vec<u32>,
     batch: Batch,
+    /// The pass that was queued before it was planned, if there is one.
+    ahead: Option<Ahead>,
     /// `[max_seqs, V]`, written by the forward pass, changed by the samplers.
     logits: Vec<f32>,
     scratch: Scratch,
@@ -176,6 +192,7 @@ impl<F: Forward> Executor<F> {
             readers: FastMap::default(),
             free_rows: (0..capacity.max_seqs).rev().collect(),
             batch: Batch::with_capacity(capacity.max_rows as usize, max_seqs),
+            ahead: None,
             logits: vec![0.0; max_seqs * vocab],
             scratch: Scratch::with_vocab(vocab),
             clock: None,
@@ -200,6 +217,7 @@ impl<F: Forward> Executor<F> {
 
     fn carry_out(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
         self.n_steps += 1;
+        let ahead = self.ahead_of(plan)?;
         for &seq in &plan.ended {
             self.forget(seq);
         }
@@ -224,7 +242,10 @@ impl<F: Forward> Executor<F> {
             let row = self.change_table(step)?;
             self.batch.push(step, row);
         }
-        let drawn = self.compute(plan)?;
+        let drawn = match ahead {
+            Some(ahead) => Some(self.take_ahead(plan, &ahead)?),
+            None => self.compute(plan)?,
+        };
         let compute_nanos = nanos(self.now().saturating_sub(copied));
         self.show_hidden(plan)?;
         let (mut sampled, mut failed) = match drawn {
@@ -321,9 +342,8 @@ impl<F: Forward> Executor<F> {
         let layout = self.batch.layout();
         assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
         if let Some(draws) = draws {
-            let mut tokens = vec![None; draws.len()];
-            self.forward.forward_and_draw(layout, &draws, &mut tokens)?;
-            return Ok(Some(tokens));
+            self.forward.queue(layout, &draws, false)?;
+            return self.await_tokens(plan, draws.len()).map(Some);
         }
         let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
         self.forward.forward(layout, &mut self.logits[..n_logits])?;

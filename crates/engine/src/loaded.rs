@@ -350,19 +350,22 @@ impl<B: Backend> Forward for LoadedModel<B> {
         self.backend.draws()
     }
 
-    fn forward_and_draw(
+    fn runs_ahead(&self) -> bool {
+        // What top-k attention decided is counted when a pass has ended, and before the next begins.
+        self.backend.draws() && self.model.topk().is_none()
+    }
+
+    fn queue(
         &mut self,
         layout: &BatchLayout,
         draws: &[Draw],
-        tokens: &mut [Option<u32>],
+        follows: bool,
     ) -> Result<(), DeviceError> {
-        let vocab = self.model.config().vocab as usize;
-        let logits = self.model.forward(&mut self.store, &self.tables, layout)?;
-        if draws.is_empty() {
-            self.backend.wait()?;
-        } else {
-            self.backend.draw(logits, vocab, draws, tokens)?;
-        }
+        self.model.queue(&mut self.store, &self.tables, layout, (draws, follows))
+    }
+
+    fn drawn(&mut self, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
+        self.model.drawn(tokens)?;
         self.model.count_decisions(&self.store)
     }
 }
@@ -419,10 +422,15 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
             Cache::with_options(sizes.cache(), cache_options).expect("the sizes were checked");
         let mut config = sizes.scheduler();
         config.max_waiting = options.max_waiting.unwrap_or(config.max_waiting).max(1);
-        let scheduler =
+        let mut scheduler =
             Scheduler::with_policy(config, cache, options.policy).expect("the sizes were checked");
+        if loaded.runs_ahead() {
+            scheduler.look_ahead();
+        }
         let executor =
             Executor::new(loaded, sizes.capacity()).with_clock(SharedClock::clone(&clock));
-        Ok(Engine::new(scheduler, executor, clock))
+        let mut engine = Engine::new(scheduler, executor, clock);
+        engine.shares_pages = options.shares_pages;
+        Ok(engine)
     }
 }

@@ -12,6 +12,9 @@ pub struct EngineOptions {
     /// Whether sequences share the pages of equal beginnings, which stay until others need the
     /// room. What is answered is the same either way.
     pub prefix_caching: bool,
+    /// Whether sequences share pages at all. Where they cannot, each answer to a prompt computes it, and
+    /// what depends on sharing or moving pages is refused.
+    pub shares_pages: bool,
     /// Which cached pages go first when pages are short.
     pub eviction: Eviction,
     /// Most requests that wait; more are refused. `None` is the scheduler's own number.
@@ -23,6 +26,7 @@ impl Default for EngineOptions {
         EngineOptions {
             policy: Policy::default(),
             prefix_caching: true,
+            shares_pages: true,
             eviction: Eviction::default(),
             max_waiting: None,
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use nuthatch_attention::topk::{TopK, TopKLayer, TopKShape};
-use nuthatch_backend::{Backend, BatchLayout, Bring, DeviceError, Norm, Pass, PlanShape};
+use nuthatch_backend::{Backend, BatchLayout, Bring, DeviceError, Draw, Norm, Pass, PlanShape};
 use nuthatch_store::KvStore;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx, PageShift};
 
@@ -155,13 +155,49 @@ impl<B: Backend> Model<B> {
         layout: &BatchLayout,
     ) -> Result<&mut B::Buf, DeviceError> {
         self.plan_batch(tables, layout)?;
+        self.pass(store, layout, false)?;
+        Ok(&mut self.acts.logits)
+    }
+
+    /// The same, and a token is chosen for each of `layout.output_rows`, which [`Model::drawn`] gives. If
+    /// the batch `follows`, its rows are the output rows of the one queued before, and its tokens those
+    /// that are chosen there.
+    pub fn queue(
+        &mut self,
+        store: &mut KvStore<B>,
+        tables: &B::Tables,
+        layout: &BatchLayout,
+        (draws, follows): (&[Draw], bool),
+    ) -> Result<(), DeviceError> {
+        if follows {
+            assert!(self.topk.is_none(), "top-k attention knows the tokens of a step");
+            self.backend.plan_next(&mut self.plan, tables, layout)?;
+        } else {
+            self.plan_batch(tables, layout)?;
+        }
+        self.backend.plan_draws(&mut self.plan, draws)?;
+        self.pass(store, layout, true)
+    }
+
+    /// Waits for the first batch that was queued and not asked for, and gives its tokens.
+    pub fn drawn(&mut self, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
+        self.backend.drawn(&mut self.plan, tokens)
+    }
+
+    /// The pass over the batch that was planned, with the choice of tokens if it `draws`.
+    fn pass(
+        &mut self,
+        store: &mut KvStore<B>,
+        layout: &BatchLayout,
+        draws: bool,
+    ) -> Result<(), DeviceError> {
         if let Some(topk) = &mut self.topk {
             topk.begin_on_device(&*self.backend, &mut self.plan, store)?;
         }
         // What the host decides layer by layer cannot be queued before.
         let is_pass = !self.topk.as_ref().is_some_and(TopK::decides_on_host);
         if is_pass && self.backend.begin_pass(&mut self.plan, store.device())? == Pass::Queued {
-            return Ok(&mut self.acts.logits);
+            return Ok(());
         }
         self.embed()?;
         for idx in 0..self.weights.layers.len() {
@@ -170,10 +206,11 @@ impl<B: Backend> Model<B> {
             self.finish_layer(idx, layout)?;
         }
         self.logits(layout)?;
-        if is_pass {
-            self.backend.end_pass(&mut self.plan)?;
+        if draws {
+            let vocab = self.config.vocab as usize;
+            self.backend.draw(&self.plan, &mut self.acts.logits, vocab)?;
         }
-        Ok(&mut self.acts.logits)
+        self.backend.end_pass(&mut self.plan)
     }
 
     /// Counts what a device that decides by itself has decided in the step that has ended.

@@ -71,6 +71,7 @@ impl Scheduler {
     }
 
     fn advance(&mut self, flight: Flight, counts_service: bool, news: &mut News) {
+        let page_len = self.cache.config().page_len;
         let Some(sequence) = self.seqs.get_mut(&flight.seq) else {
             // It was cancelled during the step.
             if flight.sample {
@@ -85,8 +86,9 @@ impl Scheduler {
         sequence.computed_max = sequence.computed_max.max(end);
         self.counters.computed_tokens += u64::from(flight.n_tokens);
         self.counters.count_recomputed(sequence.loss, n_again);
-        // A decoded token ends a page when there is no place left; for the rest, the cache looks.
-        if flight.n_tokens > 1 || sequence.n_spare == 0 {
+        // A decoded token ends a page when all places that are left are of whole pages; for the rest,
+        // the cache looks.
+        if flight.n_tokens > 1 || sequence.n_spare.is_multiple_of(page_len) {
             let computed = &sequence.tokens.settle()[..end as usize];
             if let Some(first_changed) = self.cache.seal(flight.seq, computed) {
                 sequence.table_known = sequence.table_known.min(first_changed);

@@ -47,6 +47,7 @@ pub struct Scheduler {
     /// The step that is being executed.
     pub(crate) in_flight: Option<InFlight>,
     pub(crate) counters: Counters,
+    pub(crate) looks_ahead: bool,
     /// Spare places of all sequences.
     pub(crate) n_spare: u32,
     /// What it costs to move and to compute.
@@ -227,6 +228,7 @@ impl Scheduler {
             ended: Vec::new(),
             in_flight: None,
             counters: Counters::default(),
+            looks_ahead: false,
             n_spare: 0,
             meter: Meter::default(),
             unspill_nanos: 0.0,

@@ -116,6 +116,13 @@ impl Sequence {
         self.table_known * page_len + self.dropped == self.computed + self.n_spare
     }
 
+    /// Where the step after the one that ends at `end` would end, as far as is known now. The last
+    /// token is never computed, and a table that closes up keeps what it has.
+    pub(crate) fn end_ahead(&self, end: u32) -> u32 {
+        let may_go_on = self.stream.is_none() && !self.is_guided && end + 1 < self.max_len;
+        end + u32::from(may_go_on)
+    }
+
     /// Tokens that are not computed.
     pub(crate) fn pending(&self) -> u32 {
         self.tokens.len() - self.computed

@@ -52,6 +52,12 @@ pub(crate) struct Step {
 }
 
 impl Scheduler {
+    /// From now on a decoding sequence also has a place for the token after the one that is computed,
+    /// where there is room: for executors that begin a step before it is planned.
+    pub fn look_ahead(&mut self) {
+        self.looks_ahead = true;
+    }
+
     pub(crate) fn plan_step(&mut self) -> Option<StepPlan> {
         self.counters.steps += 1;
         let n_running = self.running.len();
@@ -123,6 +129,7 @@ impl Scheduler {
     fn plan_decoding(&mut self, step: &mut Step) -> Vec<SeqId> {
         let mut prompts = Vec::new();
         let (n_step, page_len) = (self.counters.steps, self.cache.config().page_len);
+        let n_ahead = u32::from(self.looks_ahead);
         // Only sequences after the current one are preempted, so the index stays good.
         let mut i = 0;
         while i < self.running.len() {
@@ -136,7 +143,7 @@ impl Scheduler {
                 step.promised += self.pages_outstanding(seq);
             } else if !sequence.is_decoding() {
                 prompts.push(seq);
-            } else if sequence.n_spare > 0 && sequence.is_table_known(page_len) {
+            } else if sequence.n_spare > n_ahead && sequence.is_table_known(page_len) {
                 // The way of nearly every decoded token.
                 sequence.n_spare -= 1;
                 self.n_spare -= 1;
@@ -192,8 +199,19 @@ impl Scheduler {
         let end = start + n_tokens;
         // All places of the last page at once, so that the cache is asked once a page.
         let placed = start + sequence.n_spare;
-        let n_places = end.next_multiple_of(page_len).saturating_sub(placed);
-        let Ok(n_pages) = self.cache.extend(seq, n_places, n_host) else { return false };
+        let places = |end: u32| end.next_multiple_of(page_len).saturating_sub(placed);
+        let (needed, ahead) = (places(end), places(sequence.end_ahead(end)));
+        let mut n_places = needed;
+        let mut extended = None;
+        if self.looks_ahead && n_host == 0 && ahead > needed {
+            // Nobody gives way for it.
+            extended = self.cache.extend(seq, ahead, 0).ok();
+            if extended.is_some() {
+                (n_places, step.surplus) = (ahead, None);
+            }
+        }
+        let extended = extended.or_else(|| self.cache.extend(seq, needed, n_host).ok());
+        let Some(n_pages) = extended else { return false };
         self.n_spare = self.n_spare + n_places - n_tokens;
         sequence.n_spare = sequence.n_spare + n_places - n_tokens;
         if !std::mem::replace(&mut sequence.is_started, true) {

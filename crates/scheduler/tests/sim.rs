@@ -123,6 +123,10 @@ impl World {
             (0..n_tokens).map(|_| TokenId(rng.range(0..N_VOCAB))).collect()
         };
         let mut scheduler = Scheduler::with_policy(config, cache, policy).expect("valid limits");
+        let looks_ahead = seed % 2 == 1;
+        if looks_ahead {
+            scheduler.look_ahead();
+        }
         // Loads are cheap, so that all are tried.
         scheduler.loaded(Source::Disk, 1, 1);
         World {
@@ -135,7 +139,8 @@ impl World {
                 .with_host(n_host_pages)
                 .with_spill(options.host_reads != Never)
                 .with_costs(page_nanos, 1000)
-                .with_window(config.window),
+                .with_window(config.window)
+                .with_look_ahead(looks_ahead),
             requests: BTreeMap::new(),
             n_to_submit: rng.range(10..60),
             max_prompt,

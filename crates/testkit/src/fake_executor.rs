@@ -27,6 +27,7 @@ pub struct FakeExecutor {
     n_device: u32,
     /// Whether sequences may run on slots of the host.
     may_spill: bool,
+    looks_ahead: bool,
     /// What it says a copied page and a computed token took.
     page_nanos: u64,
     token_nanos: u64,
@@ -92,6 +93,7 @@ impl FakeExecutor {
             n_vocab,
             n_device: n_slots,
             may_spill: false,
+            looks_ahead: false,
             page_nanos: 1000,
             token_nanos: 1000,
             window: None,
@@ -113,6 +115,13 @@ impl FakeExecutor {
     #[must_use]
     pub fn with_spill(mut self, may_spill: bool) -> Self {
         self.may_spill = may_spill;
+        self
+    }
+
+    /// The same executor, whose sequences may have a place for a token more, or may not.
+    #[must_use]
+    pub fn with_look_ahead(mut self, looks_ahead: bool) -> Self {
+        self.looks_ahead = looks_ahead;
         self
     }
 
@@ -224,7 +233,8 @@ impl FakeExecutor {
         assert!(end + shift <= seq.history.len(), "{id:?} computes tokens that are not known");
         let history = &seq.history[start + shift..end + shift];
         assert_eq!(step.tokens[..], *history, "{id:?} computes other tokens");
-        assert_eq!(seq.table.len(), end.div_ceil(self.page_len), "{id:?} has unused entries");
+        let needed = [end, end + usize::from(self.looks_ahead)].map(|n| n.div_ceil(self.page_len));
+        assert!(needed.contains(&seq.table.len()), "{id:?} has unused entries");
         if let Some(streaming) = self.streaming.get(&id) {
             let page_len = self.page_len as u32;
             assert!(end <= streaming.max_len(page_len) as usize, "{id:?} keeps too much");

@@ -10,7 +10,8 @@
 //! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
 //! `decode` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
 //!
-//! Kernels are queued back to back and timed together, so that short ones show what queuing costs.
+//! Kernels are queued back to back and timed together, so that short ones show what queuing costs; for
+//! `decode`, attention of several layers is one recorded pass, as in a step.
 //! Operands are rotated, so that the second-level cache does not serve them.
 
 #![expect(clippy::print_stdout, reason = "a bench prints")]
@@ -31,8 +32,9 @@ use rig::Rig;
 
 type Outcome = Result<(), Box<dyn Error>>;
 
-/// Layers that take turns.
+/// Layers that take turns, and bytes that all of them have at least: far more than the second-level cache.
 const N_LAYERS: u32 = 4;
+const LAYERS_BYTES: usize = 400 << 20;
 /// Copies on the device of pages that are on the host.
 const NEAR_PAGES: u32 = 256;
 
@@ -151,6 +153,9 @@ fn matmuls(cuda: &Cuda, report: &mut Report, is_short: bool) -> Outcome {
 /// Choosing tokens of a large vocabulary.
 fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
     const VOCAB: usize = 128_256;
+    let (n_kv_heads, head_dim, dtype) = (8, 128, KvDtype::F16);
+    let kv = KvShape { n_layers: 1, n_kv_heads, head_dim, page_len: 16, dtype };
+    let mut rig = Rig::new(cuda, (kv, 32), (1, 16, 1))?;
     let greedy = Draw {
         temperature: 0.0,
         top_k: 0,
@@ -170,8 +175,12 @@ fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
             let values: Vec<f32> = random(rows * VOCAB).iter().map(|x| x * 12.0).collect();
             cuda.write(&mut logits, &values)?;
             let (draws, mut tokens) = (vec![draw.clone(); rows], vec![None; rows]);
-            let seconds =
-                time(cuda, |_| Ok(cuda.draw(&mut logits, VOCAB, &draws, &mut tokens)?))?;
+            let seconds = time(cuda, |_| {
+                cuda.plan_draws(&mut rig.plan, &draws)?;
+                cuda.draw(&rig.plan, &mut logits, VOCAB)?;
+                cuda.end_pass(&mut rig.plan)?;
+                Ok(cuda.drawn(&mut rig.plan, &mut tokens)?)
+            })?;
             let bytes = (4 * rows * VOCAB) as f64;
             report.add(&format!("draw {name}, {rows} rows"), seconds, bytes, 0.0);
         }
@@ -262,12 +271,14 @@ fn decode(
     (n_heads, n_kv_heads, d, dtype): (u32, u32, u32, KvDtype),
     (batches, is_ordered): (&[(usize, usize)], bool),
 ) -> Outcome {
-    let kv = KvShape { n_layers: N_LAYERS, n_kv_heads, head_dim: d, page_len: 16, dtype };
     for &(n_seqs, depth) in batches {
+        let layer = KvShape { n_layers: 1, n_kv_heads, head_dim: d, page_len: 16, dtype };
+        let n_layers = LAYERS_BYTES.div_ceil(n_seqs * depth * layer.token_bytes()) as u32;
+        let kv = KvShape { n_layers: n_layers.next_multiple_of(2).clamp(N_LAYERS, 64), ..layer };
         let mut rig = Rig::with(cuda, (kv, n_heads), (n_seqs, depth, 1), (is_ordered, None))?;
         let parts: Vec<_> = (0..rig.n_seqs).map(|seq| (seq, depth - 1, 1)).collect();
         rig.lay_out(&parts)?;
-        let seconds = rig.time(n_seqs)?;
+        let seconds = rig.time_layers(n_seqs)?;
         let bytes = (n_seqs * depth * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
         let group = n_heads / n_kv_heads;
         let order = match (is_ordered, cuda.has_virtual_kv()) {

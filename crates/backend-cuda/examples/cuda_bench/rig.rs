@@ -2,7 +2,9 @@
 
 use std::error::Error;
 
-use nuthatch_backend::{AttnSpec, Backend, BatchLayout, Digest, PlanShape, RopeSpec, RopeStyle};
+use nuthatch_backend::{
+    AttnSpec, Backend, BatchLayout, Digest, Pass, PlanShape, RopeSpec, RopeStyle,
+};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{Clock as _, KvShape, KvSlots, LayerIdx, Slot, SystemClock};
 
@@ -114,6 +116,25 @@ impl<'a> Rig<'a> {
             layout.output_rows.push(layout.tokens.len() as u32 - 1);
         }
         Ok(self.cuda.plan(&mut self.plan, &self.tables, &layout)?)
+    }
+
+    /// Times attention of the batch that was laid out, all layers one after the other in one pass.
+    pub(crate) fn time_layers(&mut self, rows: usize) -> Result<f64, Box<dyn Error>> {
+        let width = (self.n_heads + 2 * self.shape.n_kv_heads) * self.shape.head_dim;
+        let mut qkv = self.cuda.alloc(rows * width as usize)?;
+        self.cuda.write(&mut qkv, &random(rows * width as usize))?;
+        let mut out = self.cuda.alloc(rows * (self.n_heads * self.shape.head_dim) as usize)?;
+        let spec = spec(self.n_heads, self.shape.head_dim);
+        let seconds = time(self.cuda, |_| {
+            if self.cuda.begin_pass(&mut self.plan, &self.kv)? == Pass::Needed {
+                for layer in (0..self.shape.n_layers).map(LayerIdx) {
+                    self.cuda.attend(&self.plan, layer, &spec, &qkv, &self.kv, &mut out)?;
+                }
+                self.cuda.end_pass(&mut self.plan)?;
+            }
+            Ok(())
+        })?;
+        Ok(seconds / f64::from(self.shape.n_layers))
     }
 
     /// Times attention of the batch that was laid out, layers taking turns.

@@ -103,7 +103,7 @@ def build_attend(variant):
     constants = dict(
         KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, ROWS=0, PARTS=1, SMALL_CHUNK=USUAL[0], MIDDLE_CHUNK=USUAL[1], LARGE_CHUNK=USUAL[2],
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 8, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
-        WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=136, PART_SIZE=16, SPLIT_SIZE=16,
+        WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=160, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu", "attend_merge.cu"]))
@@ -138,7 +138,7 @@ def build_split(variant):
     warps, stages, (small, middle, large), d = variant
     constants = dict(
         KV="KV_F16", HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, ROWS=0, PARTS=1, SMALL_CHUNK=small, MIDDLE_CHUNK=middle, LARGE_CHUNK=large,
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=136, PART_SIZE=16,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=160, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu", "attend_merge.cu"]))
@@ -351,8 +351,8 @@ class Case:
         self.merge = driver.kernel(cubin, "merge_32", MERGE_SHARED[32])
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
-        return struct.pack("<QQQQQQQQQQQIIIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
-                           partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), 0, self.arena.shape[1] * 64 * self.d,
+        return struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
+                           partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), 0, self.arena.shape[1] * 64 * self.d, 0, 0, 0,
                            self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], 0, 0, 0, 1.4426950408889634 / self.d**0.5)
 
     def run(self, kind):
@@ -455,8 +455,8 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
 
             def run(has_merge=True):
                 turn[0] = (turn[0] + 1) % layers
-                params = struct.pack("<QQQQQQQQQQQIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                     partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_slots * page,
+                params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                                     partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_slots * page, 0, 0, 0,
                                      qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], 0, 0, 0, 1.4426950408889634 / d**0.5)
                 driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
                 params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),

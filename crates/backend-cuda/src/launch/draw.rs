@@ -1,10 +1,15 @@
 //! `draw.cu`: a token from each row of logits.
 
+use std::cell::Cell;
+use std::collections::VecDeque;
+
+use cudarc::driver::CudaEvent;
 use nuthatch_backend::{DeviceError, Draw};
 
 use super::{Address, count, params};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Kernel, Memory};
+use crate::host_memory::HostMemory;
 
 params! {
     /// Mirrors `Draw`.
@@ -43,14 +48,55 @@ params! {
 
 const THREADS: u32 = 1024;
 
-/// The rows and the moved tokens of all of them, as the kernel reads them.
+/// Passes whose tokens may be on their way.
+const MAX_QUEUED: usize = 2;
+
+/// How the tokens of a plan's batches are chosen, and the tokens themselves.
 pub(crate) struct Draws {
-    rows: Vec<DrawRow>,
-    moved: Vec<MovedToken>,
+    /// `[rows]` what was chosen last, or what the host says: the next batch begins with it.
+    pub(crate) tokens: Memory,
+    rows: Memory,
+    moved: Memory,
+    /// Of the batch that is planned; none if nothing is drawn.
+    n: usize,
+    vocab: Cell<usize>,
+    /// `[MAX_QUEUED][rows]` tokens of passes, in turn.
+    found: HostMemory,
+    max_rows: usize,
+    /// Passes that were queued, with their vocabulary, and the moment when their tokens are there.
+    queued: VecDeque<(usize, usize, CudaEvent)>,
+    n_queued: usize,
 }
 
 impl Draws {
-    pub(crate) fn new(draws: &[Draw]) -> Self {
+    pub(crate) fn new(device: &Device, max_rows: usize) -> Result<Self, DeviceError> {
+        const WHAT: &str = "the choice of tokens";
+        Ok(Draws {
+            tokens: device.alloc(max_rows * 4, WHAT)?,
+            rows: device.alloc(max_rows * size_of::<DrawRow>(), WHAT)?,
+            moved: device.alloc(0, WHAT)?,
+            n: 0,
+            vocab: Cell::new(0),
+            found: HostMemory::new(device, MAX_QUEUED * max_rows * 4)?,
+            max_rows,
+            queued: VecDeque::new(),
+            n_queued: 0,
+        })
+    }
+
+    /// A batch is planned; nothing is drawn unless it is said how.
+    pub(crate) fn clear(&mut self) {
+        self.n = 0;
+    }
+
+    /// What a recording depends on: how many are drawn, and where it says how.
+    pub(crate) fn key(&self) -> (usize, u64) {
+        (self.n, self.moved.address())
+    }
+
+    /// Uploads how tokens are chosen.
+    pub(crate) fn plan(&mut self, device: &Device, draws: &[Draw]) -> Result<(), DeviceError> {
+        assert!(draws.len() <= self.max_rows, "no more draws than rows");
         let (mut rows, mut moved) = (Vec::with_capacity(draws.len()), Vec::new());
         for draw in draws {
             let &Draw { temperature, top_k, top_p, min_p, uniform, .. } = draw;
@@ -64,52 +110,79 @@ impl Draws {
                 plus: moved.plus,
             }));
         }
-        Draws { rows, moved }
+        let bytes = size_of_val(&moved[..]);
+        if bytes > self.moved.bytes() {
+            self.moved = device.alloc(bytes.next_power_of_two(), "the choice of tokens")?;
+        }
+        self.n = draws.len();
+        device.upload(&self.rows, 0, &rows)?;
+        device.upload(&self.moved, 0, &moved)
     }
 
-    /// Bytes of the rows, then of the moved tokens, then of the result.
-    fn sizes(&self) -> [usize; 3] {
-        [size_of_val(&self.rows[..]), size_of_val(&self.moved[..]), 4 * self.rows.len()]
-    }
-
-    /// Bytes that a draw needs on the device.
-    pub(crate) fn bytes(&self) -> usize {
-        self.sizes().iter().sum()
-    }
-
-    /// Chooses, and waits for the tokens.
+    /// Chooses.
     pub(crate) fn run(
         &self,
         device: &Device,
         kernel: &Kernel,
         (logits, vocab): (&mut CudaBuf, usize),
-        room: &Memory,
-        tokens: &mut [Option<u32>],
     ) -> Result<(), DeviceError> {
-        assert!(self.rows.len() * vocab <= logits.len && vocab > 0, "the rows are in logits");
-        assert_eq!(tokens.len(), self.rows.len(), "a token for each row");
+        assert!(self.n * vocab <= logits.len && vocab > 0, "the rows are in logits");
+        self.vocab.set(vocab);
+        if self.n == 0 {
+            return Ok(());
+        }
         logits.set_stale();
-        let [rows, moved, _] = self.sizes();
-        device.upload(room, 0, &self.rows)?;
-        device.upload(room, rows, &self.moved)?;
         let params = DrawParams {
             logits: logits.floats.address(),
-            draws: room.address(),
-            moved: room.address() + rows as u64,
-            tokens: room.address() + (rows + moved) as u64,
+            draws: self.rows.address(),
+            moved: self.moved.address(),
+            tokens: self.tokens.address(),
             vocab: count(vocab),
             padding: 0,
         };
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: block `i` touches row `i` of the logits, asserted to be there, and its own draw,
-        // moved tokens and token, for which `bytes` were asked.
+        // moved tokens and token, all of which have room.
         unsafe {
-            device.launch(kernel, (count(self.rows.len()), 1), THREADS, &params)?;
+            device.launch(kernel, (count(self.n), 1), THREADS, &params)
         }
-        let mut found = vec![0u32; self.rows.len()];
-        device.download_from(room, rows + moved, &mut found)?;
+    }
+
+    /// The pass is queued: its tokens go to the host, if it chooses some.
+    pub(crate) fn end_pass(&mut self, device: &Device) -> Result<(), DeviceError> {
+        let n = std::mem::take(&mut self.n);
+        if n == 0 {
+            return Ok(());
+        }
+        assert!(self.queued.len() < MAX_QUEUED, "somebody asks for the tokens");
+        let start = self.n_queued % MAX_QUEUED * self.max_rows * 4;
+        self.n_queued += 1;
+        self.found.fetch(device, &self.tokens, start, n * 4)?;
+        let event = device.check(device.main_stream().record_event(None))?;
+        self.queued.push_back((n, self.vocab.get(), event));
+        Ok(())
+    }
+
+    /// Waits for the tokens of the first pass that nobody has asked for.
+    pub(crate) fn drawn(
+        &mut self,
+        device: &Device,
+        tokens: &mut [Option<u32>],
+    ) -> Result<(), DeviceError> {
+        if tokens.is_empty() {
+            return device.wait();
+        }
+        let place = self.n_queued - self.queued.len();
+        let (n, vocab, event) = self.queued.pop_front().expect("a pass that draws was queued");
+        assert_eq!(tokens.len(), n, "a token for each draw");
+        device.enter()?;
+        device.check(event.synchronize())?;
+        let mut bytes = vec![0; n * 4];
+        self.found.read(place % MAX_QUEUED * self.max_rows * 4, &mut bytes);
         let is_token = |&token: &u32| (token as usize) < vocab;
-        tokens.iter_mut().zip(found).for_each(|(to, from)| *to = Some(from).filter(is_token));
+        for (token, &word) in tokens.iter_mut().zip(bytes.as_chunks::<4>().0) {
+            *token = Some(u32::from_le_bytes(word)).filter(is_token);
+        }
         Ok(())
     }
 }

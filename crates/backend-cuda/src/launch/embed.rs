@@ -16,6 +16,8 @@ params! {
         out: Address,
         d: u32,
         cells: u32,
+        last: u32,
+        padding: u32,
     }
 }
 
@@ -26,7 +28,7 @@ params! {
         tokens: Address,
         out: Address,
         d: u32,
-        padding: u32,
+        last: u32,
     }
 }
 
@@ -44,23 +46,24 @@ pub(crate) fn embed(
     assert!(plan.n_rows() * d <= out.len, "the batch's rows fit out");
     plan.check_tokens(table.rows);
     out.set_stale();
-    let grid = (count(plan.n_rows()), 1);
+    let (grid, last) = ((count(plan.n_rows()), 1), count(table.rows - 1));
     let (tokens, target) = (plan.tokens(), out.floats.address());
     match &part.kernels {
         Kernels::Packed(kernels) => {
             let (packed, cells) = (part.memory.address(), count(d.div_ceil(64)));
-            let params = EmbedParams { packed, tokens, out: target, d: count(d), cells };
+            let d = count(d);
+            let params = EmbedParams { packed, tokens, out: target, d, cells, last, padding: 0 };
             #[expect(unsafe_code, reason = "a kernel")]
-            // SAFETY: tokens are rows of the table and the outputs fit, both asserted.
+            // SAFETY: no row after the last is read, and the outputs fit, as asserted.
             unsafe {
                 device.launch(&kernels.embed, grid, THREADS, &params)
             }
         }
         Kernels::F32(common) => {
             let table = part.memory.address();
-            let params = EmbedF32Params { table, tokens, out: target, d: count(d), padding: 0 };
+            let params = EmbedF32Params { table, tokens, out: target, d: count(d), last };
             #[expect(unsafe_code, reason = "a kernel")]
-            // SAFETY: tokens are rows of the table and the outputs fit, both asserted.
+            // SAFETY: no row after the last is read, and the outputs fit, as asserted.
             unsafe {
                 device.launch(&common.embed_f32, grid, THREADS, &params)
             }

@@ -1,11 +1,15 @@
 //! `draw`: tokens chosen on the device, against sums in `f64`. A device that leaves choosing to its
 //! caller is not judged.
 
-use crate::{Backend, Draw, Moved};
+use nuthatch_types::Slot;
+
+use crate::{Backend, BatchLayout, Draw, Moved, WeightType};
 
 use super::at_most;
-use super::compare::upload;
+use super::compare::{download, unwritten, upload};
 use super::inputs::Random;
+use super::matmul::Stack;
+use super::rig::small_plan;
 
 /// Sums of a device are rounded; a draw that a change of this size could turn is not judged.
 const SLACK: f64 = 2e-5;
@@ -27,9 +31,7 @@ pub fn draw_matches<B: Backend>(b: &B) {
                 .iter()
                 .map(|_| Draw { uniform: f64::from(random.unit()).abs() * 0.999, ..draw.clone() })
                 .collect();
-            let mut buf = upload(b, &rows.concat());
-            let mut tokens = [Some(0); 3];
-            b.draw(&mut buf, vocab, &draws, &mut tokens).expect("draw runs");
+            let tokens = choose(b, &rows.concat(), vocab, &draws);
             assert_eq!(tokens[2], None, "a row with NaN, {draw:?}");
             for row in 0..2 {
                 let Some(expected) = sure(&rows[row], &draws[row]) else {
@@ -43,6 +45,7 @@ pub fn draw_matches<B: Backend>(b: &B) {
     }
     assert!(n_skipped * 5 < n_judged, "{n_skipped} draws were not judged, {n_judged} were");
     infinite_rows(b);
+    next_rows(b);
 }
 
 /// Rows without a largest number have no token; what cannot come is not drawn.
@@ -62,10 +65,73 @@ fn infinite_rows<B: Backend>(b: &B) {
     let rows = [one, infinite, vec![f32::NEG_INFINITY; 40]];
     for temperature in [0.0, 1.0] {
         let draws = vec![Draw { temperature, ..plain.clone() }; 3];
-        let mut buf = upload(b, &rows.concat());
-        let mut tokens = [Some(0); 3];
-        b.draw(&mut buf, 40, &draws, &mut tokens).expect("draw runs");
-        assert_eq!(tokens, [Some(17), None, None]);
+        assert_eq!(choose(b, &rows.concat(), 40, &draws), [Some(17), None, None]);
+    }
+}
+
+/// Three sequences of one token each.
+fn three_rows() -> BatchLayout {
+    BatchLayout {
+        tokens: vec![1, 2, 3],
+        positions: vec![0; 3],
+        query_start: vec![0, 1, 2, 3],
+        kv_len: vec![1; 3],
+        table_row: vec![0; 3],
+        output_rows: vec![0, 1, 2],
+    }
+}
+
+fn choose<B: Backend>(b: &B, logits: &[f32], vocab: usize, draws: &[Draw]) -> [Option<u32>; 3] {
+    let mut plan = small_plan(b, &three_rows());
+    let (mut logits, mut tokens) = (upload(b, logits), [Some(0); 3]);
+    b.plan_draws(&mut plan, draws).expect("draws are planned");
+    b.draw(&plan, &mut logits, vocab).expect("draw runs");
+    b.end_pass(&mut plan).expect("the pass ends");
+    b.drawn(&mut plan, &mut tokens).expect("there are tokens");
+    tokens
+}
+
+/// A batch that is planned before the tokens of the one before it are there begins with them.
+fn next_rows<B: Backend>(b: &B) {
+    const VOCAB: usize = 40;
+    const WIDTH: usize = 64;
+    let mut random = Random::new(32);
+    let stack = Stack::single(&mut random, WeightType::BF16, VOCAB, WIDTH);
+    let table = stack.load(b);
+    let greedy = Draw {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        uniform: 0.5,
+        moved: Vec::new(),
+    };
+    let layout = three_rows();
+    let mut tables = b.alloc_tables(1, 1).expect("a table");
+    b.write_table(&mut tables, 0, 0, &[Slot(0)]).expect("the table is written");
+    let mut plan = small_plan(b, &layout);
+    let chosen = [[7, 39, 0], [12, 7, 7], [3, 4, 5]];
+    for (i, tokens) in chosen.iter().enumerate() {
+        let mut rows = vec![0.0; 3 * VOCAB];
+        for (row, &token) in tokens.iter().enumerate() {
+            rows[row * VOCAB + token as usize] = 1.0;
+        }
+        let mut logits = upload(b, &rows);
+        b.plan_draws(&mut plan, &vec![greedy.clone(); 3]).expect("draws are planned");
+        b.draw(&plan, &mut logits, VOCAB).expect("draw runs");
+        b.end_pass(&mut plan).expect("the pass ends");
+        b.plan_next(&mut plan, &tables, &layout).expect("the next batch is planned");
+        let mut out = unwritten(b, 3 * WIDTH);
+        b.embed(&table, &plan, &mut out).expect("embed runs");
+        let expected: Vec<f32> =
+            tokens.iter().flat_map(|&token| stack.parts[0].0.row(token as usize)).collect();
+        assert_eq!(download(b, &out, 3 * WIDTH), expected, "batch {i}");
+        // One pass is always behind.
+        if i > 0 {
+            let mut found = [None; 3];
+            b.drawn(&mut plan, &mut found).expect("there are tokens");
+            assert_eq!(found, chosen[i - 1].map(Some), "batch {i}");
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use nuthatch_model::RopeKind;
 use super::run::split_positionals;
 use super::*;
 use crate::args::{Args, Command, RunArgs};
+use crate::device::{Device, DeviceConfig};
 
 fn parse(words: &str) -> Command {
     let words = ["nuthatch", "run"].into_iter().chain(words.split_whitespace());
@@ -130,12 +131,14 @@ fn engine_flags_have_the_names_people_know() {
     }
 }
 
+/// Sequences that the engine knows, and how it behaves.
+fn options(words: &str) -> Result<(u32, EngineOptions), ConfigError> {
+    let Command::Run(args) = parse(words) else { panic!("not run") };
+    EngineConfig::new(&args.engine, 8).map(|config| (config.max_seqs, config.options))
+}
+
 #[test]
 fn scheduling_flags_have_the_names_people_know() {
-    let options = |words: &str| {
-        let Command::Run(args) = parse(words) else { panic!("not run") };
-        EngineConfig::new(&args.engine, 8).map(|config| (config.max_seqs, config.options))
-    };
     let (n_seqs, default) = options("").unwrap();
     assert_eq!((n_seqs, default), (8, EngineOptions::default()));
     for words in ["--scheduling-policy prefix", "--schedule-policy lpm"] {
@@ -166,6 +169,30 @@ fn scheduling_flags_have_the_names_people_know() {
         let Command::Run(args) = parse(words) else { panic!("not run") };
         assert_eq!(EngineConfig::new(&args.engine, 8).unwrap().host_bytes, 4 << 30, "{words}");
     }
+}
+
+#[test]
+fn virtual_pages_neither_move_nor_are_shared() {
+    let (_, plain) = options("--kv-layout virtual").unwrap();
+    assert!(!plain.prefix_caching && !plain.shares_pages);
+    assert!(options("--kv-layout paged").unwrap().1.shares_pages);
+    for words in
+        ["--swap-space 4", "--kv-disk ./kv:1GiB", "--sparse auto", "--enable-prefix-caching"]
+    {
+        let error = options(&format!("--kv-layout virtual {words}")).unwrap_err().to_string();
+        let name = words.split(' ').next().unwrap();
+        assert!(error.contains(name), "{error}");
+    }
+    let config = DeviceConfig {
+        device: DeviceArg::Cpu,
+        threads: 1,
+        is_exact: false,
+        kernel_dir: None,
+        kv_file: None,
+        kv_virtual: true,
+    };
+    let Err(error) = Device::open(&config) else { panic!("a CPU has no virtual pages") };
+    assert!(error.to_string().contains("needs an NVIDIA GPU"), "{error}");
 }
 
 #[test]

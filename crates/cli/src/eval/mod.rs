@@ -116,12 +116,14 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         results.replace(Results::resume(path, new.clone())?.records);
     }
     let eval = Eval { args, tasks, datasets, ways, caches, policies, prompts, fetch };
+    ensure!(!config.kv_virtual, "--kv-layout virtual is for answering and measuring");
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
         is_exact: config.is_exact,
         kernel_dir: fetch.env.kernel_dir(),
         kv_file: config.sparse.kv_file(),
+        kv_virtual: config.kv_virtual,
     })?;
     match device {
         Device::Cpu(cpu) => eval.all(cpu, &files, config, &mut results)?,

@@ -50,12 +50,14 @@ pub(crate) fn run(
         None => sparse::profile_path(fetch.env, &fingerprint)
             .context("no home directory to keep the profile in; use --output")?,
     };
+    ensure!(!config.kv_virtual, "--kv-layout virtual is for answering and measuring");
     let device = Device::open(&DeviceConfig {
         device: config.device,
         threads: config.threads,
         is_exact: config.is_exact,
         kernel_dir: fetch.env.kernel_dir(),
         kv_file: None,
+        kv_virtual: config.kv_virtual,
     })?;
     let mut profile = match device {
         Device::Cpu(cpu) => measure(cpu, &files, args)?,

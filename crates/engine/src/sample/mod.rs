@@ -124,6 +124,11 @@ impl Sampler {
         Some(Draw { temperature, top_k, top_p, min_p, uniform, moved })
     }
 
+    /// The same where the token before is not known, if the choice does not depend on it.
+    pub fn draw_unseen(&self, position: u32) -> Option<Draw> {
+        if penalty::penalises(&self.sampling) { None } else { self.draw(position) }
+    }
+
     /// Remembers a token that the caller chose.
     pub fn remember(&mut self, token: TokenId) {
         self.seen.push(&self.sampling, token);

@@ -74,7 +74,7 @@ impl Seen {
     }
 }
 
-fn penalises(sampling: &Sampling) -> bool {
+pub(super) fn penalises(sampling: &Sampling) -> bool {
     sampling.repetition_penalty != 1.0
         || sampling.frequency_penalty != 0.0
         || sampling.presence_penalty != 0.0

@@ -1,65 +1,105 @@
 //! Tokens that a device chooses are those that the engine would have chosen.
 
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::unbounded;
 use nuthatch_backend::{BatchLayout, DeviceError, Draw};
-use nuthatch_engine::{Execute, Executor, Forward, Pages};
+use nuthatch_cache::{Cache, Options};
+use nuthatch_engine::{Engine, Execute, Executor, Forward, Pages, Submission};
+use nuthatch_scheduler::Scheduler;
+use nuthatch_testkit::Rng;
 use nuthatch_types::{
-    PageCopy, PageShift, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan, TableChange, TokenId,
+    FinishReason, Limits, PageCopy, PageShift, Sampling, SeqId, SeqStart, SeqStep, Slot, StepPlan,
+    TableChange, TokenId,
 };
 
-use crate::echo::{CAPACITY, Echo, Script, VOCAB, submission};
+use crate::echo::{Answer, CAPACITY, Echo, HandClock, Script, VOCAB, collect_all, submission};
 
-/// A model whose device chooses, by sums in `f64` over sorted tokens.
-struct Drawing(Echo);
+/// A model whose device chooses, by sums in `f64` over sorted tokens, and may be ahead of its host.
+pub(crate) struct Drawing {
+    echo: Echo,
+    runs_ahead: bool,
+    /// What the passes chose that nobody has asked for.
+    queued: VecDeque<Vec<Option<u32>>>,
+    /// Passes that followed another before its tokens were known.
+    pub(crate) n_ahead: u64,
+}
+
+impl Drawing {
+    pub(crate) fn new(echo: Echo, runs_ahead: bool) -> Self {
+        Drawing { echo, runs_ahead, queued: VecDeque::new(), n_ahead: 0 }
+    }
+}
 
 impl Pages for Drawing {}
 
 impl Forward for Drawing {
     fn vocab(&self) -> u32 {
-        self.0.vocab()
+        self.echo.vocab()
     }
 
     fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError> {
-        self.0.write_table(row, start, slots)
+        self.echo.write_table(row, start, slots)
     }
 
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError> {
-        self.0.copy_pages(copies)
+        self.echo.copy_pages(copies)
     }
 
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
-        self.0.shift_pages(shifts)
+        self.echo.shift_pages(shifts)
     }
 
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
-        self.0.forward(layout, logits)
+        self.echo.forward(layout, logits)
     }
 
     fn hidden_len(&self) -> usize {
-        self.0.hidden_len()
+        self.echo.hidden_len()
     }
 
     fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError> {
-        self.0.hidden(hidden)
+        self.echo.hidden(hidden)
     }
 
     fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {
-        self.0.look_back(layout, logits)
+        self.echo.look_back(layout, logits)
     }
 
     fn draws(&self) -> bool {
         true
     }
 
-    fn forward_and_draw(
+    fn runs_ahead(&self) -> bool {
+        self.runs_ahead
+    }
+
+    fn queue(
         &mut self,
         layout: &BatchLayout,
         draws: &[Draw],
-        tokens: &mut [Option<u32>],
+        follows: bool,
     ) -> Result<(), DeviceError> {
+        let mut layout = layout.clone();
+        if follows {
+            let last = self.queued.back().expect("it follows a pass");
+            assert_eq!(last.len(), layout.tokens.len(), "its rows are the others' outputs");
+            // What is no token stands for some token.
+            layout.tokens = last.iter().map(|token| token.unwrap_or(VOCAB - 2)).collect();
+            self.n_ahead += 1;
+        }
         let mut logits = vec![0.0; draws.len() * VOCAB as usize];
-        self.0.forward(layout, &mut logits)?;
+        self.echo.forward(&layout, &mut logits)?;
         let rows = logits.chunks_exact_mut(VOCAB as usize).zip(draws);
-        tokens.iter_mut().zip(rows).for_each(|(token, (row, draw))| *token = choose(row, draw));
+        self.queued.push_back(rows.map(|(row, draw)| choose(row, draw)).collect());
+        assert!(self.queued.len() <= 2, "one pass ahead");
+        Ok(())
+    }
+
+    fn drawn(&mut self, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
+        tokens.copy_from_slice(&self.queued.pop_front().expect("a pass was queued"));
         Ok(())
     }
 }
@@ -105,7 +145,8 @@ fn a_device_that_chooses_gives_the_same_tokens() {
         let request = submission(seed, 6, N_TOKENS);
         let sampling = Sampling { n_logprobs: None, ..request.sampling.clone() };
         let mut here = Executor::new(Echo::new(CAPACITY, Script::default()), CAPACITY);
-        let mut there = Executor::new(Drawing(Echo::new(CAPACITY, Script::default())), CAPACITY);
+        let mut there =
+            Executor::new(Drawing::new(Echo::new(CAPACITY, Script::default()), true), CAPACITY);
         let mut plan = StepPlan {
             started: vec![start(1, &sampling, &request.prompt)],
             seqs: [step(1, 0, &request.prompt, &[1, 2, 3, 4, 5].map(Slot))].into(),
@@ -139,4 +180,110 @@ fn start(seq: u64, sampling: &Sampling, prompt: &[TokenId]) -> SeqStart {
 fn step<'a>(seq: u64, start: u32, tokens: &'a [TokenId], push: &'a [Slot]) -> SeqStep<'a> {
     let (seq, table) = (SeqId(seq), TableChange { keep: 0, push });
     SeqStep { seq, start, shift: 0, tokens, table, sample: true }
+}
+
+/// Random requests over a device that is ahead of its host: some end early, some late, some are
+/// cancelled, some give way, some want what only the host can choose. Answers are those of a request that
+/// is alone in the world, and many passes were queued before they were planned.
+#[test]
+fn passes_that_are_queued_early_change_no_answer() {
+    let (mut n_ahead, mut n_steps, mut n_preempted) = (0, 0, 0);
+    for seed in 0..60 {
+        let mut rng = Rng::new(seed);
+        let n_pages = rng.range(12..16);
+        let n_host_pages = CAPACITY.n_slots - n_pages;
+        let cache = nuthatch_cache::Config { page_len: CAPACITY.page_len, n_pages, n_host_pages };
+        let options = Options { prefix: rng.one_in(2), ..Options::default() };
+        let config = nuthatch_scheduler::Config {
+            max_batched_tokens: CAPACITY.max_rows,
+            max_seqs: CAPACITY.max_seqs,
+            max_waiting: 64,
+            max_context: CAPACITY.max_context,
+            window: None,
+        };
+        let cache = Cache::with_options(cache, options).unwrap();
+        let mut scheduler = Scheduler::new(config, cache).unwrap();
+        scheduler.look_ahead();
+        let device = Drawing::new(Echo::new(CAPACITY, Script::default()), true);
+        let clock = Arc::new(HandClock::default());
+        let mut engine = Engine::new(scheduler, Executor::new(device, CAPACITY), clock);
+        let mut waiting = Vec::new();
+        for i in 0..8 {
+            let mut request = submission(seed * 10 + i, rng.range(1..20), rng.range(4..28));
+            if !rng.one_in(4) {
+                let temperature = if rng.one_in(2) { 0.0 } else { 0.8 };
+                request.sampling = Sampling { temperature, seed: i, ..Sampling::default() };
+            }
+            let (outputs, receiver) = unbounded();
+            let seq = engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+            let end = rng.one_in(5).then(|| rng.range(0..20));
+            waiting.push((request, receiver, seq, end));
+            for _ in 0..rng.range(0..6) {
+                engine.step().unwrap();
+                engine.verify().unwrap();
+            }
+        }
+        let mut step = 0;
+        while engine.step().unwrap() {
+            engine.verify().unwrap();
+            for (_, _, seq, _) in waiting.iter().filter(|(.., end)| *end == Some(step)) {
+                engine.cancel(*seq);
+            }
+            step += 1;
+        }
+        for (request, receiver, _, _) in waiting {
+            let got = &collect_all(receiver.try_iter()).unwrap()[0].0;
+            let expected = Answer::of(&request, CAPACITY.max_context);
+            if got.reason == FinishReason::Cancelled {
+                assert!(expected.tokens.starts_with(&got.tokens), "seed {seed}");
+            } else {
+                assert_eq!(
+                    (&got.tokens, got.reason),
+                    (&expected.tokens, expected.reason),
+                    "seed {seed}"
+                );
+            }
+        }
+        let stats = engine.stats().scheduler;
+        n_preempted += stats.counters.preemptions;
+        n_steps += stats.counters.steps;
+        n_ahead += engine.executor().forward().n_ahead;
+    }
+    assert!(n_preempted > 30, "{n_preempted} sequences gave way");
+    assert!(4 * n_ahead > n_steps, "{n_ahead} of {n_steps} passes were queued early");
+}
+
+/// One sequence that decodes: every pass but the first two is queued early, over ends of pages too.
+#[test]
+fn a_sequence_alone_is_always_ahead() {
+    let cache = nuthatch_cache::Config {
+        page_len: CAPACITY.page_len,
+        n_pages: CAPACITY.n_slots,
+        n_host_pages: 0,
+    };
+    let config = nuthatch_scheduler::Config {
+        max_batched_tokens: CAPACITY.max_rows,
+        max_seqs: CAPACITY.max_seqs,
+        max_context: CAPACITY.max_context,
+        ..nuthatch_scheduler::Config::default()
+    };
+    let mut scheduler = Scheduler::new(config, Cache::new(cache).unwrap()).unwrap();
+    scheduler.look_ahead();
+    let device = Drawing::new(Echo::new(CAPACITY, Script::default()), true);
+    let mut engine =
+        Engine::new(scheduler, Executor::new(device, CAPACITY), Arc::new(HandClock::default()));
+    let limits = Limits { max_tokens: 40, ..Limits::default() };
+    let request = Submission { limits, sampling: Sampling::greedy(), ..submission(0, 5, 40) };
+    let (outputs, receiver) = unbounded();
+    engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+    let mut n_steps = 0;
+    while engine.step().unwrap() {
+        engine.verify().unwrap();
+        n_steps += 1;
+    }
+    let got = &collect_all(receiver.try_iter()).unwrap()[0].0;
+    assert_eq!(got.tokens, Answer::of(&request, CAPACITY.max_context).tokens);
+    assert_eq!(n_steps, 40);
+    // Each of 39 decoding steps queues the one after it, but for the last, which has no place to go.
+    assert_eq!(engine.executor().forward().n_ahead, 38);
 }

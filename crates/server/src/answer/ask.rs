@@ -240,6 +240,7 @@ pub fn refusal(error: &SubmitError) -> ApiError {
             | R::Sampling(_),
         )
         | SubmitError::NoAnswers
+        | SubmitError::NoSharing
         | SubmitError::StreamingBeams
         | SubmitError::FormOfBeams
         | SubmitError::PromptOfBeams
