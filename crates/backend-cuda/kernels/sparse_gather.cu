@@ -1,8 +1,9 @@
 // Brings rows from the arena, on the device or on the host, to the working sets.
 //
-// moves [row][G][stride]: place, row of the working set; places ascend. A thread copies pieces of
-// sixteen bytes, several at a time, because each is on its way for long. Afterwards the tallies of
-// `decide` are zero again. Grid: as many blocks as may be busy with it. Reads and writes two row
+// moves [row][G][stride]: places that come, which ascend, and beside them rows of the working set that
+// are free: the first moves take those, the others the rows behind the last. A thread copies pieces of
+// sixteen bytes, several at a time, because each is on its way for long. Afterwards the places are
+// marked, if there are marks, and the tallies of `decide` are zero again. Grid: as many blocks as may be busy with it. Reads and writes two row
 // pieces, K and V, for each move. Conformance: picks_match.
 
 struct GatherRowsParams {
@@ -11,8 +12,11 @@ struct GatherRowsParams {
     const uint2* moves;
     u32* tallies;      // [row][G][tally_words], or null
     u64 tally_words;
+    u64 mark_stride;
+    u32 first_head;    // of the layer, of all heads of the model
     u32 stride;        // of moves
     u32 n_zeros;       // words of a tally
+    u32 padding;
 };
 static_assert(sizeof(GatherRowsParams) == GATHER_ROWS_PARAMS_SIZE, "the host's params differ");
 
@@ -38,13 +42,18 @@ DEVICE Flight take_off(const GatherRowsParams& p, const u32* firsts, u32 at) {
     }
     const u32 head = low % p.heads.n_kv_heads;
     const SparseRow& row = p.heads.rows[low / p.heads.n_kv_heads];
-    const uint2 move = p.moves[(u64)low * p.stride + index - firsts[low]];
+    const HeadState* state = state_of(p.heads, row, head);
+    const u32 number = index - firsts[low];
+    const uint2 move = p.moves[(u64)low * p.stride + number];
     const u32 half = piece / ROW_PIECES * HALF_PAGE_BYTES, part = piece % ROW_PIECES;
-    const u32 page = state_of(p.heads, row, head)->first_page + move.y / PAGE;
     const u8* source = page_of(p.pages, head, row.table_row, move.x / PAGE) + half;
     Flight flight;
     flight.bits = *(const uint4*)(source + piece_at(move.x % PAGE, part) * 16);
-    flight.target = row.pages + (u64)page * HEAD_PAGE_BYTES + half + piece_at(move.y % PAGE, part) * 16;
+    const u32 to = number < state->n_gone ? move.y : state->n_members - state->n_moves + number;
+    const u32 page = state->first_page + to / PAGE;
+    flight.target = row.pages + (u64)page * HEAD_PAGE_BYTES + half + piece_at(to % PAGE, part) * 16;
+    if (piece == 0 && row.marks)
+        row.marks[(p.first_head + head) * p.mark_stride + move.x] = make_uint2(state->now, to);
     return flight;
 }
 

@@ -40,7 +40,8 @@ params! {
         n_chosen: u32,
         n_moved: u32,
         n_moves: u32,
-        padding: [u32; 3],
+        n_gone: u32,
+        padding: [u32; 2],
     }
 }
 
@@ -61,7 +62,8 @@ impl HeadState {
             n_chosen: 0,
             n_moved: 0,
             n_moves: 0,
-            padding: [0; 3],
+            n_gone: 0,
+            padding: [0; 2],
         }
     }
 }
@@ -134,8 +136,11 @@ params! {
         moves: Address,
         tallies: Address,
         tally_words: u64,
+        mark_stride: u64,
+        first_head: u32,
         stride: u32,
         n_zeros: u32,
+        padding: u32,
     }
 }
 

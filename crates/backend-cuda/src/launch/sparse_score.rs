@@ -53,11 +53,11 @@ params! {
     /// Mirrors `Tally`: what the blocks of a head tell each other.
     Tally {
         arrived: [u32; 32],
-        digits: [[u32; BINS]; 3],
+        digits: [[u32; BINS]; 4],
         ages: [u32; BINS],
         own_digits: [[u32; BINS]; MAX_BLOCKS],
         own_ages: [[u32; BINS]; MAX_BLOCKS],
-        changes: [[u32; 2]; MAX_BLOCKS],
+        n_new: [u32; MAX_BLOCKS],
     }
 }
 
@@ -99,7 +99,7 @@ const BINS: usize = 2048;
 /// Blocks that share a head.
 const MAX_BLOCKS: usize = 64;
 /// Words of a tally that are zero between decisions.
-pub(crate) const TALLY_ZEROS: usize = 32 + 4 * BINS;
+pub(crate) const TALLY_ZEROS: usize = 32 + 5 * BINS;
 /// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING` and `FLAG_TOGETHER`.
 pub(crate) const REUSES: u32 = 1;
 pub(crate) const WHOLE: u32 = 2;

@@ -353,8 +353,11 @@ impl Cuda {
             moves: moves.address(),
             tallies: tallies.address(),
             tally_words: size_of::<Tally>() as u64 / 4,
+            mark_stride: decider.room.stride as u64,
+            first_head: count(first_head),
             stride: count(decider.room.stride),
             n_zeros: count(TALLY_ZEROS),
+            padding: 0,
         };
         let is_far = at.kv.is_far(at.layer.0);
         let blocks = if is_far { LINK_BLOCKS } else { self.device.n_multiprocessors() };

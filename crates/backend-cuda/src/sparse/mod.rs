@@ -350,8 +350,11 @@ impl Cuda {
             moves: room.moves.address(),
             tallies: 0,
             tally_words: 0,
+            mark_stride: 0,
+            first_head: 0,
             stride: count(picked.stride),
             n_zeros: 0,
+            padding: 0,
         };
         let blocks = self.device.n_multiprocessors();
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, None))?;
@@ -418,6 +421,7 @@ impl Picked {
                 n_first: pick.n_first,
                 n_members: n,
                 n_moves: n,
+                n_gone: n,
                 ..HeadState::empty(n_pages, own_pages)
             });
             for (row, (&place, target)) in
