@@ -304,7 +304,23 @@ impl Backend for Cuda {
             self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
             return self.matmul(w, h, rows, out);
         };
-        self.normed_product(w, row, &mut Target { out, stride: w.rows, is_added: false })
+        let target = &mut Target { out, stride: w.rows, is_added: false };
+        self.normed_product(w, row, w.rows, target)
+    }
+
+    fn norm_matmul_first(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &CudaWeight,
+        n: usize,
+        rows: usize,
+        h: &mut CudaBuf,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
+        let Some(row) = self.normed_row(w, norm, rows) else {
+            return self.norm_matmul(norm, w, rows, h, out);
+        };
+        self.normed_product(w, row, n, &mut Target { out, stride: w.rows, is_added: false })
     }
 
     fn norm_gated_matmul(
@@ -334,8 +350,20 @@ impl Backend for Cuda {
         kv: &mut CudaKv,
     ) -> Result<(), DeviceError> {
         self.prepare_near(plan, kv)?;
-        rope::rope_append(&self.device, plan, layer, spec, qkv, kv)?;
+        rope::rope_append(&self.device, plan, layer, spec, (qkv, kv), false)?;
         self.digest_rows(plan, layer, spec, kv)
+    }
+
+    fn rope_queries(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut CudaBuf,
+        kv: &mut CudaKv,
+    ) -> Result<(), DeviceError> {
+        self.prepare_near(plan, kv)?;
+        rope::rope_append(&self.device, plan, layer, spec, (qkv, kv), true)
     }
 
     fn attend(

@@ -45,6 +45,8 @@ params! {
         is_halves: u32,
         eps: f32,
         defers: u32,
+        only_queries: u32,
+        padding: u32,
     }
 }
 
@@ -93,14 +95,15 @@ pub(crate) fn angles(device: &Device, kernel: &Kernel, plan: &CudaPlan) -> Resul
     }
 }
 
-/// Normalises and rotates q and k, and writes k and v to the pages of their sequences.
+/// Normalises and rotates q and k, and writes k and v to the pages of their sequences; or only
+/// normalises and rotates q.
 pub(crate) fn rope_append(
     device: &Device,
     plan: &CudaPlan,
     layer: LayerIdx,
     spec: &AttnSpec<'_, Cuda>,
-    qkv: &mut CudaBuf,
-    kv: &mut CudaKv,
+    (qkv, kv): (&mut CudaBuf, &mut CudaKv),
+    only_queries: bool,
 ) -> Result<(), DeviceError> {
     let d = kv.page.head_dim as usize;
     // A layer that owns no keys and values has rows of queries only.
@@ -130,6 +133,8 @@ pub(crate) fn rope_append(
         is_halves: u32::from(plan.shape.rope.style == RopeStyle::Halves),
         eps: spec.eps,
         defers: u32::from(plan.far.is_some()),
+        only_queries: u32::from(only_queries),
+        padding: 0,
     };
     qkv.set_stale();
     let blocks = count((plan.n_rows() * heads).div_ceil(WARPS));
@@ -138,7 +143,7 @@ pub(crate) fn rope_append(
     // entries the executor has checked against the arena.
     unsafe { device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params) }?;
     match &plan.far {
-        Some(branch) if n_kv_heads > 0 && kv.is_far(layer.0) => {
+        Some(branch) if !only_queries && n_kv_heads > 0 && kv.is_far(layer.0) => {
             write_far(device, plan, layer, kv, branch)
         }
         _ => Ok(()),
