@@ -7,9 +7,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, result, sys};
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, Pass};
 
+use crate::Cuda;
 use crate::device::Device;
+use crate::kv::CudaKv;
+use crate::plan::CudaPlan;
 
 /// Rows of the largest batch that is recorded; queuing kernels one by one costs larger ones little.
 /// Guessed.
@@ -133,6 +136,41 @@ impl Recordings {
             Some(None) => Step::Record,
             Some(Some(_)) => Step::Replay,
         }
+    }
+}
+
+impl Cuda {
+    /// Begins a pass; queues what was recorded of passes like it.
+    pub(crate) fn begin_recorded(
+        &self,
+        plan: &mut CudaPlan,
+        kv: &CudaKv,
+    ) -> Result<Pass, DeviceError> {
+        self.prepare_near(plan, kv)?;
+        let is_beside = match &kv.sparse {
+            Some(sparse) if plan.is_decode() => sparse.digests_may_wait(),
+            Some(_) => kv.near.is_some(),
+            None => false,
+        };
+        if is_beside {
+            plan.begin_beside(&self.device)?;
+        }
+        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
+            return Ok(Pass::Needed);
+        }
+        let key = PassKey {
+            n_rows: plan.n_rows(),
+            deciding: plan.deciding.clone(),
+            tables: (plan.tables, plan.table_len),
+            arena: (kv.head_address(0), kv.slots.device),
+            scratch: self.scratch_generation(),
+        };
+        plan.check_tokens_again();
+        if plan.recordings.begin(&self.device, key)? {
+            plan.leave_beside();
+            return Ok(Pass::Queued);
+        }
+        Ok(Pass::Needed)
     }
 }
 

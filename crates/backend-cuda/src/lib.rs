@@ -7,7 +7,7 @@
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
 //! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
 //!   products
-//! - `near`: pages that are far, and their copies on the device
+//! - `near`: pages that are far, and their copies on the device; `link`: threads that bring their rows
 //! - `kernels`: kernels that are loaded when they are first needed; `sparse`: top-k attention
 //! - `graph`: passes that are queued again by one call; `branch`: what runs beside them; `timing`: what each kernel takes
 //!
@@ -23,6 +23,7 @@ mod graph;
 mod kernels;
 mod kv;
 mod launch;
+mod link;
 mod near;
 mod nvrtc;
 mod open;
@@ -49,7 +50,6 @@ use common::Common;
 pub use compile::{Extent, compile_all};
 use device::Device;
 pub use error::{CompileError, OpenError};
-use graph::PassKey;
 pub use kv::{CudaKv, FarPages};
 use kv::{PageShape, check_dtype};
 use launch::attend::{AttendKernels, Attention, can_append};
@@ -104,9 +104,8 @@ impl Backend for Cuda {
     }
 
     fn alloc(&self, len: usize) -> Result<CudaBuf, DeviceError> {
-        const WHAT: &str = "activations";
-        let floats = self.device.alloc(len * 4, WHAT)?;
-        Ok(CudaBuf::new(len, floats, self.device.alloc(len * 2, WHAT)?))
+        let some = |bytes| self.device.alloc(bytes, "activations");
+        Ok(CudaBuf::new(len, some(len * 4)?, some(len * 2)?))
     }
 
     fn write(&self, target: &mut CudaBuf, source: &[f32]) -> Result<(), DeviceError> {
@@ -200,27 +199,11 @@ impl Backend for Cuda {
     }
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
-        self.prepare_near(plan, kv)?;
-        if kv.near.is_some() && kv.sparse.is_some() && !plan.is_decode() {
-            plan.begin_far(&self.device)?;
-        }
-        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
-            return Ok(Pass::Needed);
-        }
-        let key = PassKey {
-            n_rows: plan.n_rows(),
-            deciding: plan.deciding.clone(),
-            tables: (plan.tables, plan.table_len),
-            arena: (kv.head_address(0), kv.slots.device),
-            scratch: self.scratch_generation(),
-        };
-        plan.check_tokens_again();
-        let is_queued = plan.recordings.begin(&self.device, key)?;
-        Ok(if is_queued { Pass::Queued } else { Pass::Needed })
+        self.begin_recorded(plan, kv)
     }
 
     fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
-        plan.end_far(&self.device)?;
+        plan.end_beside(&self.device)?;
         plan.recordings.end(&self.device)
     }
 
@@ -300,12 +283,7 @@ impl Backend for Cuda {
         h: &mut CudaBuf,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let Some(row) = self.normed_row(w, norm, rows) else {
-            self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
-            return self.matmul(w, h, rows, out);
-        };
-        let target = &mut Target { out, stride: w.rows, is_added: false };
-        self.normed_product(w, row, w.rows, target)
+        self.norm_matmul_first(norm, w, w.rows, rows, h, out)
     }
 
     fn norm_matmul_first(
@@ -318,7 +296,8 @@ impl Backend for Cuda {
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let Some(row) = self.normed_row(w, norm, rows) else {
-            return self.norm_matmul(norm, w, rows, h, out);
+            self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
+            return self.matmul(w, h, rows, out);
         };
         self.normed_product(w, row, n, &mut Target { out, stride: w.rows, is_added: false })
     }

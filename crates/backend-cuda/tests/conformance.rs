@@ -96,7 +96,7 @@ macro_rules! judged_topk {
             fn $check() {
                 on_the_gpu(stringify!($check), conformance::$check);
                 for (n_near, n_resident) in [(2, 0), (7, 1)] {
-                    let far = FarPages { n_near, n_resident };
+                    let far = FarPages { n_near, n_resident, n_threads: 0 };
                     let Some(cuda) = open(false, Some(far)) else { return };
                     println!("{}, {far:?}", stringify!($check));
                     conformance::$check(&cuda);

@@ -159,20 +159,24 @@ pub(crate) fn answer(
     }
 }
 
-/// Decides about all heads of the rows, on a branch if there is one.
+/// Blocks of `decide` that can be on the device at once.
+pub(crate) fn most_blocks(device: &Device, kernel: &Kernel) -> Result<usize, DeviceError> {
+    Ok((device.blocks_at_once(kernel, THREADS)? * device.n_multiprocessors()) as usize)
+}
+
+/// Decides about all heads of the rows, with no more blocks than `n_blocks` where they wait for each
+/// other, and on a branch if there is one.
 pub(crate) fn decide(
     device: &Device,
     kernel: &Kernel,
     params: &DecideParams,
-    branch: Option<&CudaStream>,
+    (n_blocks, branch): (usize, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     let n = (params.heads.n_rows * params.heads.n_kv_heads) as usize;
-    // Blocks that wait for each other must be on the device at once.
-    let n_blocks = device.n_multiprocessors() as usize;
     let n_pieces = params.score.stride as usize / PIECE;
     let mut params = *params;
-    let grid = if n <= LOOK_MAX {
+    let grid = if n <= LOOK_MAX.min(n_blocks) {
         params.flags |= TOGETHER;
         (count(n_blocks.min(n * n_pieces)), 1)
     } else {

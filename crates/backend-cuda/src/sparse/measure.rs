@@ -87,10 +87,12 @@ impl Cuda {
             tallies: 0,
             tally_words: 0,
             mark_stride: 0,
+            staged: 0,
+            tickets: 0,
+            n_staged: 0,
             first_head: 0,
             stride: count(places.len()),
             n_zeros: 0,
-            padding: 0,
         };
         gather_rows(&self.device, &sparse.kernels.gather, &params, (n_blocks, None))
     }

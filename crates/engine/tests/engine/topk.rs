@@ -100,7 +100,7 @@ fn a_request_that_comes_again_is_answered_alike() {
     let (prompt, _) = golden("llama3");
     for policy in FORGETFUL.into_iter().chain(REMEMBERING) {
         let handle = spawn("llama3", Pool { kv_pages: 40, ..POOL }, 10, Some(policy));
-        let mut again = || {
+        let again = || {
             let mut long = request(&prompt, Sampling::greedy());
             long.limits.max_tokens = 80;
             let answer = Answer::receive(&handle.submit(long).unwrap()).unwrap();

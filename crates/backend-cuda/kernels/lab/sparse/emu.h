@@ -58,7 +58,7 @@ template <class T> T __shfl_up_sync(unsigned, T v, unsigned step) { unsigned l =
 template <class T> T __shfl_sync(unsigned, T v, int from) { return emu::exchange(v, from % 32); }
 inline unsigned __ballot_sync(unsigned, bool f) { emu::Warp* w = emu::cur->warp; unsigned l = emu::cur->tid % 32; w->slot[l] = f; emu::sync_warp(); unsigned r = 0; for (int i = 0; i < 32; i++) r |= (unsigned)(w->slot[i] & 1) << i; emu::sync_warp(); return r; }
 inline bool __any_sync(unsigned m, bool f) { return __ballot_sync(m, f) != 0; }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); } inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 template <class T> T __ldcg(const T* p) { return *(const volatile T*)p; }
 inline float2 __ldcg(const float2* p) { return *p; } inline uint2 __ldcg(const uint2* p) { return *p; }

@@ -168,7 +168,7 @@ int main(int argc, char** argv) {
         auto& c = cases[ci]; Lab l; printf("%s, %u tokens, %s\n", c.name, n, host ? "host" : "HBM"); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); u32 len = n; for (int i = 0; i < 6; i++) if (!l.step(len++, 100, 0.7f, false)) { printf("FAILED\n"); break; }
         for (int turned : {100, 45, 12, 0}) { u32 hits = 0, moved = 0; for (int i = 0; i < 5; i++) { l.step(len++, turned, 0.7f, false); hits += l.n_hits, moved += l.n_moved; } printf("  %d turn: %.0f %% hits, moved %.2f %% of the rows\n", turned, hits * 100.0 / 40, moved * 100.0 / 40 / n);
             auto before = [&] { l.turn(turned, 0.7f); l.put_row(len++); }; l.time("decide", 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); l.time("gather", 9, [&] { l.k_gather(); }, [&] { before(); l.k_decide(); }); l.time("attend", 9, [&] { l.k_attend(); }, [&] {}); l.time("merge", 9, [&] { l.k_merge(); }, [&] {}); l.time("all four", 15, [&] { l.k_decide(); l.k_gather(); l.k_attend(); l.k_merge(); }, before);
-            for (int nb : {8, 4}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); } l.blocks = 16; if (len > n + 400) break; }
+            for (int nb : {33, 8}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); } l.blocks = 16; if (len > n + 400) break; }
     }
     return 0;
 }
