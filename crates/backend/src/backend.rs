@@ -225,6 +225,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         self.matmul(w, h, rows, out)
     }
     /// The first `n` outputs of each row of [`Backend::norm_matmul`]; the others may be computed or not.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
     fn norm_matmul_first(
         &self,
         norm: &Norm<'_, Self>,
