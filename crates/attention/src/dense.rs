@@ -55,6 +55,17 @@ impl<B: Backend> Dense<B> {
         backend.rope_append(plan, self.layer, &self.spec(), qkv, store.device_mut())
     }
 
+    /// Makes queries ready that the layer is only decided about by, before its turn.
+    pub fn prepare_queries(
+        &self,
+        backend: &B,
+        plan: &B::Plan,
+        store: &mut KvStore<B>,
+        qkv: &mut B::Buf,
+    ) -> Result<(), DeviceError> {
+        backend.rope_queries(plan, self.layer, &self.spec(), qkv, store.device_mut())
+    }
+
     /// The layer as a device sees it.
     pub fn spec(&self) -> AttnSpec<'_, B> {
         AttnSpec {

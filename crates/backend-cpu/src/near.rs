@@ -91,7 +91,7 @@ impl NearRows {
 
     pub(crate) fn counts(&self) -> NearCounts {
         let (n_brought, n_filled) = (self.n_brought.load(Relaxed), self.n_filled.load(Relaxed));
-        NearCounts { n_brought, n_filled }
+        NearCounts { n_brought, n_filled, link_rate: 0 }
     }
 
     pub(crate) fn forget(&self, table: u32) {

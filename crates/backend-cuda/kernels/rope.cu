@@ -24,6 +24,8 @@ struct RopeParams {
     u32 is_halves;
     float eps;
     u32 defers;  // whether pages that have copies are written later, by `write_far`
+    u32 only_queries;
+    u32 padding;
 };
 static_assert(sizeof(RopeParams) == ROPE_PARAMS_SIZE, "the host's RopeParams differs");
 
@@ -42,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
     float* source = p.qkv + ((u64)row * all + head) * HEAD_DIM;
     float* x = heads[warp];
     const bool is_query = head < p.n_heads, is_value = head >= p.n_heads + p.n_kv_heads;
+    if (p.only_queries && !is_query) return;
     const float* norm = is_query ? p.q_norm : is_value ? 0 : p.k_norm;
     // Places and tables were there before the step began.
     const u32 place = is_query ? 0 : p.places[row];

@@ -33,7 +33,8 @@ struct HeadState {
     u32 n_chosen;   // rows of the selection, 0 if none was made
     u32 n_moved;    // rows that count as moved
     u32 n_moves;    // rows that are to be brought
-    u32 padding[3];
+    u32 n_gone;     // rows that went: the first moves take their places, the others those behind the last
+    u32 padding[2];
 };
 static_assert(sizeof(HeadState) == HEAD_STATE_SIZE, "the host's HeadState differs");
 

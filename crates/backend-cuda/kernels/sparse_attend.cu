@@ -3,14 +3,15 @@
 //
 //   [ pages of 0 .. n_first ][ pages of the working set ][ pages of cut .. kv_len )
 //
-// A task is SPARSE_CHUNK pages of one head. A warp takes every n-th task, and needs nobody: its pages
+// A task is a chunk of pages of one head, a longer one if the head sees many. A warp takes every n-th task, and needs nobody: its pages
 // come through a ring of its own, the next step's while one is computed. `sparse_merge` brings the
 // chunks of a head together. Chunks are counted from the list's beginning, so that a row has the same
 // bits in any company. Reads each page once. Reference: backend-cpu/src/attend/picks.rs; conformance:
 // picks_match, picks_rows_agree.
 
-#define SPARSE_CHUNK 4  // pages
-#define CHUNK_STEPS (SPARSE_CHUNK / STEP_PAGES)
+#define SHORT_CHUNK 4  // pages
+#define LONG_CHUNK 8
+#define MANY_PAGES 256
 #define SPARSE_STAGES 2
 #define MAX_NUMBERS 1024  // rows and heads of a batch
 
@@ -76,13 +77,16 @@ DEVICE SeenPage page_at(const SparseParams& p, const SparseRow& row, const HeadS
 
 #if KV != KV_F32
 
+// Pages of a task: of many pages fewer chunks are to be brought together.
+DEVICE u32 chunk_of(const Seen& seen) { return seen.n_pages < MANY_PAGES ? SHORT_CHUNK : LONG_CHUNK; }
+
 // Works out the first task of each head, and how many there are.
 DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
         const SparseRow row = p.heads.rows[i / p.heads.n_kv_heads];
         const Seen seen = seen_by(row, *state_of(p.heads, row, i % p.heads.n_kv_heads));
-        tasks[i + 1] = (seen.n_pages + SPARSE_CHUNK - 1) / SPARSE_CHUNK;
+        tasks[i + 1] = (seen.n_pages + chunk_of(seen) - 1) / chunk_of(seen);
     }
     if (threadIdx.x == 0) tasks[0] = 0;
     __syncthreads();
@@ -142,7 +146,7 @@ struct Sparse {
     // Brings one step of a task; tokens that are seen go beside it.
     DEVICE void bring(const SparseParams& p, const SparseTask& task, u32 tasks_before, u32 step, u8* own,
                       u32 stage) {
-        const u32 lane = threadIdx.x % 32, first = (task.index - tasks_before) * SPARSE_CHUNK + step * STEP_PAGES;
+        const u32 lane = threadIdx.x % 32, first = (task.index - tasks_before) * chunk_of(task.seen) + step * STEP_PAGES;
         const u32 ring = shared_address(own), target = ring + stage * STAGE_BYTES;
         SeenPage pages[STEP_PAGES];
         u32 tokens = 0, n_bytes = 0;
@@ -233,13 +237,13 @@ struct Sparse {
             if (task.number != number) take_lines(p, task, lines, operands);
             number = task.number;
             begin_chunk(lines);
-            UNROLL
-            for (int step = 0; step < CHUNK_STEPS; step++) {
+            const u32 n_steps = chunk_of(task.seen) / STEP_PAGES;
+            for (u32 step = 0; step < n_steps; step++) {
                 const u32 turn = n_brought, stage = turn % SPARSE_STAGES;
                 n_brought++;
                 // The stage that comes next was read in the step before.
                 __syncwarp();
-                if (step + 1 < CHUNK_STEPS) {
+                if (step + 1 < n_steps) {
                     bring(p, task, tasks[task.number], step + 1, own, n_brought % SPARSE_STAGES);
                 } else {
                     is_ahead = find_task(p, tasks, task.index + n_warps, ahead);

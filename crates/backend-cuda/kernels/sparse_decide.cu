@@ -10,8 +10,12 @@
 // attention/src/topk decides from the same scores, number by number: the sums of a cosine have the order
 // of `reuse::cosine`, k is computed in f64, and ties have its order.
 //
-// Reads digests of all places once, and 8 bytes of marks three times; all else is smaller. Scores are in
-// the second-level cache. Grid: (blocks), or (share, row and head).
+// A miss is a chain of latencies, so blocks meet as seldom as they can: once for the sums of softmax,
+// mostly twice for the threshold of scores, and once for who goes. Rows that go and places that come are
+// two lists, which the kernel that brings rows puts together, and it marks the places.
+//
+// Reads digests of all places once, and 8 bytes of marks twice; all else is smaller. Scores are in shared
+// memory, or in the second-level cache. Grid: (blocks), or (share, row and head).
 
 // A block's share of a head.
 struct Share {
@@ -19,8 +23,7 @@ struct Share {
     Question ask;
     Tally* tally;
     uint2* marks;    // of the head
-    u32* scores;     // of the head
-    u32* freed;      // [place]: rows that go, from each block's first place on
+    u32* scores;     // of the share, from its first place on
     u32 start, end;  // places
     u32 n_met;       // times that the blocks met
 };
@@ -51,30 +54,32 @@ DEVICE u32 rows_of(const DecideParams& p, u32 n, float weight) {
 }
 
 // The sum over the block's threads before this one, and over all of them.
-DEVICE u32 scan_of(u32 own, u32* counts, u32& total) {
+template <class T>
+DEVICE T scan_of(T own, T* counts, T& total) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 upto = own;
+    T upto = own;
     UNROLL
     for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(~0u, upto, step);
+        const T other = __shfl_up_sync(~0u, upto, step);
         if (lane >= step) upto += other;
     }
     __syncthreads();
     if (lane == 31) counts[warp] = upto;
     __syncthreads();
-    u32 before = upto - own;
+    T before = upto - own;
     total = 0;
     UNROLL
     for (int i = 0; i < SCORE_WARPS; i++) {
-        const u32 n = counts[i];
+        const T n = counts[i];
         if (i < warp) before += n;
         total += n;
     }
     return before;
 }
 
+// A bin, which one in it is meant, and how many it has.
 struct Bin {
-    u32 number, rest;
+    u32 number, rest, n;
 };
 
 // The bin of the `k`-th from above, and which one in it that is; 1 <= k <= all.
@@ -101,13 +106,14 @@ DEVICE Bin find_bin(const u32* bins, u32 k, u32* shared) {
             if (k <= before + own[i]) {
                 shared[SCORE_WARPS] = BINS - 1 - (thread * EACH + i);
                 shared[SCORE_WARPS + 1] = k - before;
+                shared[SCORE_WARPS + 2] = own[i];
                 break;
             }
             before += own[i];
         }
     }
     __syncthreads();
-    return Bin{shared[SCORE_WARPS], shared[SCORE_WARPS + 1]};
+    return Bin{shared[SCORE_WARPS], shared[SCORE_WARPS + 1], shared[SCORE_WARPS + 2]};
 }
 
 DEVICE void clear_bins(u32* bins) {
@@ -116,278 +122,332 @@ DEVICE void clear_bins(u32* bins) {
     __syncthreads();
 }
 
-// Adds the block's bins to the head's, and keeps the first `n_kept` for the other blocks to see.
-DEVICE void add_bins(const u32* bins, u32* all, u32* own, u32 n_kept) {
+// Adds the block's bins to the head's.
+DEVICE void add_bins(const u32* bins, u32* all) {
     __syncthreads();
-    for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS) {
+    for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS)
         if (bins[i] > 0) atomicAdd(all + i, bins[i]);
-        if (i < n_kept) own[i] = bins[i];
-    }
 }
 
-// What is chosen: all above the threshold, and the first few that reach it.
-struct Choice {
-    u32 threshold, n_equal;
-    u32 n_before;  // that reach it, in the blocks before
+// Scores that are sorted into bins, from `low` to below `high`.
+struct Range {
+    u32 low, high;
 };
 
-// Finds the choice of the k best places of the head, by eleven, eleven and nine bits of the scores, of
-// which the highest is zero; numbers of bits that agree have no more than eleven, mostly.
+// Bits of a score that a bin does not tell apart.
+DEVICE u32 shift_of(Range range) {
+    const u32 n = range.high - range.low;
+    return n <= BINS ? 0 : 32 - __clz((n - 1) / BINS);
+}
+
+// Probabilities are first sorted by exponent and five bits: those from 2^-60 to 2^4.
+#define COARSE_LOW ((127u - 60) << 23)
+#define COARSE_SHIFT 18
+
+DEVICE u32 coarse_bin(u32 score) {
+    return score < COARSE_LOW ? 0 : min((score - COARSE_LOW) >> COARSE_SHIFT, (u32)BINS - 1);
+}
+
+DEVICE Range coarse_range(u32 bin) {
+    return Range{bin == 0 ? 0 : COARSE_LOW + (bin << COARSE_SHIFT),
+                 bin == BINS - 1 ? 1u << 31 : COARSE_LOW + ((bin + 1) << COARSE_SHIFT)};
+}
+
+// What is chosen: all above the threshold, and of those that reach it all, or the first few.
+struct Choice {
+    u32 threshold;
+    bool has_ties;
+    u32 n_equal;   // of ties
+    u32 n_before;  // ties in the blocks before
+};
+
+// Finds the choice of the k best places of the head: the range of scores in which the k-th is gets
+// narrower until all of it is chosen, or it is one number.
 DEVICE Choice choose(const DecideParams& p, Share& share, u32 k, u32* bins, u32* shared) {
     const u32 first = max(share.start, p.sinks);
-    const bool is_small = p.score.kind == SCORE_SIGNS && p.score.group * p.score.width < BINS;
-    u32 prefix = 0, mask = 0, rest = k;
-    for (u32 pass = is_small ? 2 : 0; pass < 3; pass++) {
-        const u32 shift = pass == 0 ? 20 : pass == 1 ? 9 : 0;
-        const u32 digits = pass == 2 && !is_small ? 511 : BINS - 1;
+    const bool is_signs = p.score.kind == SCORE_SIGNS;
+    Range range = {0, is_signs ? p.score.group * p.score.width + 1 : 1u << 31};
+    u32 rest = k;
+    for (u32 pass = 0;; pass++) {
+        const bool is_coarse = pass == 0 && !is_signs;
+        const u32 shift = is_coarse ? COARSE_SHIFT : shift_of(range);
         clear_bins(bins);
         for (u32 place = first + threadIdx.x; place < share.end; place += SCORE_THREADS) {
-            const u32 score = share.scores[place];
-            if ((score & mask) == prefix) atomicAdd(&bins[score >> shift & digits], 1u);
+            const u32 score = share.scores[place - share.start];
+            if (score - range.low < range.high - range.low)
+                atomicAdd(&bins[is_coarse ? coarse_bin(score) : (score - range.low) >> shift], 1u);
         }
-        add_bins(bins, share.tally->digits[pass], share.tally->own_digits[share.index],
-                 pass == 2 ? digits + 1 : 0);
+        add_bins(bins, share.tally->digits[pass]);
+        u32* own_digits = share.tally->own_digits[share.index];
+        for (u32 i = threadIdx.x; shift == 0 && i < range.high - range.low; i += SCORE_THREADS)
+            own_digits[i] = bins[i];
         meet(share);
         const Bin bin = find_bin(share.tally->digits[pass], rest, shared);
-        prefix |= bin.number << shift, mask |= digits << shift, rest = bin.rest;
+        rest = bin.rest;
+        if (is_coarse) range = coarse_range(bin.number);
+        else range.low += bin.number << shift, range.high = range.low + (1u << shift);
+        if (bin.n == rest) return Choice{range.low, false, 0, 0};
+        if (shift > 0) continue;
+        const u32 own =
+            threadIdx.x < share.index ? __ldcg(&share.tally->own_digits[threadIdx.x][bin.number]) : 0;
+        u32 n_before;
+        scan_of(own, shared, n_before);
+        return Choice{range.low, true, rest, n_before};
     }
-    const u32 last = is_small ? prefix : prefix & 511;
-    const u32 own = threadIdx.x < share.index ? __ldcg(&share.tally->own_digits[threadIdx.x][last]) : 0;
-    u32 n_before;
-    scan_of(own, shared, n_before);
-    return Choice{prefix, rest, n_before};
 }
-
-// Rows that go: those that were not chosen for longer than `age`, and the first few of just that age.
-struct Leaving {
-    u32 age, n_equal;
-    u32 n_before;
-};
 
 DEVICE u32 age_of(u32 now, u32 stamp) { return min(now - stamp, (u32)AGE_MAX); }
 
-// Finds who goes so that `capacity` rows stay. Marks of the chosen are written in `scores`: all bits.
-DEVICE Leaving find_leaving(const DecideParams& p, Share& share, u32 now, u32 k, u32 capacity,
-                            u32* bins, u32* shared) {
-    // Only the chosen stay.
-    if (capacity <= k) return Leaving{0, 0, 0};
-    clear_bins(bins);
-    for (u32 place = share.start + threadIdx.x; place < share.end; place += SCORE_THREADS) {
-        const u32 stamp = share.marks[place].x;
-        if (stamp > 0 && share.scores[place] != ~0u) atomicAdd(&bins[age_of(now, stamp)], 1u);
-    }
-    add_bins(bins, share.tally->ages, share.tally->own_ages[share.index], BINS);
-    meet(share);
-    u32 sum = 0;
-    for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS) sum += __ldcg(&share.tally->ages[i]);
-    u32 total;
-    scan_of(sum, shared, total);
-    total += k;
-    if (total <= capacity) return Leaving{~0u, 0, 0};
-    const Bin bin = find_bin(share.tally->ages, total - capacity, shared);
-    const u32 own =
-        threadIdx.x < share.index ? __ldcg(&share.tally->own_ages[threadIdx.x][bin.number]) : 0;
-    u32 n_before;
-    scan_of(own, shared, n_before);
-    return Leaving{bin.number, bin.rest, n_before};
-}
+// Four places of a thread: their marks, and which of them are chosen.
+struct Four {
+    uint2 marks[4];
+    bool is_chosen[4], is_new[4], is_idle[4];
+};
 
-// A thread's four places of a tile.
 DEVICE void load_four(const u32* from, u32 (&to)[4]) {
     const uint4 four = *(const uint4*)from;
     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
-// Marks the chosen: all bits of their scores.
-DEVICE void mark_chosen(const DecideParams& p, const Share& share, bool is_all, Choice choice, u32* counts) {
-    u32 n_equal = choice.n_before;
+DEVICE Four load_marks(const Share& share, u32 place) {
+    Four four;
+    u32 low[4], high[4];
+    load_four((const u32*)(share.marks + place), low);
+    load_four((const u32*)(share.marks + place + 2), high);
+    four.marks[0] = make_uint2(low[0], low[1]), four.marks[1] = make_uint2(low[2], low[3]);
+    four.marks[2] = make_uint2(high[0], high[1]), four.marks[3] = make_uint2(high[2], high[3]);
+    UNROLL
+    for (int i = 0; i < 4; i++)
+        if (place + i >= share.end) four.marks[i].x = 0;
+    return four;
+}
+
+// Says what becomes of four places, from whether they are chosen.
+DEVICE void sort_four(Four& four, bool is_whole) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        four.is_new[i] = four.is_chosen[i] && (four.marks[i].x == 0 || is_whole);
+        four.is_idle[i] = !four.is_chosen[i] && four.marks[i].x > 0;
+    }
+}
+
+// Writes whether places are chosen over their scores, and counts rows that are not, by age, in `bins`;
+// gives how many places are new.
+DEVICE u32 survey(const DecideParams& p, const Share& share, bool is_all, Choice choice, u32 now,
+                  bool is_whole, u32* bins, u32* counts) {
+    clear_bins(bins);
+    u32 n_equal = choice.n_before, n_new = 0, total = 0;
     for (u32 first = share.start; first < share.end; first += TILE) {
         const u32 place = first + threadIdx.x * 4;
-        u32 scores[4], own = 0, total = 0;
+        u32 scores[4], own = 0;
         bool is_there[4];
-        load_four(share.scores + place, scores);
+        Four four = load_marks(share, place);
+        load_four(share.scores + (place - share.start), scores);
         UNROLL
         for (int i = 0; i < 4; i++) {
             is_there[i] = place + i < share.end && place + i >= p.sinks;
             own += is_there[i] && scores[i] == choice.threshold;
         }
-        u32 rank = is_all ? 0 : n_equal + scan_of(own, counts, total);
+        u32 rank = 0;
+        if (choice.has_ties) rank = n_equal + scan_of(own, counts, total), n_equal += total;
         UNROLL
         for (int i = 0; i < 4; i++) {
             const bool is_equal = is_there[i] && scores[i] == choice.threshold;
-            const bool is_chosen = is_there[i] && (is_all || scores[i] > choice.threshold ||
-                                                   (is_equal && rank < choice.n_equal));
+            const bool reaches = choice.has_ties ? scores[i] > choice.threshold ||
+                                                       (is_equal && rank < choice.n_equal)
+                                                 : scores[i] >= choice.threshold;
+            four.is_chosen[i] = is_there[i] && (is_all || reaches);
             rank += is_equal;
-            scores[i] = is_chosen ? ~0u : 0;
+            scores[i] = four.is_chosen[i];
         }
-        *(uint4*)(share.scores + place) = make_uint4(scores[0], scores[1], scores[2], scores[3]);
-        n_equal += total;
+        *(uint4*)(share.scores + (place - share.start)) =
+            make_uint4(scores[0], scores[1], scores[2], scores[3]);
+        sort_four(four, is_whole);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            if (four.is_idle[i]) atomicAdd(&bins[age_of(now, four.marks[i].x)], 1u);
+            n_new += four.is_new[i];
+        }
     }
-    __syncthreads();
+    scan_of(n_new, counts, total);
+    return total;
 }
 
-// Marks of four places, and which of those are chosen.
-struct Four {
-    uint2 marks[4];
-    bool is_chosen[4], is_new[4];
+// Rows that go: those that were not chosen for longer than `age`, and the first few of just that age.
+struct Leaving {
+    u32 age, n_equal;
 };
 
-DEVICE Four load_marks(const Share& share, u32 place, bool is_whole) {
-    Four four;
-    u32 low[4], high[4], scores[4];
-    load_four((const u32*)(share.marks + place), low);
-    load_four((const u32*)(share.marks + place + 2), high);
-    load_four(share.scores + place, scores);
-    four.marks[0] = make_uint2(low[0], low[1]), four.marks[1] = make_uint2(low[2], low[3]);
-    four.marks[2] = make_uint2(high[0], high[1]), four.marks[3] = make_uint2(high[2], high[3]);
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        if (place + i >= share.end) four.marks[i].x = 0;
-        four.is_chosen[i] = place + i < share.end && scores[i] != 0;
-        four.is_new[i] = four.is_chosen[i] && (four.marks[i].x == 0 || is_whole);
-    }
-    return four;
-}
+// What a block has before its share, and what there is in all: rows that go, places that come, rows of
+// just the age of which only some go.
+struct Before {
+    u32 n_gone, n_new, n_same;
+    u32 all_gone, all_new;
+};
 
-// Brings the working set up to date; gives how many rows went and came.
-DEVICE uint2 change_set(const DecideParams& p, Share& share, const HeadState& state, u32 now,
-                        Leaving leaving, uint2* moves, u32* counts, u32* gone_before) {
-    const bool is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
-    u32 n_same = leaving.n_before, n_gone = 0, n_new = 0;
-    for (u32 first = share.start; first < share.end; first += TILE) {
-        const u32 place = first + threadIdx.x * 4;
-        const Four four = load_marks(share, place, is_whole);
-        // Two counts in one number.
-        u32 own = 0, total;
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            const bool is_idle = four.marks[i].x > 0 && !four.is_chosen[i];
-            own += (is_idle && age_of(now, four.marks[i].x) == leaving.age) + (four.is_new[i] << 16);
-        }
-        u32 rank = n_same + (scan_of(own, counts, total) & 0xFFFF), n_going = 0;
-        bool goes[4];
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            const u32 age = four.marks[i].x > 0 ? age_of(now, four.marks[i].x) : 0;
-            const bool is_idle = four.marks[i].x > 0 && !four.is_chosen[i];
-            const bool is_same = is_idle && age == leaving.age;
-            goes[i] = is_idle && (age > leaving.age || (is_same && rank < leaving.n_equal));
-            rank += is_same;
-            n_going += goes[i];
-        }
-        n_same += total & 0xFFFF, n_new += total >> 16;
-        // Nobody goes if that is not known to be needed.
-        if (!is_whole && leaving.age != ~0u) {
-            u32 at = share.start + n_gone + scan_of(n_going, counts, total);
-            UNROLL
-            for (int i = 0; i < 4; i++)
-                if (goes[i]) share.freed[at++] = four.marks[i].y;
-            n_gone += total;
-        }
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            if (goes[i]) share.marks[place + i] = make_uint2(0, 0);
-            if (four.is_chosen[i] && four.marks[i].x > 0) share.marks[place + i].x = now;
-        }
+// Tells the other blocks what was surveyed, hears what they say, and finds who goes so that `capacity`
+// rows stay.
+DEVICE Leaving find_leaving(Share& share, u32 n_new, u32 now, u32 k, u32 capacity, bool is_whole,
+                            u32* bins, u32* counts, Before& before) {
+    const u32 thread = threadIdx.x, EACH = BINS / SCORE_THREADS, n_ages = min(now, (u32)AGE_MAX) + 1;
+    add_bins(bins, share.tally->ages);
+    // Rows of at least each age.
+    u32 own[EACH], sum = 0, total;
+    UNROLL
+    for (int i = 0; i < EACH; i++) own[i] = sum += bins[BINS - 1 - (thread * EACH + i)];
+    const u32 older = scan_of(sum, counts, total);
+    u32* own_ages = share.tally->own_ages[share.index];
+    UNROLL
+    for (int i = 0; i < EACH; i++) {
+        const u32 age = BINS - 1 - (thread * EACH + i);
+        if (age <= n_ages) own_ages[age] = older + own[i];
     }
-    if (threadIdx.x == 0) share.tally->changes[share.index] = make_uint2(n_gone, n_new);
+    if (thread == 0) share.tally->n_new[share.index] = n_new;
     meet(share);
     // A thread for each block.
-    const u32 block = threadIdx.x;
-    const uint2 change = block < share.count ? __ldcg(&share.tally->changes[block]) : make_uint2(0, 0);
-    u32 all_gone, all_new, new_before;
-    const u32 gone = scan_of(change.x, counts, all_gone);
-    if (block <= share.count) gone_before[block] = gone;
-    scan_of(change.y, counts, all_new);
-    scan_of(block < share.index ? change.y : 0, counts, new_before);
-    // A row that comes takes the place of one that goes, in order, and then those behind the last.
-    const u32 n_members = is_whole ? 0 : state.n_members;
-    const u32 n_pieces = (share.ask.n + PIECE - 1) / PIECE;
-    for (u32 first = share.start; n_new > 0 && first < share.end; first += TILE) {
-        const u32 place = first + threadIdx.x * 4;
-        const Four four = load_marks(share, place, is_whole);
-        u32 own = 0, total;
-        UNROLL
-        for (int i = 0; i < 4; i++) own += four.is_new[i];
-        u32 number = new_before + scan_of(own, counts, total);
-        UNROLL
-        for (int j = 0; j < 4; j++) {
-            if (!four.is_new[j]) continue;
-            u32 row = n_members + number - all_gone;
-            if (number < all_gone) {
-                // The last block before which no more went.
-                u32 low = 0, high = share.count;
-                while (low + 1 < high) {
-                    const u32 middle = (low + high) / 2;
-                    if (gone_before[middle] <= number) low = middle;
-                    else high = middle;
-                }
-                row = __ldcg(share.freed + low * n_pieces / share.count * PIECE + number -
-                             gone_before[low]);
-            }
-            share.marks[place + j] = make_uint2(now, row);
-            moves[number] = make_uint2(place + j, row);
-            number++;
-        }
-        new_before += total;
+    const bool is_block = thread < share.count;
+    const u32* ages = share.tally->own_ages[is_block ? thread : 0];
+    u32 n_idle;
+    scan_of(is_block ? __ldcg(ages) : 0, counts, n_idle);
+    Leaving leaving = {0, 0};
+    if (capacity > k && n_idle + k <= capacity) {
+        leaving.age = ~0u;
+    } else if (capacity > k) {
+        const Bin bin = find_bin(share.tally->ages, n_idle + k - capacity, counts);
+        leaving = Leaving{bin.number, bin.rest};
     }
-    return make_uint2(all_gone, all_new);
+    u32 above = 0, same = 0;
+    if (is_block && leaving.age != ~0u && !is_whole) {
+        above = leaving.age < AGE_MAX ? __ldcg(ages + leaving.age + 1) : 0;
+        same = __ldcg(ages + leaving.age) - above;
+    }
+    const u32 comes = is_block ? __ldcg(&share.tally->n_new[thread]) : 0;
+    const u32 same_before = scan_of(same, counts, total);
+    const u32 n_same = min(same, leaving.n_equal - min(leaving.n_equal, same_before));
+    // Two counts in one number; places of all blocks may need all bits.
+    u64* pairs = (u64*)counts;
+    u64 all;
+    const u64 upto =
+        scan_of((u64)comes << 32 | (above + n_same), pairs, all);
+    __shared__ Before shared_before;
+    if (thread == share.index)
+        shared_before =
+            Before{(u32)upto, (u32)(upto >> 32), same_before, (u32)all, (u32)(all >> 32)};
+    __syncthreads();
+    before = shared_before;
+    return leaving;
+}
+
+// Brings marks up to date, and writes the lists of rows that go and of places that come; whoever brings
+// the rows marks those.
+DEVICE void change_set(const Share& share, u32 now, Leaving leaving, Before before, bool is_whole,
+                       uint2* moves, u32* counts) {
+    u64* sums = (u64*)counts;
+    u32 n_older = 0, n_same = before.n_same, n_new = before.n_new;
+    for (u32 first = share.start; first < share.end; first += TILE) {
+        const u32 place = first + threadIdx.x * 4;
+        Four four = load_marks(share, place);
+        u32 chosen[4];
+        load_four(share.scores + (place - share.start), chosen);
+        UNROLL
+        for (int i = 0; i < 4; i++) four.is_chosen[i] = chosen[i];
+        sort_four(four, is_whole);
+        // Three counts in one number.
+        u64 own = 0, total;
+        bool is_older[4], is_same[4];
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const u32 age = four.is_idle[i] ? age_of(now, four.marks[i].x) : 0;
+            is_older[i] = four.is_idle[i] && leaving.age != ~0u && age > leaving.age;
+            is_same[i] = four.is_idle[i] && age == leaving.age;
+            own += (u64)four.is_new[i] << 42 | (u64)is_same[i] << 21 | is_older[i];
+        }
+        const u64 upto = scan_of(own, sums, total);
+        u32 older = n_older + (upto & 0x1FFFFF), same = n_same + (upto >> 21 & 0x1FFFFF);
+        u32 comes = n_new + (u32)(upto >> 42);
+        n_older += total & 0x1FFFFF, n_same += total >> 21 & 0x1FFFFF, n_new += (u32)(total >> 42);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            if (is_older[i] || (is_same[i] && same < leaving.n_equal)) {
+                // Those of just the age go in order, up to the last.
+                const u32 n_before = min(before.n_same, leaving.n_equal);
+                const u32 at = before.n_gone + older + min(same, leaving.n_equal) - n_before;
+                if (!is_whole) moves[at].y = four.marks[i].y;
+                share.marks[place + i] = make_uint2(0, 0);
+            }
+            older += is_older[i], same += is_same[i];
+            if (four.is_new[i]) moves[comes++].x = place + i;
+            else if (four.is_chosen[i]) share.marks[place + i].x = now;
+        }
+    }
+}
+
+// Asks for what the share reads, before anybody needs it.
+DEVICE void fetch_share(const DecideParams& p, const Share& share) {
+#if HAS_BULK
+    const u32 end = (share.end + PAGE - 1) / PAGE;
+    for (u32 page = share.start / PAGE + threadIdx.x; page < end; page += SCORE_THREADS) {
+        const u64 entry = (u64)share.ask.table_row * p.score.pages.table_len + page;
+        if (p.score.kind != SCORE_KEYS)
+            bulk_prefetch(digest_of(p.score, share.ask, p.score.pages.tables[entry]), p.score.page_bytes);
+        bulk_prefetch(share.marks + page * PAGE, PAGE * sizeof(uint2));
+    }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) {
     extern __shared__ __align__(128) u32 shared_words[];
     __shared__ u32 bins[BINS];
-    __shared__ u32 shared[SCORE_WARPS + 2];
+    __shared__ __align__(8) u32 shared[2 * SCORE_WARPS + 4];
     __shared__ Looks looks;
     __shared__ float2 totals[MAX_GROUP];
-    __shared__ u32 gone_before[MAX_BLOCKS + 1];
-    begin();
+    allow_next();
     u32 number;
     Share share;
     if (!take_share(p, looks, number, share.index, share.count)) return;
     const u32 head = number % p.heads.n_kv_heads, thread = threadIdx.x;
     const SparseRow row = p.heads.rows[number / p.heads.n_kv_heads];
     HeadState* target = state_of(p.heads, row, head);
-    const HeadState state = *target;
     const u32 cut = cut_of(p, row.kv_len), n_pieces = (cut + PIECE - 1) / PIECE;
     share.count = min(share.count, n_pieces);
     if (share.index >= share.count) return;
     share.ask = Question{number, row.row, row.table_row, head, cut};
     share.tally = p.tallies + number;
     share.marks = row.marks + (p.first_head + head) * p.mark_stride;
-    share.scores = p.score.scores + (u64)number * p.score.stride;
-    // Raw scores are not needed any more when rows are freed.
-    share.freed = (u32*)(p.score.raw + (u64)number * p.score.group * p.score.stride);
     share.n_met = 0;
     const u32 first_piece = share.index * n_pieces / share.count;
     const u32 end_piece = (share.index + 1) * n_pieces / share.count;
     share.start = first_piece * PIECE, share.end = min(end_piece * PIECE, cut);
+    fetch_share(p, share);
+    const HeadState state = *target;
     const u32 k = rows_of(p, cut - p.sinks, p.rules[head].weight);
-    const bool is_all = k >= cut - p.sinks;
+    const bool is_all = k >= cut - p.sinks, is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
     const ScoreRoom room = score_room(p.score, shared_words);
-    // The raw scores of a single piece stay where they are.
+    // The scores of a single piece stay in shared memory.
     const bool keeps = end_piece - first_piece == 1;
+    share.scores =
+        keeps ? (u32*)room.raw : p.score.scores + (u64)number * p.score.stride + share.start;
     prepare_queries(p.score, share.ask, room);
     for (u32 piece = first_piece; piece < end_piece; piece++)
         score_piece(p.score, share.ask, room, piece, keeps);
-    meet(share);
     if (p.score.kind != SCORE_SIGNS) {
+        meet(share);
         total_sums(p.score, share.ask, totals);
-        const u64 at = (u64)number * p.score.group * p.score.stride;
-        for (u32 place = share.start + thread; place < share.end; place += SCORE_THREADS)
-            share.scores[place] =
-                keeps ? finish_score(p.score, totals, room.raw + (place - share.start), PIECE)
-                      : finish_score(p.score, totals, p.score.raw + at + place, p.score.stride);
-        __syncthreads();
+        const float* raw = p.score.raw + (u64)number * p.score.group * p.score.stride + share.start;
+        for (u32 i = thread; i < share.end - share.start; i += SCORE_THREADS)
+            share.scores[i] = keeps ? finish_score(p.score, totals, room.raw + i, PIECE)
+                                    : finish_score(p.score, totals, raw + i, p.score.stride);
     }
-    Choice choice = {~0u, 0, 0};
+    __syncthreads();
+    Choice choice = {~0u, false, 0, 0};
     if (!is_all && k > 0) choice = choose(p, share, k, bins, shared);
-    mark_chosen(p, share, is_all, choice, shared);
     const u32 now = state.now + 1;
     const u32 capacity = (u32)ceilf(__fmul_rn((float)k, p.working_set));
-    const Leaving leaving = find_leaving(p, share, now, k, capacity, bins, shared);
-    uint2* moves = p.moves + (u64)number * p.score.stride;
-    const uint2 changes = change_set(p, share, state, now, leaving, moves, shared, gone_before);
+    const u32 n_new = survey(p, share, is_all, choice, now, is_whole, bins, shared);
+    Before before;
+    const Leaving leaving =
+        find_leaving(share, n_new, now, k, capacity, is_whole, bins, shared, before);
+    change_set(share, now, leaving, before, is_whole, p.moves + (u64)number * p.score.stride, shared);
     if (share.index > 0) return;
     // Others may still look at what is remembered of this head.
     if (p.flags & FLAG_TOGETHER && thread == 0) {
@@ -401,13 +461,13 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     for (u32 i = thread; p.flags & FLAG_REUSES && i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
         label[i] = score_query(p.score, share.ask, i / HEAD_DIM, i % HEAD_DIM);
     if (thread == 0) {
-        const bool is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
         target->has_label = p.flags & FLAG_REUSES ? 1 : 0;
         target->cut = cut, target->made_at = row.kv_len, target->now = now;
-        target->n_members = (is_whole ? 0 : state.n_members) - changes.x + changes.y;
+        target->n_members = (is_whole ? 0 : state.n_members) - before.all_gone + before.all_new;
         target->n_first = min(p.sinks, row.kv_len);
         target->n_chosen = k;
-        target->n_moved = p.flags & FLAG_WHOLE ? k : changes.y;
-        target->n_moves = changes.y;
+        target->n_moved = p.flags & FLAG_WHOLE ? k : before.all_new;
+        target->n_moves = before.all_new;
+        target->n_gone = before.all_gone;
     }
 }

@@ -20,14 +20,14 @@ struct Tally {
     u32 n_arrived;
     u32 n_looked;  // of the first one: blocks that have looked at all heads
     u32 padding[30];
-    u32 digits[3][BINS];  // scores by their digits
+    u32 digits[4][BINS];  // scores, sorted finer and finer
     u32 ages[BINS];       // rows of the working set that are not chosen, by age
     // Written anew each time.
     u32 own_digits[MAX_BLOCKS][BINS];
-    u32 own_ages[MAX_BLOCKS][BINS];
-    uint2 changes[MAX_BLOCKS];  // rows that go, rows that come
+    u32 own_ages[MAX_BLOCKS][BINS];  // of at least each age
+    u32 n_new[MAX_BLOCKS];           // places that come
 };
-#define TALLY_ZEROS (32 + 4 * BINS)
+#define TALLY_ZEROS (32 + 5 * BINS)
 static_assert(sizeof(Tally) == TALLY_SIZE, "the host's Tally differs");
 
 // Of one head.
@@ -72,9 +72,8 @@ struct Similarity {
 };
 
 // The similarity of a group's queries to their label, from their cosines.
-DEVICE Similarity similarity_of(const DecideParams& p, u32 head, const float* cosines) {
+DEVICE Similarity similarity_of(const DecideParams& p, const float* importances, const float* cosines) {
     const u32 group = p.heads.group;
-    const float* importances = p.importances + head * group;
     if (p.aggregate == AGGREGATE_MIN) {
         float least = cosines[0];
         for (u32 g = 1; g < group; g++) least = fminf(least, cosines[g]);
@@ -96,55 +95,113 @@ DEVICE Similarity similarity_of(const DecideParams& p, u32 head, const float* co
     return Similarity{__fdiv_rn(weights, sum), true};
 }
 
-DEVICE u32 look_up(const DecideParams& p, const SparseRow& row, u32 head, const float* cosines,
+// What a look-up needs of a head besides its query.
+struct Known {
+    u32 kv_len, has_label, made_at;
+    float threshold;
+};
+
+DEVICE u32 look_up(const DecideParams& p, Known known, const float* importances, const float* cosines,
                    float& similarity) {
     similarity = 0.0f;
-    if (cut_of(p, row.kv_len) <= p.sinks || p.flags & FLAG_NOTHING) return LOOKUP_NOTHING;
+    if (cut_of(p, known.kv_len) <= p.sinks || p.flags & FLAG_NOTHING) return LOOKUP_NOTHING;
     if (!(p.flags & FLAG_REUSES)) return LOOKUP_ALWAYS;
-    const HeadState* state = state_of(p.heads, row, head);
-    if (!state->has_label) return LOOKUP_FIRST;
-    if (row.kv_len - state->made_at >= p.max_age) return LOOKUP_AGED;
-    const Similarity found = similarity_of(p, head, cosines);
+    if (!known.has_label) return LOOKUP_FIRST;
+    if (known.kv_len - known.made_at >= p.max_age) return LOOKUP_AGED;
+    const Similarity found = similarity_of(p, importances, cosines);
     if (!found.is_there) return LOOKUP_TURNED_FAR;
     similarity = found.value;
-    return found.value > p.rules[head].threshold ? LOOKUP_HIT : LOOKUP_TURNED;
+    return found.value > known.threshold ? LOOKUP_HIT : LOOKUP_TURNED;
 }
 
 // What a block has found.
 struct Looks {
     float cosines[LOOK_MAX * MAX_GROUP];
+    float importances[LOOK_MAX * MAX_GROUP];
     u32 lookups[LOOK_MAX];
     float similarities[LOOK_MAX];
 };
 
 DEVICE bool chooses(u32 lookup) { return lookup != LOOKUP_NOTHING && lookup != LOOKUP_HIT; }
 
-// Looks at `n` heads, from the `first` on.
+// A query and its label.
+struct Pair {
+    const float *query, *label;
+};
+
+DEVICE Pair pair_of(const DecideParams& p, u32 first, u32 i) {
+    const u32 group = p.heads.group, number = first + i / group, g = i % group;
+    const u32 head = number % p.heads.n_kv_heads;
+    const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
+    return Pair{p.score.qkv + (u64)row.row * p.score.q_stride + (head * group + g) * HEAD_DIM,
+                p.labels + label_at(p, row, head) + g * HEAD_DIM};
+}
+
+#define LOOK_PIECES ((HEAD_DIM + 31) / 32)
+
+// Their cosine; a whole warp.
+DEVICE float cosine_of(const float (&a)[LOOK_PIECES], const float (&b)[LOOK_PIECES]) {
+    float ab = 0.0f, aa = 0.0f, bb = 0.0f;
+    UNROLL
+    for (int e = 0; e < LOOK_PIECES; e++) {
+        if (e * 32 + threadIdx.x % 32 >= HEAD_DIM) continue;
+        ab = __fadd_rn(ab, __fmul_rn(a[e], b[e]));
+        aa = __fadd_rn(aa, __fmul_rn(a[e], a[e]));
+        bb = __fadd_rn(bb, __fmul_rn(b[e], b[e]));
+    }
+    ab = warp_sum(ab), aa = warp_sum(aa), bb = warp_sum(bb);
+    const float cosine = __fdiv_rn(ab, __fsqrt_rn(__fmul_rn(aa, bb)));
+    return fabsf(cosine) < INFINITE ? cosine : 0.0f;
+}
+
+DEVICE void load_lanes(const float* from, float (&to)[LOOK_PIECES]) {
+    const u32 lane = threadIdx.x % 32;
+    UNROLL
+    for (int e = 0; e < LOOK_PIECES; e++) to[e] = e * 32 + lane < HEAD_DIM ? from[e * 32 + lane] : 0.0f;
+}
+
+// Looks at `n` heads, from the `first` on. What was remembered of them was there before the step began,
+// so that only queries are waited for.
 DEVICE void look_at(const DecideParams& p, u32 first, u32 n, Looks& looks) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.heads.group;
-    for (u32 i = warp; p.flags & FLAG_REUSES && i < n * group; i += SCORE_WARPS) {
-        const u32 number = first + i / group, head = number % p.heads.n_kv_heads, g = i % group;
-        const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
-        const float* query = p.score.qkv + (u64)row.row * p.score.q_stride + (head * group + g) * HEAD_DIM;
-        const float* label = p.labels + label_at(p, row, head) + g * HEAD_DIM;
-        float ab = 0.0f, aa = 0.0f, bb = 0.0f;
-        for (u32 e = lane; e < HEAD_DIM; e += 32) {
-            const float a = query[e], b = label[e];
-            ab = __fadd_rn(ab, __fmul_rn(a, b));
-            aa = __fadd_rn(aa, __fmul_rn(a, a));
-            bb = __fadd_rn(bb, __fmul_rn(b, b));
+    const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = p.heads.group;
+    const u32 n_pairs = p.flags & FLAG_REUSES ? n * group : 0;
+    Known known = {0, 0, 0, 0.0f};
+    if (thread < n) {
+        const SparseRow& row = p.heads.rows[(first + thread) / p.heads.n_kv_heads];
+        const u32 head = (first + thread) % p.heads.n_kv_heads;
+        const HeadState* state = state_of(p.heads, row, head);
+        known = Known{row.kv_len, state->has_label, state->made_at, p.rules[head].threshold};
+    }
+    for (u32 i = thread; i < n_pairs; i += SCORE_THREADS)
+        looks.importances[i] =
+            p.importances[(first + i / group) % p.heads.n_kv_heads * group + i % group];
+    float labels[2][LOOK_PIECES], queries[2][LOOK_PIECES];
+    Pair pairs[2];
+    bool has_waited = false;
+    // Two at a time, because each is on its way for long.
+    for (u32 start = warp; start < n_pairs || !has_waited; start += 2 * SCORE_WARPS) {
+        UNROLL
+        for (int j = 0; j < 2; j++) {
+            if (start + j * SCORE_WARPS >= n_pairs) continue;
+            pairs[j] = pair_of(p, first, start + j * SCORE_WARPS);
+            load_lanes(pairs[j].label, labels[j]);
         }
-        ab = warp_sum(ab), aa = warp_sum(aa), bb = warp_sum(bb);
-        const float cosine = __fdiv_rn(ab, __fsqrt_rn(__fmul_rn(aa, bb)));
-        if (lane == 0) looks.cosines[i] = fabsf(cosine) < INFINITE ? cosine : 0.0f;
+        if (!has_waited) wait_for_previous();
+        has_waited = true;
+        UNROLL
+        for (int j = 0; j < 2; j++)
+            if (start + j * SCORE_WARPS < n_pairs) load_lanes(pairs[j].query, queries[j]);
+        UNROLL
+        for (int j = 0; j < 2; j++) {
+            if (start + j * SCORE_WARPS >= n_pairs) continue;
+            const float cosine = cosine_of(queries[j], labels[j]);
+            if (lane == 0) looks.cosines[start + j * SCORE_WARPS] = cosine;
+        }
     }
     __syncthreads();
-    if (threadIdx.x < n) {
-        const u32 i = threadIdx.x, number = first + i;
-        const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
-        looks.lookups[i] = look_up(p, row, number % p.heads.n_kv_heads, looks.cosines + i * group,
-                                   looks.similarities[i]);
-    }
+    if (thread < n)
+        looks.lookups[thread] = look_up(p, known, looks.importances + thread * group,
+                                        looks.cosines + thread * group, looks.similarities[thread]);
     __syncthreads();
 }
 
@@ -153,7 +210,7 @@ DEVICE void tell(const DecideParams& p, u32 number, u32 lookup, float similarity
     const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
     HeadState* target = state_of(p.heads, row, number % p.heads.n_kv_heads);
     target->lookup = lookup, target->similarity = similarity;
-    target->n_chosen = target->n_moved = target->n_moves = 0;
+    target->n_chosen = target->n_moved = target->n_moves = target->n_gone = 0;
     if (lookup == LOOKUP_NOTHING)
         target->cut = cut_of(p, row.kv_len), target->n_first = min(p.sinks, row.kv_len);
 }

@@ -244,7 +244,7 @@ DEVICE float score_plain(const ScoreParams& p, const Question& ask, const ScoreR
 }
 
 // One piece of a question, by a whole block; queries are prepared. If it `keeps` raw scores, they stay
-// in the room.
+// in the room, and so do bits that agree.
 DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 piece,
                         bool keeps) {
     const u32 start = piece * PIECE, n = min(ask.n - start, (u32)PIECE);
@@ -257,7 +257,8 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     __syncthreads();
     const u64 at = (u64)ask.number * p.stride + start;
     if (p.kind == SCORE_SIGNS) {
-        for (u32 i = thread; i < n; i += SCORE_THREADS) p.scores[at + i] = score_signs(p, ask, room, i);
+        u32* scores = keeps ? (u32*)room.raw : p.scores + at;
+        for (u32 i = thread; i < n; i += SCORE_THREADS) scores[i] = score_signs(p, ask, room, i);
         return;
     }
     if (p.kind == SCORE_CHANNELS) {

@@ -345,6 +345,13 @@ impl Device {
         Ok(())
     }
 
+    /// Blocks of a kernel that fit a multiprocessor.
+    pub(crate) fn blocks_at_once(&self, kernel: &Kernel, threads: u32) -> Result<u32, DeviceError> {
+        let shared = kernel.shared_bytes as usize;
+        let function = &kernel.function;
+        self.check(function.occupancy_max_active_blocks_per_multiprocessor(threads, shared, None))
+    }
+
     /// Refuses work after a fault, and makes the device current on this thread.
     pub(crate) fn enter(&self) -> Result<(), DeviceError> {
         if let Some(fault) = &*self.fault.lock().unwrap_or_else(PoisonError::into_inner) {

@@ -148,6 +148,15 @@ impl Cuda {
         plan: &mut CudaPlan,
         kv: &CudaKv,
     ) -> Result<Pass, DeviceError> {
+        self.prepare_near(plan, kv)?;
+        let is_beside = match &kv.sparse {
+            Some(sparse) if plan.is_decode() => sparse.digests_may_wait(),
+            Some(_) => kv.near.is_some(),
+            None => false,
+        };
+        if is_beside {
+            plan.begin_beside(&self.device)?;
+        }
         if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
             return Ok(Pass::Needed);
         }
@@ -163,6 +172,7 @@ impl Cuda {
         if !plan.recordings.begin(&self.device, key)? {
             return Ok(Pass::Needed);
         }
+        plan.leave_beside();
         plan.draws.end_pass(&self.device)?;
         Ok(Pass::Queued)
     }

@@ -10,6 +10,7 @@ use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
 use crate::launch::NearPages;
+use crate::link::Link;
 use crate::near::Near;
 use crate::pinned::PinnedMemory;
 use crate::sparse::Sparse;
@@ -63,6 +64,8 @@ pub struct FarPages {
     pub n_near: u32,
     /// First layers whose pages are on the device.
     pub n_resident: u32,
+    /// Threads of the host that bring rows; if none, the device reads them over the link by itself.
+    pub n_threads: u32,
 }
 
 /// Where the pages of the device tier are.
@@ -73,6 +76,8 @@ struct Arena {
     far: Option<PinnedMemory>,
     /// Heads on the device.
     n_resident: usize,
+    /// Threads that bring rows of the others.
+    n_threads: u32,
 }
 
 /// Heads whose pages are in one run of memory.
@@ -133,10 +138,15 @@ impl CudaKv {
                 n => Some(PinnedMemory::new(device, of_heads(n), "the KV cache on the host")?),
             },
             n_resident,
+            n_threads: far.map_or(0, |far| far.n_threads),
         };
-        let near =
-            |far: FarPages| Near::new(device, page.bytes() * n_far, slots.device, far.n_near);
-        let near = far.filter(|_| n_far > 0).map(near).transpose()?;
+        let near = match (far, &arena.far) {
+            (Some(far), Some(pages)) => {
+                let n_pages = (slots.device, far.n_near);
+                Some(Near::new(device, page.bytes() * n_far, n_pages, pages)?)
+            }
+            _ => None,
+        };
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
@@ -144,6 +154,15 @@ impl CudaKv {
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
         let backed = Mutex::default();
         Ok(CudaKv { shape, page, slots, arena, host, gate, near, sparse: None, backed })
+    }
+
+    /// Threads that bring rows of pages that are far, if that is how they come.
+    pub(crate) fn start_link(&self, device: &Device) -> Result<Option<Link>, DeviceError> {
+        let (Some(run), true) = (self.far_run(), self.arena.n_threads > 0) else { return Ok(None) };
+        let half_page = self.page.bytes() / 2;
+        let pages = run.address..run.address + self.head_bytes() * run.n as u64;
+        let sizes = (half_page / PAGE_LEN, half_page);
+        Link::start(device, self.arena.n_threads, sizes, pages).map(Some)
     }
 
     /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
@@ -254,9 +273,10 @@ impl CudaKv {
 
     /// Rows that were copied to the device because they were missing there.
     pub(crate) fn near_counts(&self) -> NearCounts {
-        let n_loaded = self.near.as_ref().map_or(0, Near::n_loaded);
+        let (n_loaded, link_rate) =
+            self.near.as_ref().map_or((0, 0), |near| (near.n_loaded(), near.link_rate));
         let rows = (PAGE_LEN * (self.n_heads() - self.arena.n_resident)) as u64;
-        NearCounts { n_brought: 0, n_filled: n_loaded * rows }
+        NearCounts { n_brought: 0, n_filled: n_loaded * rows, link_rate }
     }
 
     /// Where the heads of a layer start.

@@ -8,7 +8,7 @@
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
 //! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
 //!   products
-//! - `near`: pages that are far, and their copies on the device
+//! - `near`: pages that are far, and their copies on the device; `link`: threads that bring their rows
 //! - `kernels`: kernels that are loaded when they are first needed; `sparse`: top-k attention
 //! - `graph`: passes that are queued again by one call; `branch`: what runs beside them; `timing`: what each kernel takes
 //!
@@ -25,6 +25,7 @@ mod host_memory;
 mod kernels;
 mod kv;
 mod launch;
+mod link;
 mod near;
 mod nvrtc;
 mod open;
@@ -104,9 +105,8 @@ impl Backend for Cuda {
     }
 
     fn alloc(&self, len: usize) -> Result<CudaBuf, DeviceError> {
-        const WHAT: &str = "activations";
-        let floats = self.device.alloc(len * 4, WHAT)?;
-        Ok(CudaBuf::new(len, floats, self.device.alloc(len * 2, WHAT)?))
+        let some = |bytes| self.device.alloc(bytes, "activations");
+        Ok(CudaBuf::new(len, some(len * 4)?, some(len * 2)?))
     }
 
     fn write(&self, target: &mut CudaBuf, source: &[f32]) -> Result<(), DeviceError> {
@@ -214,15 +214,11 @@ impl Backend for Cuda {
 
     fn begin_pass(&self, plan: &mut CudaPlan, kv: &CudaKv) -> Result<Pass, DeviceError> {
         plan.back_tables(&self.device, kv)?;
-        self.prepare_near(plan, kv)?;
-        if kv.near.is_some() && kv.sparse.is_some() && !plan.is_decode() {
-            plan.begin_far(&self.device)?;
-        }
         self.begin_recording(plan, kv)
     }
 
     fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
-        plan.end_far(&self.device)?;
+        plan.end_beside(&self.device)?;
         plan.recordings.end(&self.device)?;
         plan.draws.end_pass(&self.device)
     }
@@ -303,11 +299,23 @@ impl Backend for Cuda {
         h: &mut CudaBuf,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
+        self.norm_matmul_first(norm, w, w.rows, rows, h, out)
+    }
+
+    fn norm_matmul_first(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &CudaWeight,
+        n: usize,
+        rows: usize,
+        h: &mut CudaBuf,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
         let Some(row) = self.normed_row(w, norm, rows) else {
             self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
             return self.matmul(w, h, rows, out);
         };
-        self.normed_product(w, row, &mut Target { out, stride: w.rows, is_added: false })
+        self.normed_product(w, row, n, &mut Target { out, stride: w.rows, is_added: false })
     }
 
     fn norm_gated_matmul(
@@ -337,8 +345,20 @@ impl Backend for Cuda {
         kv: &mut CudaKv,
     ) -> Result<(), DeviceError> {
         self.prepare_near(plan, kv)?;
-        rope::rope_append(&self.device, plan, layer, spec, qkv, kv)?;
+        rope::rope_append(&self.device, plan, layer, spec, (qkv, kv), false)?;
         self.digest_rows(plan, layer, spec, kv)
+    }
+
+    fn rope_queries(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut CudaBuf,
+        kv: &mut CudaKv,
+    ) -> Result<(), DeviceError> {
+        self.prepare_near(plan, kv)?;
+        rope::rope_append(&self.device, plan, layer, spec, (qkv, kv), true)
     }
 
     fn attend(

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, DriverError, sys};
 use nuthatch_backend::DeviceError;
 
-use crate::device::Device;
+use crate::device::{Device, Memory};
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Threads that touch and register pages; more find no more of the system's memory controllers idle.
@@ -35,10 +35,28 @@ impl PinnedMemory {
         bytes: usize,
         what: &'static str,
     ) -> Result<Self, DeviceError> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
+        Self::in_shares(device, bytes, what, threads)
+    }
+
+    /// The same in one: a copy can be of all of it.
+    pub(crate) fn whole(
+        device: &Device,
+        bytes: usize,
+        what: &'static str,
+    ) -> Result<Self, DeviceError> {
+        Self::in_shares(device, bytes, what, 1)
+    }
+
+    fn in_shares(
+        device: &Device,
+        bytes: usize,
+        what: &'static str,
+        threads: usize,
+    ) -> Result<Self, DeviceError> {
         device.enter()?;
         let out_of_memory = DeviceError::OutOfMemory { bytes, what };
         let Some(mapping) = Mapping::new(bytes.max(1)) else { return Err(out_of_memory) };
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
         let share = mapping.bytes.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
         let stream = device.shared_stream();
         let mut memory = PinnedMemory { mapping, share, registered: Vec::new(), stream };
@@ -95,9 +113,30 @@ impl PinnedMemory {
         Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED))
     }
 
+    /// How much of it, from its beginning on, one copy may be of.
+    pub(crate) fn run_bytes(&self) -> usize {
+        self.share.min(self.mapping.bytes)
+    }
+
     /// Where it is, for a kernel's parameters.
     pub(crate) fn address(&self) -> u64 {
         self.mapping.start as u64
+    }
+
+    /// Queues a copy of its first bytes by the copy engine.
+    pub(crate) fn copy_to(
+        &self,
+        device: &Device,
+        target: &Memory,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        assert!(bytes <= self.run_bytes() && bytes <= target.bytes(), "bytes of both");
+        device.enter()?;
+        let source = self.mapping.start.cast_const().cast();
+        // SAFETY: both are live and have so many bytes; dropping either waits for what is queued.
+        let copied =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(target.address(), source, bytes, device.stream()) };
+        device.check(copied.result())
     }
 
     /// Copies bytes from it; nothing that writes to them may be queued.

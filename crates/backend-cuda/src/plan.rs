@@ -124,10 +124,10 @@ pub struct CudaPlan {
     /// Layers that were decided about before their turn: an even one, and an odd one.
     pub(crate) ahead: [Cell<Option<usize>>; 2],
     parts: Parts,
-    /// While a pass is queued that is no decode: where pages that are far are written.
-    pub(crate) far: Option<Branch>,
+    /// While a pass is queued: beside which pages that are far are written, or digests taken.
+    pub(crate) beside: Option<Branch>,
     /// What it was before and will be again.
-    idle_far: Option<Branch>,
+    idle_beside: Option<Branch>,
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
     pub(crate) draws: Draws,
@@ -174,8 +174,8 @@ impl CudaPlan {
             slots: Slots::default(),
             step: 0,
             parts: Parts::default(),
-            far: None,
-            idle_far: None,
+            beside: None,
+            idle_beside: None,
             vocab: Cell::new(0),
             draws: Draws::new(device, shape.max_rows)?,
             recordings: Recordings::default(),
@@ -243,21 +243,25 @@ impl CudaPlan {
         })
     }
 
-    /// Pages that are far are written beside the pass that begins.
-    pub(crate) fn begin_far(&mut self, device: &Device) -> Result<(), DeviceError> {
-        if self.far.is_none() {
-            let idle = self.idle_far.take();
-            self.far = Some(idle.map_or_else(|| Branch::new(device), Ok)?);
+    /// Something runs beside the pass that begins.
+    pub(crate) fn begin_beside(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if self.beside.is_none() {
+            let idle = self.idle_beside.take();
+            self.beside = Some(idle.map_or_else(|| Branch::new(device, false), Ok)?);
         }
         Ok(())
     }
 
-    /// What comes after the pass begins after they are written.
-    pub(crate) fn end_far(&mut self, device: &Device) -> Result<(), DeviceError> {
-        let Some(branch) = self.far.take() else { return Ok(()) };
-        branch.join(device, 0)?;
-        self.idle_far = Some(branch);
+    /// What comes after the pass begins after that has ended.
+    pub(crate) fn end_beside(&mut self, device: &Device) -> Result<(), DeviceError> {
+        self.beside.as_ref().map_or(Ok(()), |branch| branch.join(device, 0))?;
+        self.leave_beside();
         Ok(())
+    }
+
+    /// Nothing runs beside the pass but what was recorded.
+    pub(crate) fn leave_beside(&mut self) {
+        self.idle_beside = self.beside.take().or_else(|| self.idle_beside.take());
     }
 
     fn word(&self, at: usize) -> u64 {

@@ -126,18 +126,19 @@ impl Cuda {
         Some(Rows { address: 0, stride: w.cols, n: 1, normed })
     }
 
-    /// `W x` of a row that is normalised on the way.
+    /// The first `n` outputs of `W x` of a row that is normalised on the way, or some more.
     pub(crate) fn normed_product(
         &self,
         w: &CudaWeight,
         row: Rows,
+        n: usize,
         target: &mut Target<'_>,
     ) -> Result<(), DeviceError> {
         assert!(!w.is_gated, "a gated weight gives no plain product");
         target.out.set_stale();
-        for part in &w.parts {
+        for part in w.parts.iter().filter(|part| part.first < n) {
             let Kernels::Packed(kernels) = &part.kernels else { panic!("a part that cannot") };
-            matmul::matmul(&self.device, (part, kernels), row, target)?;
+            matmul::matmul_first(&self.device, (part, kernels), row, n - part.first, target)?;
         }
         Ok(())
     }

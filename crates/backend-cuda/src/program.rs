@@ -161,6 +161,7 @@ impl Program {
             ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
             ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
             ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
+            ("sparse_post.cu", include_str!("../kernels/sparse_post.cu")),
             ("sparse_attend.cu", include_str!("../kernels/sparse_attend.cu")),
         ]);
         Program::new(format!("sparse-{}-{}-{parts}", page.dtype, page.head_dim), &constants, &files)

@@ -105,7 +105,7 @@ macro_rules! judged_topk {
                     if !is_part(n) {
                         continue;
                     }
-                    let far = FarPages { n_near, n_resident };
+                    let far = FarPages { n_near, n_resident, n_threads: 0 };
                     let Some(cuda) = open(false, Some(far)) else { return };
                     println!("{}, {far:?}", stringify!($check));
                     conformance::$check(&cuda);

@@ -236,6 +236,20 @@ pub trait Backend: Sized + Send + Sync + 'static {
         self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
         self.matmul(w, h, rows, out)
     }
+    /// The first `n` outputs of each row of [`Backend::norm_matmul`]; the others may be computed or not.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+    fn norm_matmul_first(
+        &self,
+        norm: &Norm<'_, Self>,
+        w: &Self::Weight,
+        n: usize,
+        rows: usize,
+        h: &mut Self::Buf,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError> {
+        let _ = n;
+        self.norm_matmul(norm, w, rows, h, out)
+    }
     /// [`Backend::gated_matmul`] of [`Backend::norm`], in the same way.
     #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
     fn norm_gated_matmul(
@@ -465,6 +479,18 @@ pub trait Backend: Sized + Send + Sync + 'static {
     ) -> Result<(), DeviceError> {
         let _ = (plan, idx, layer, spec, qkv, kv, out);
         Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+    }
+    /// Makes queries ready that are only decided by, as [`Backend::rope_append`] does. Keys and values may
+    /// be written too: the layer itself writes them again before it reads.
+    fn rope_queries(
+        &self,
+        plan: &Self::Plan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &mut Self::Buf,
+        kv: &mut Self::Kv,
+    ) -> Result<(), DeviceError> {
+        self.rope_append(plan, layer, spec, qkv, kv)
     }
     /// Decides about the model's layer `idx` by queries that were made for it before its turn, and brings
     /// rows while other operations run; [`Backend::attend_deciding`] of that layer then attends to what

@@ -71,4 +71,7 @@ pub struct NearCounts {
     pub n_brought: u64,
     /// First and last rows, and rows of heads that stay near, that were found missing.
     pub n_filled: u64,
+    /// Bytes that came over the link in a second when nothing else did, measured at the start; 0 where
+    /// there is none.
+    pub link_rate: u64,
 }

@@ -177,7 +177,11 @@ impl Device {
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
         {
-            cuda.keep_far(FarPages { n_near: near.n_pages, n_resident: near.n_layers });
+            cuda.keep_far(FarPages {
+                n_near: near.n_pages,
+                n_resident: near.n_layers,
+                n_threads: 0,
+            });
         }
     }
 

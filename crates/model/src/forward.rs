@@ -274,9 +274,9 @@ impl<B: Backend> Model<B> {
         let next = &mut pair[idx % 2];
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
         let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
-        b.norm_matmul(&norm, &layer.qkv, rows, &mut acts.h, next)?;
-        // This also writes keys and values, which the layer itself writes again before it reads.
-        layer.attention.append(b, plan, store, next)?;
+        let n_queries = (self.config.n_heads * self.config.head_dim) as usize;
+        b.norm_matmul_first(&norm, &layer.qkv, n_queries, rows, &mut acts.h, next)?;
+        layer.attention.prepare_queries(b, plan, store, next)?;
         let layer = TopKLayer { idx: idx + 1, dense: &layer.attention };
         topk.decide_ahead(b, plan, &layer, store, next)
     }

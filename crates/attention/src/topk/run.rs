@@ -75,6 +75,8 @@ pub(super) struct Row {
     n_prompt: u32,
     /// Entries of its table that were written.
     n_pages: u32,
+    /// Places that it had in its last step.
+    kv_len: u32,
     /// Whether the device is to forget what it remembers.
     pub(super) is_new: bool,
     /// `[layer][G]`; empty before the first step that needs them.
@@ -255,18 +257,15 @@ impl TopK {
     pub fn begin(&mut self, row: u32, n_prompt: u32, policy: usize) {
         assert!(policy < self.policies.len(), "one of the policies");
         let row = &mut self.rows[row as usize];
-        (row.policy, row.n_prompt, row.n_pages) = (policy, n_prompt, 0);
+        (row.policy, row.n_prompt, row.n_pages, row.kv_len) = (policy, n_prompt, 0, 0);
         row.forget();
     }
 
-    /// Entries of a row's table were written. Where they replace others, what was remembered by
-    /// place is no longer true; says whether this is so.
+    /// Entries of a row's table were written; says whether they replace others. That alone changes no
+    /// place: a page that moved, or that somebody else has too, holds the same tokens.
     pub fn table_written(&mut self, row: u32, start: u32, n_entries: u32) -> bool {
         let row = &mut self.rows[row as usize];
         let replaces = start < row.n_pages;
-        if replaces {
-            row.forget();
-        }
         row.n_pages = start + n_entries;
         replaces
     }
@@ -280,6 +279,11 @@ impl TopK {
             let n_rows = layout.query_start[seq + 1] - first;
             let (row, kv_len) = (layout.table_row[seq], layout.kv_len[seq]);
             let known = &mut self.rows[row as usize];
+            // It is computed again from somewhere on, or tokens were dropped: what was remembered by
+            // place is no longer true.
+            if std::mem::replace(&mut known.kv_len, kv_len) >= kv_len {
+                known.forget();
+            }
             let rules = &self.policies[known.policy];
             if n_rows != 1 || kv_len <= known.n_prompt || rules.policy.retriever == Retriever::Full
             {

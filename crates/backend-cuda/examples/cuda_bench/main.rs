@@ -6,7 +6,8 @@
 //! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
 //! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
 //! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
-//! with `host`, on the host; `breakdown` also times steps without each of their stages. `eager` records
+//! with `host`, on the host, from where `threads=N` bring rows instead of the device; `breakdown` also times
+//! steps without each of their stages, or the kernels of top-k attention one by one. `eager` records
 //! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
 //! `decode` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
 //!
@@ -70,7 +71,8 @@ fn main() -> Outcome {
     let l2_prefetch = if has("l2") { 3 } else { 0 };
     let (is_eager, kv_virtual) = (has("eager"), has("virtual"));
     let n_resident = number(&words, "resident").unwrap_or(0) as u32;
-    let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident });
+    let n_threads = number(&words, "threads").unwrap_or(0) as u32;
+    let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident, n_threads });
     let is_exact = false;
     let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual };
     let cuda = Cuda::open(0, config.clone())?;

@@ -245,8 +245,9 @@ impl Model {
             let at = LayerIdx(i as u32);
             if let (Some(queries), Some(next), true) = (queries, self.layers.get(i + 1), is_ahead) {
                 let (of, next_at) = (Norm { x, weight: norm, eps: 1e-5 }, LayerIdx(i as u32 + 1));
-                cuda.norm_matmul(&of, &next.qkv, n, h, ahead)?;
-                cuda.rope_append(&rig.plan, next_at, &spec, ahead, &mut rig.kv)?;
+                let n_queries = (n_heads * head_dim) as usize;
+                cuda.norm_matmul_first(&of, &next.qkv, n_queries, n, h, ahead)?;
+                cuda.rope_queries(&rig.plan, next_at, &spec, ahead, &mut rig.kv)?;
                 cuda.decide_ahead(&rig.plan, (i + 1, next_at), &spec, queries, &rig.kv)?;
             }
             if has(Stage::Qkv) {

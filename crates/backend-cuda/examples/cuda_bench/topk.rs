@@ -64,20 +64,78 @@ impl Queries {
     }
 }
 
-fn rules(shape: &Shape, by: ScoreBy, is_hata: bool) -> Rules {
+/// What decides.
+#[derive(Clone, Copy)]
+struct Named {
+    name: &'static str,
+    by: ScoreBy,
+    percent: f64,
+    working_set: f32,
+    is_whole: bool,
+    reuses: bool,
+    /// Whether layers are decided about before their turn: not, so, or both.
+    ahead: &'static [bool],
+}
+
+const CHANNELS: ScoreBy = ScoreBy::Digest(0);
+const SIGNS: ScoreBy = ScoreBy::Digest(1);
+
+/// `auto`, without what needs a head profile.
+const AUTO: Named = Named {
+    name: "auto (loki:32 4% x 2.5)",
+    by: CHANNELS,
+    percent: 4.0,
+    working_set: 2.5,
+    is_whole: false,
+    reuses: true,
+    ahead: &[false, true],
+};
+
+const QSAC: Named = Named {
+    name: "qsac + delta (hata:256 10%)",
+    by: SIGNS,
+    percent: 10.0,
+    working_set: 1.0,
+    ..AUTO
+};
+
+/// Those that the literature has. Of a cache of pages that the CPU manages only the rows that it moves
+/// are brought, 8.4 % of the context at a step (docs/sparse.md), and nothing that a CPU does is counted.
+const POLICIES: [Named; 6] = [
+    AUTO,
+    QSAC,
+    Named { name: "LiteCache: qsac + whole", is_whole: true, ..QSAC },
+    Named { name: "always + delta", reuses: false, ..QSAC },
+    Named {
+        name: "InfiniGen: prefetch only",
+        is_whole: true,
+        reuses: false,
+        ahead: &[true],
+        ..QSAC
+    },
+    Named {
+        name: "page LRU: its rows only",
+        percent: 8.4,
+        is_whole: true,
+        reuses: false,
+        ahead: &[false],
+        ..QSAC
+    },
+];
+
+fn rules(shape: &Shape, of: &Named) -> Rules {
     let group = (shape.n_heads / shape.n_kv_heads) as usize;
     let head = HeadNumbers { threshold: 0.85, weight: 1.0, importances: vec![1.0; group] };
-    let (percent, working_set) = if is_hata { (10.0, 1.0) } else { (3.0, 3.0) };
     Rules {
-        by,
-        percent,
+        by: of.by,
+        percent: of.percent,
         k_min: 64,
         k_max: u32::MAX,
         sinks: 16,
         recent: 64,
-        working_set,
-        is_whole: false,
-        reuse: Some(ReuseRule { mix: Mix::Harmonic, max_age: None }),
+        working_set: of.working_set,
+        is_whole: of.is_whole,
+        reuse: of.reuses.then_some(ReuseRule { mix: Mix::Harmonic, max_age: None }),
         has_choice: true,
         first_layer: 0,
         heads: vec![head; (shape.n_layers * shape.n_kv_heads) as usize],
@@ -95,53 +153,48 @@ fn digests(shape: &Shape) -> [Digest; 2] {
     let n_heads = (shape.n_layers * shape.n_kv_heads) as usize;
     let signs = Digest {
         kind: DigestKind::Signs,
-        width: 128,
-        frame: random(128 * d),
+        width: 256,
+        frame: random(256 * d),
         mean: vec![0.0; n_heads * d],
     };
     [channels, signs]
 }
 
-/// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences; with `short`,
-/// by the default policy's rules and with a quarter of the heads turning away.
+/// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
+/// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
+/// rates, or, with `turn=N`, at that one. With `breakdown`, kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
-    let (n_seqs, is_short) =
-        (number(words, "batch").unwrap_or(1), words.iter().any(|word| word == "short"));
+    let has = |name: &str| words.iter().any(|word| word == name);
+    let n_seqs = number(words, "batch").unwrap_or(1);
     let named: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
     let depths = if named.is_empty() { vec![32_768, 131_072] } else { named };
     let model = Model::new(cuda, step::named(words))?;
     let shape = &model.shape;
-    let kv = KvShape {
-        n_layers: shape.n_layers,
-        n_kv_heads: shape.n_kv_heads,
-        head_dim: shape.head_dim,
-        page_len: 16,
-        dtype: KvDtype::F16,
-    };
+    let all = if has("policies") { &POLICIES[..] } else { &POLICIES[..1] };
+    let n_digests = if has("policies") { 2 } else { 1 };
+    let turns = number(words, "turn").map_or(vec![100, 45, 25, 10, 0], |n| vec![n as u32]);
     for depth in depths {
-        for (i, digest) in digests(shape).into_iter().enumerate().take(if is_short { 1 } else { 2 })
-        {
-            let (free, _) = cuda.memory()?;
-            let name = if i == 0 { "loki:32 3% x 3" } else { "hata:128 10%" };
-            let mut rig = Rig::with(
-                cuda,
-                (kv, shape.n_heads),
-                (n_seqs, depth, 10 * (STEPS + 10)),
-                (false, Some(&[digest])),
-            )?;
-            let rules = rules(shape, ScoreBy::Digest(0), i == 1);
-            let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &[rules], n_seqs as u32)?;
-            assert!(decides, "this device decides");
-            let used = (free - cuda.memory()?.0) as f64;
-            println!("{name}, {n_seqs} x {depth}: {:.2} GB on the device for KV", used / 1e9);
-            let (is_new, is_ahead) = (true, false);
-            let mut run =
-                Run { cuda, model: &model, n_seqs, depth, n_done: 0, is_new, is_ahead, is_short };
-            let turns: &[u32] = if is_short { &[45, 25] } else { &[100, 45, 25, 10, 0] };
-            for &turned in turns {
-                for is_ahead in [false, true] {
-                    run.is_ahead = is_ahead;
-                    run.time(&mut rig, report, (name, turned))?;
+        let (free, _) = cuda.memory()?;
+        let mut rig = Rig::with(
+            cuda,
+            (kv_of(shape), shape.n_heads),
+            (n_seqs, depth, 2 * all.len() * turns.len() * (STEPS + 10)),
+            (false, Some(&digests(shape)[..n_digests])),
+        )?;
+        let all_rules: Vec<Rules> = all.iter().map(|of| rules(shape, of)).collect();
+        let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &all_rules, n_seqs as u32)?;
+        assert!(decides, "this device decides");
+        let used = (free - cuda.memory()?.0) as f64;
+        println!("{n_seqs} x {depth}: {:.2} GB on the device for KV", used / 1e9);
+        let has_kernels = report.has_breakdown;
+        let model = &model;
+        let mut run =
+            Run { cuda, model, n_seqs, depth, n_done: 0, rules: 0, is_ahead: false, has_kernels };
+        for (i, of) in all.iter().enumerate() {
+            for &turned in turns.iter().take(if of.reuses { turns.len() } else { 1 }) {
+                for &is_ahead in of.ahead {
+                    (run.rules, run.is_ahead) = (i as u32, is_ahead);
+                    run.time(&mut rig, report, (of.name, turned))?;
                 }
             }
         }
@@ -156,11 +209,12 @@ struct Run<'a> {
     n_seqs: usize,
     depth: usize,
     n_done: usize,
-    is_new: bool,
+    /// Whose rules decide.
+    rules: u32,
     /// Whether layers are decided about before their turn.
     is_ahead: bool,
-    /// Whether kernels are not timed one by one.
-    is_short: bool,
+    /// Whether kernels are timed one by one.
+    has_kernels: bool,
 }
 
 impl Run<'_> {
@@ -209,7 +263,7 @@ impl Run<'_> {
             shape.name, self.n_seqs, self.depth
         );
         report.add(&name, median, self.model.bytes(&kv_of(shape), 0), 0.0);
-        if self.is_ahead || self.is_short {
+        if self.is_ahead || !self.has_kernels {
             return Ok(());
         }
         self.kernels(rig, report, (&mut query_buf, &mut acts), &mut queries, turned)
@@ -235,8 +289,8 @@ impl Run<'_> {
         self.n_done += 1;
         let parts: Vec<_> = (0..self.n_seqs).map(|seq| (seq, at, 1)).collect();
         rig.lay_out(&parts)?;
-        let is_new = std::mem::take(&mut self.is_new);
-        let row = |seq| Deciding { seq, table_row: seq, rules: 0, is_new };
+        // Other rules begin anew by themselves.
+        let row = |seq| Deciding { seq, table_row: seq, rules: self.rules, is_new: false };
         let rows: Vec<Deciding> = (0..self.n_seqs as u32).map(row).collect();
         self.cuda.begin_deciding(&mut rig.plan, &rig.kv, &rows)?;
         if self.cuda.begin_pass(&mut rig.plan, &rig.kv)? == Pass::Needed {

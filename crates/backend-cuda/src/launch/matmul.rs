@@ -156,11 +156,23 @@ pub(crate) fn matmul(
     x: Rows,
     target: &mut Target<'_>,
 ) -> Result<(), DeviceError> {
+    matmul_first(device, (part, kernels), x, part.rows, target)
+}
+
+/// The same of the part's first `n` rows.
+pub(crate) fn matmul_first(
+    device: &Device,
+    (part, kernels): (&Part, &WeightKernels),
+    x: Rows,
+    n: usize,
+    target: &mut Target<'_>,
+) -> Result<(), DeviceError> {
     assert!(part.first + part.rows <= target.stride, "the part's outputs are in a row");
     assert!(x.n * target.stride <= target.out.len, "the rows fit out");
     let params = MatmulParams {
         bias: part.bias.as_ref().map_or(0, Memory::address),
         out: target.out.floats.address(),
+        rows: count(part.rows.min(n)),
         out_stride: count(target.stride),
         out_first: count(part.first),
         is_added: u32::from(target.is_added),

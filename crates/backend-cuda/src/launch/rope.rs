@@ -45,6 +45,8 @@ params! {
         is_halves: u32,
         eps: f32,
         defers: u32,
+        only_queries: u32,
+        padding: u32,
     }
 }
 
@@ -93,14 +95,15 @@ pub(crate) fn angles(device: &Device, kernel: &Kernel, plan: &CudaPlan) -> Resul
     }
 }
 
-/// Normalises and rotates q and k, and writes k and v to the pages of their sequences.
+/// Normalises and rotates q and k, and writes k and v to the pages of their sequences; or only
+/// normalises and rotates q.
 pub(crate) fn rope_append(
     device: &Device,
     plan: &CudaPlan,
     layer: LayerIdx,
     spec: &AttnSpec<'_, Cuda>,
-    qkv: &mut CudaBuf,
-    kv: &mut CudaKv,
+    (qkv, kv): (&mut CudaBuf, &mut CudaKv),
+    only_queries: bool,
 ) -> Result<(), DeviceError> {
     let d = kv.page.head_dim as usize;
     // A layer that owns no keys and values has rows of queries only.
@@ -129,7 +132,9 @@ pub(crate) fn rope_append(
         half: count(plan.shape.rope.inv_freq.len()),
         is_halves: u32::from(plan.shape.rope.style == RopeStyle::Halves),
         eps: spec.eps,
-        defers: u32::from(plan.far.is_some()),
+        defers: u32::from(plan.beside.is_some() && !plan.is_decode() && !only_queries),
+        only_queries: u32::from(only_queries),
+        padding: 0,
     };
     qkv.set_stale();
     let blocks = count((plan.n_rows() * heads).div_ceil(WARPS));
@@ -137,8 +142,8 @@ pub(crate) fn rope_append(
     // SAFETY: rows and heads were asserted to be in qkv; slots come from the plan's tables, whose
     // entries the executor has checked against the arena.
     unsafe { device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params) }?;
-    match &plan.far {
-        Some(branch) if n_kv_heads > 0 && kv.is_far(layer.0) => {
+    match &plan.beside {
+        Some(branch) if params.defers != 0 && n_kv_heads > 0 && kv.is_far(layer.0) => {
             write_far(device, plan, layer, kv, branch)
         }
         _ => Ok(()),
@@ -165,7 +170,7 @@ fn write_far(
         table_len: plan.table_len,
         padding: 0,
     };
-    let (kernel, stream) = (&plan.kernels_of(kv).write_far, branch.fork(device)?);
+    let (kernel, stream) = (&plan.kernels_of(kv).write_far, branch.fork(device, 0)?);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: slots come from the plan's tables, whose entries the executor has checked against the
     // arena; frames are those that the arena's own list names.

@@ -40,7 +40,8 @@ params! {
         n_chosen: u32,
         n_moved: u32,
         n_moves: u32,
-        padding: [u32; 3],
+        n_gone: u32,
+        padding: [u32; 2],
     }
 }
 
@@ -61,7 +62,8 @@ impl HeadState {
             n_chosen: 0,
             n_moved: 0,
             n_moves: 0,
-            padding: [0; 3],
+            n_gone: 0,
+            padding: [0; 2],
         }
     }
 }
@@ -134,8 +136,22 @@ params! {
         moves: Address,
         tallies: Address,
         tally_words: u64,
+        mark_stride: u64,
+        staged: Address,
+        tickets: Address,
+        n_staged: u32,
+        first_head: u32,
         stride: u32,
         n_zeros: u32,
+    }
+}
+
+params! {
+    /// Mirrors `PostParams`.
+    PostParams {
+        gather: GatherRowsParams,
+        order: Address,
+        n_ended: Address,
     }
 }
 
@@ -148,6 +164,8 @@ const DIGEST_TOKENS: usize = 8;
 const DIGEST_THREADS: u32 = 128;
 const READ_THREADS: u32 = 128;
 const GATHER_THREADS: u32 = 512;
+/// Blocks that write addresses of rows; few, because they wait for nothing.
+const POST_BLOCKS: u32 = 8;
 
 /// How a kind of digest is called in kernels.
 pub(crate) fn kind_number(kind: DigestKind) -> u32 {
@@ -176,6 +194,7 @@ pub(crate) fn constants(
         ("TALLY_SIZE", size_of::<Tally>().to_string()),
         ("DECIDE_PARAMS_SIZE", size_of::<DecideParams>().to_string()),
         ("GATHER_ROWS_PARAMS_SIZE", size_of::<GatherRowsParams>().to_string()),
+        ("POST_PARAMS_SIZE", size_of::<PostParams>().to_string()),
         ("SPARSE_PARAMS_SIZE", size_of::<SparseParams>().to_string()),
     ];
     if attend.page.dtype != KvDtype::F32 {
@@ -185,22 +204,23 @@ pub(crate) fn constants(
     constants
 }
 
-/// Takes the digests of rows, of `n_heads` heads.
+/// Takes the digests of rows, of `n_heads` heads, on a branch if there is one.
 pub(crate) fn digest_keys(
     device: &Device,
     kernel: &Kernel,
     params: &DigestParams,
-    n_heads: u32,
+    (n_heads, branch): (u32, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
     if params.rows == 0 || n_heads == 0 {
         return Ok(());
     }
+    let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     let grid = (count((params.rows as usize).div_ceil(DIGEST_TOKENS)), n_heads);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: rows and heads are those of the arena, and slots come from the plan's tables or were
     // asserted to be in the arena; digests lie as the pages do.
     unsafe {
-        device.launch(kernel, grid, DIGEST_THREADS, params)
+        device.launch_on(on, kernel, (grid, DIGEST_THREADS), params)
     }
 }
 
@@ -214,6 +234,21 @@ pub(crate) fn read_keys(
     // SAFETY: the caller has room for the keys, and the places are in the sequence's table.
     unsafe {
         device.launch(kernel, (params.n, 1), READ_THREADS, params)
+    }
+}
+
+/// Asks threads of the host for the rows of all moves, which [`gather_rows`] then waits for.
+pub(crate) fn post_rows(
+    device: &Device,
+    kernel: &Kernel,
+    params: &PostParams,
+    branch: Option<&CudaStream>,
+) -> Result<(), DeviceError> {
+    let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: as below; the order has room for as many rows as the parameters say.
+    unsafe {
+        device.launch_on(on, kernel, ((POST_BLOCKS, 1), GATHER_THREADS), params)
     }
 }
 

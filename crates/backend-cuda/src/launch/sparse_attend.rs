@@ -24,7 +24,7 @@ params! {
     }
 }
 
-/// Pages of a task; `SPARSE_CHUNK`.
+/// Pages of a task at least; `SHORT_CHUNK`.
 const CHUNK_PAGES: usize = 4;
 /// Rows and heads of a batch; `MAX_NUMBERS`.
 pub(crate) const MAX_NUMBERS: usize = 1024;

@@ -53,11 +53,11 @@ params! {
     /// Mirrors `Tally`: what the blocks of a head tell each other.
     Tally {
         arrived: [u32; 32],
-        digits: [[u32; BINS]; 3],
+        digits: [[u32; BINS]; 4],
         ages: [u32; BINS],
         own_digits: [[u32; BINS]; MAX_BLOCKS],
         own_ages: [[u32; BINS]; MAX_BLOCKS],
-        changes: [[u32; 2]; MAX_BLOCKS],
+        n_new: [u32; MAX_BLOCKS],
     }
 }
 
@@ -99,7 +99,7 @@ const BINS: usize = 2048;
 /// Blocks that share a head.
 const MAX_BLOCKS: usize = 64;
 /// Words of a tally that are zero between decisions.
-pub(crate) const TALLY_ZEROS: usize = 32 + 4 * BINS;
+pub(crate) const TALLY_ZEROS: usize = 32 + 5 * BINS;
 /// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING` and `FLAG_TOGETHER`.
 pub(crate) const REUSES: u32 = 1;
 pub(crate) const WHOLE: u32 = 2;
@@ -159,20 +159,24 @@ pub(crate) fn answer(
     }
 }
 
-/// Decides about all heads of the rows, on a branch if there is one.
+/// Blocks of `decide` that can be on the device at once.
+pub(crate) fn most_blocks(device: &Device, kernel: &Kernel) -> Result<usize, DeviceError> {
+    Ok((device.blocks_at_once(kernel, THREADS)? * device.n_multiprocessors()) as usize)
+}
+
+/// Decides about all heads of the rows, with no more blocks than `n_blocks` where they wait for each
+/// other, and on a branch if there is one.
 pub(crate) fn decide(
     device: &Device,
     kernel: &Kernel,
     params: &DecideParams,
-    branch: Option<&CudaStream>,
+    (n_blocks, branch): (usize, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     let n = (params.heads.n_rows * params.heads.n_kv_heads) as usize;
-    // Blocks that wait for each other must be on the device at once.
-    let n_blocks = device.n_multiprocessors() as usize;
     let n_pieces = params.score.stride as usize / PIECE;
     let mut params = *params;
-    let grid = if n <= LOOK_MAX {
+    let grid = if n <= LOOK_MAX.min(n_blocks) {
         params.flags |= TOGETHER;
         (count(n_blocks.min(n * n_pieces)), 1)
     } else {

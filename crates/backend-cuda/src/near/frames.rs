@@ -5,6 +5,9 @@
 
 /// Slots without a copy; `NOT_NEAR` of `kv.cuh`.
 const NOT_NEAR: u32 = u32::MAX;
+/// Slots between two that have changed that are sent with them: a copy of a few kilobytes takes no longer
+/// than one of four bytes. Guessed.
+const GAP: u32 = 1024;
 
 /// A page that is to be copied to a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,8 +35,8 @@ pub(super) struct Frames {
     /// Those again, in the order in which they were last wanted.
     order: Order,
     now: u64,
-    /// Slots from the first to the last whose frame has changed.
-    changed: Option<(u32, u32)>,
+    /// Slots whose frame has changed.
+    changed: Vec<u32>,
     /// Pages that were copied to frames so far.
     pub(super) n_loaded: u64,
 }
@@ -46,7 +49,7 @@ impl Frames {
             order: Order::new(n_frames),
             now: 0,
             // The device has not seen any of it.
-            changed: n_slots.checked_sub(1).map(|last| (0, last)),
+            changed: (0..n_slots).collect(),
             n_loaded: 0,
         }
     }
@@ -82,10 +85,16 @@ impl Frames {
         self.order.make_first(frame);
     }
 
-    /// What the device has to know: the frames of slots from the first on that has changed.
-    pub(super) fn take_changes(&mut self) -> Option<(u32, &[u32])> {
-        let (first, last) = self.changed.take()?;
-        Some((first, &self.frames[first as usize..=last as usize]))
+    /// What the device has to know: runs of slots that have changed, the first of each and their frames.
+    pub(super) fn take_changes(&mut self) -> Vec<(u32, &[u32])> {
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.sort_unstable();
+        let runs = changed.chunk_by(|a, b| b - a <= GAP);
+        let frames = |run: &[u32]| {
+            let (first, last) = (run[0], run[run.len() - 1]);
+            (first, &self.frames[first as usize..=last as usize])
+        };
+        runs.map(frames).collect()
     }
 
     /// A page that is near stays so in this step.
@@ -118,8 +127,7 @@ impl Frames {
 
     fn set(&mut self, slot: u32, frame: u32) {
         self.frames[slot as usize] = frame;
-        let (first, last) = self.changed.unwrap_or((slot, slot));
-        self.changed = Some((first.min(slot), last.max(slot)));
+        self.changed.push(slot);
     }
 }
 
@@ -188,17 +196,25 @@ mod tests {
     #[test]
     fn what_was_not_wanted_for_longest_goes() {
         let mut frames = Frames::new(10, 3);
-        assert_eq!(frames.take_changes(), Some((0, &[NOT_NEAR; 10][..])));
+        assert_eq!(frames.take_changes(), [(0, &[NOT_NEAR; 10][..])]);
         // What is begun is written anyway; what is seen has to come.
         assert_eq!(frames.begin(&wanted(&[4], &[2])), [Load { slot: 2, frame: 1 }]);
-        assert_eq!(frames.take_changes(), Some((2, &[1, NOT_NEAR, 0][..])));
+        assert_eq!(frames.take_changes(), [(2, &[1, NOT_NEAR, 0][..])]);
         assert_eq!(frames.begin(&wanted(&[], &[4])), []);
-        assert_eq!(frames.take_changes(), None);
+        assert_eq!(frames.take_changes(), []);
         assert_eq!(frames.begin(&wanted(&[5, 6], &[])), []);
         assert_eq!(near(&frames), [4, 5, 6]);
         assert_eq!(frames.begin(&wanted(&[7], &[5])), []);
         assert_eq!(near(&frames), [5, 6, 7]);
         assert_eq!(frames.n_loaded, 1);
+    }
+
+    #[test]
+    fn only_what_has_changed_is_told() {
+        let mut frames = Frames::new(5000, 3);
+        frames.take_changes();
+        frames.begin(&wanted(&[4900, 7, 9], &[]));
+        assert_eq!(frames.take_changes(), [(7, &[1, NOT_NEAR, 2][..]), (4900, &[0][..])]);
     }
 
     #[test]
@@ -249,7 +265,7 @@ mod tests {
             if next(4) == 0 {
                 frames.forget(next(70));
             }
-            if let Some((first, part)) = frames.take_changes() {
+            for (first, part) in frames.take_changes() {
                 on_device[first as usize..][..part.len()].copy_from_slice(part);
             }
             assert_eq!(on_device, frames.frames);

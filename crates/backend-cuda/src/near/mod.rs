@@ -15,12 +15,13 @@ mod frames;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::{KvSlots, PageCopy, Slot};
+use nuthatch_types::{Clock as _, KvSlots, PageCopy, Slot, SystemClock};
 
 use crate::Cuda;
 use crate::device::{Device, Memory};
 use crate::kv::{CudaKv, PAGE_LEN};
 use crate::launch::copy::{self, Tiers};
+use crate::pinned::PinnedMemory;
 use crate::plan::CudaPlan;
 use frames::{Frames, Wanted};
 
@@ -44,6 +45,8 @@ pub(crate) struct Near {
     /// `[slot]` the frame of each.
     pub(crate) map: Memory,
     pub(crate) n_frames: u32,
+    /// Bytes that the copy engine brings from the pages in a second.
+    pub(crate) link_rate: u64,
     state: Mutex<State>,
 }
 
@@ -61,12 +64,15 @@ impl Near {
     pub(crate) fn new(
         device: &Device,
         page_bytes: usize,
-        n_slots: u32,
-        n_frames: u32,
+        (n_slots, n_frames): (u32, u32),
+        far: &PinnedMemory,
     ) -> Result<Self, DeviceError> {
         let frames = Frames::new(n_slots, n_frames);
+        let bytes = page_bytes.saturating_mul(n_frames as usize);
+        let pages = device.alloc(bytes, "near KV pages")?;
         Ok(Near {
-            pages: device.alloc(page_bytes.saturating_mul(n_frames as usize), "near KV pages")?,
+            link_rate: link_rate(device, far, &pages)?,
+            pages,
             map: device.alloc(n_slots as usize * 4, "near KV pages")?,
             n_frames,
             state: Mutex::new(State { frames, step: 0, n_first: PAGE_LEN, n_last: 8 * PAGE_LEN }),
@@ -108,11 +114,30 @@ impl Near {
 
     /// Tells the device which pages have copies.
     fn tell(&self, device: &Device, state: &mut State) -> Result<(), DeviceError> {
-        match state.frames.take_changes() {
-            Some((first, frames)) => device.upload(&self.map, first as usize * 4, frames),
-            None => Ok(()),
+        for (first, frames) in state.frames.take_changes() {
+            device.upload(&self.map, first as usize * 4, frames)?;
         }
+        Ok(())
     }
+}
+
+/// Bytes that the copy engine brings from memory of the host in a second.
+fn link_rate(device: &Device, from: &PinnedMemory, to: &Memory) -> Result<u64, DeviceError> {
+    const BYTES: usize = 64 << 20;
+    let bytes = BYTES.min(from.run_bytes()).min(to.bytes());
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let clock = SystemClock::start();
+    let mut best = 0.0f64;
+    for _ in 0..3 {
+        device.wait()?;
+        let begin = clock.now();
+        from.copy_to(device, to, bytes)?;
+        device.wait()?;
+        best = best.max(bytes as f64 / (clock.now() - begin).as_secs_f64().max(1e-9));
+    }
+    Ok(best as u64)
 }
 
 impl State {

@@ -14,16 +14,19 @@ use cudarc::driver::CudaStream;
 use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
-use crate::branch::{Branch, LINK_BLOCKS};
+use crate::branch::{Branch, LINK_BLOCKS, LINK_BLOCKS_ALONE};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
-use crate::launch::sparse::{GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows};
+use crate::launch::sparse::{
+    GatherRowsParams, HeadState, PostParams, SparseHeads, SparseRow, gather_rows, post_rows,
+};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
     DecideParams, HeadRule, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide, shared_bytes,
 };
 use crate::launch::{count, sparse};
+use crate::link::Link;
 use crate::plan::CudaPlan;
 use crate::{Attention, Cuda};
 
@@ -58,6 +61,8 @@ pub(crate) struct Decider {
     tallies: [Memory; 2],
     moves: [Memory; 2],
     branch: Branch,
+    /// Threads of the host that bring rows, if they do.
+    link: Option<Link>,
     partials: Memory,
     sums: Memory,
     tasks: Memory,
@@ -109,12 +114,18 @@ impl Decider {
             score_sums: two(room.score_sums)?,
             tallies: two(room.tallies)?,
             moves: two(room.moves)?,
-            branch: Branch::new(device)?,
+            branch: Branch::new(device, true)?,
+            link: kv.start_link(device)?,
             partials: alloc(room.partials)?,
             sums: alloc(room.sums)?,
             tasks: alloc(room.tasks)?,
             room,
         })
+    }
+
+    /// Whether all rules have the last token seen, whatever is chosen.
+    pub(super) fn sees_last(&self) -> bool {
+        self.rules.iter().all(|one| one.rules.recent > 0)
     }
 
     /// The rows that pick in a layer of the model.
@@ -294,7 +305,7 @@ impl Cuda {
         if turns.is_empty() {
             return Ok(());
         }
-        let branch = decider.branch.fork(&self.device)?;
+        let branch = decider.branch.fork(&self.device, idx)?;
         for &turn in &turns {
             self.decide_some(at, (decider, idx), turn, Some(branch))?;
         }
@@ -346,18 +357,38 @@ impl Cuda {
             flags: by.flags(),
             padding: 0,
         };
-        decide(&self.device, &by.kernel, &params, branch)?;
-        let gather = GatherRowsParams {
+        // Of those that may run at once; two layers may, or one alone.
+        let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
+        let most = by.n_at_once / if is_alone { 1 } else { 2 };
+        decide(&self.device, &by.kernel, &params, (most, branch))?;
+        let mut gather = GatherRowsParams {
             heads,
             pages: at.pages(),
             moves: moves.address(),
             tallies: tallies.address(),
             tally_words: size_of::<Tally>() as u64 / 4,
+            mark_stride: decider.room.stride as u64,
+            staged: 0,
+            tickets: 0,
+            n_staged: 0,
+            first_head: count(first_head),
             stride: count(decider.room.stride),
             n_zeros: count(TALLY_ZEROS),
         };
         let is_far = at.kv.is_far(at.layer.0);
-        let blocks = if is_far { LINK_BLOCKS } else { self.device.n_multiprocessors() };
+        if let Some(link) = decider.link.as_ref().filter(|_| is_far) {
+            let desk = link.desk(idx);
+            gather.staged = desk.staged();
+            gather.tickets = desk.tickets();
+            gather.n_staged = link.n_staged;
+            let params = PostParams { gather, order: desk.order(), n_ended: desk.n_ended() };
+            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
+        }
+        let blocks = match (is_far, branch) {
+            (true, Some(_)) => LINK_BLOCKS,
+            (true, None) => LINK_BLOCKS_ALONE,
+            (false, _) => self.device.n_multiprocessors(),
+        };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 

@@ -131,6 +131,8 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let Some(sparse) = kv.sparse.as_ref().filter(|_| spec.owns_kv) else { return Ok(()) };
         let n_heads = kv.shape.n_kv_heads;
+        let beside = plan.beside.as_ref().filter(|_| plan.is_decode());
+        let branch = beside.map(|branch| branch.fork(&self.device, 0)).transpose()?;
         for digest in &sparse.digests {
             let params = DigestParams {
                 places: plan.places(),
@@ -140,9 +142,9 @@ impl Cuda {
                 table_len: plan.table_len,
                 ..digest.params(kv, layer.0 as usize * n_heads as usize)
             };
-            digest_keys(&self.device, &sparse.kernels.digest, &params, n_heads)?;
+            digest_keys(&self.device, &sparse.kernels.digest, &params, (n_heads, branch))?;
         }
-        Ok(())
+        beside.map_or(Ok(()), |branch| branch.end(&self.device, 0))
     }
 
     /// Takes the digests of pages that were written anew, of all layers and heads.
@@ -161,7 +163,7 @@ impl Cuda {
         for (digest, run) in all {
             let (slots, rows) = (list.address(), count(slots.len() * PAGE_LEN));
             let params = DigestParams { slots, rows, ..digest.params(kv, run.first) };
-            digest_keys(&self.device, &sparse.kernels.digest, &params, count(run.n))?;
+            digest_keys(&self.device, &sparse.kernels.digest, &params, (count(run.n), None))?;
         }
         Ok(())
     }

@@ -44,8 +44,10 @@ impl Cuda {
         let room = scratch.picked(&self.device, &sizes)?;
         if layer.0 == 0 {
             let n = count(places.len());
-            let state =
-                |head| HeadState { n_moves: n, ..HeadState::empty(head * n_pages, n_pages) };
+            let state = |head| {
+                let empty = HeadState::empty(head * n_pages, n_pages);
+                HeadState { n_moves: n, n_gone: n, ..empty }
+            };
             let states: Vec<HeadState> = (0..n_heads).map(state).collect();
             let moves: Vec<[u32; 2]> = (0..n_heads)
                 .flat_map(|_| places.iter().copied().zip(0..).map(<[u32; 2]>::from))
@@ -84,6 +86,11 @@ impl Cuda {
             moves: room.moves.address(),
             tallies: 0,
             tally_words: 0,
+            mark_stride: 0,
+            staged: 0,
+            tickets: 0,
+            n_staged: 0,
+            first_head: 0,
             stride: count(places.len()),
             n_zeros: 0,
         };

@@ -56,6 +56,13 @@ pub(crate) struct Sparse {
     decider: Option<Decider>,
 }
 
+impl Sparse {
+    /// Whether no step needs the digests of the tokens that it appends: the last ones are always seen.
+    pub(crate) fn digests_may_wait(&self) -> bool {
+        self.decider.as_ref().is_some_and(Decider::sees_last)
+    }
+}
+
 /// The kernels of top-k attention.
 struct SparseKernels {
     module: Arc<CudaModule>,
@@ -63,6 +70,7 @@ struct SparseKernels {
     read_keys: Kernel,
     score: ScoreKernels,
     gather: Kernel,
+    post: Kernel,
     attend: SparseAttend,
 }
 
@@ -174,6 +182,7 @@ impl SparseKernels {
                 finish: kernel("score_finish", 0)?,
             },
             gather: kernel("sparse_gather", 0)?,
+            post: kernel("sparse_post", 0)?,
             attend: split_kernels,
             module,
         })
@@ -350,6 +359,11 @@ impl Cuda {
             moves: room.moves.address(),
             tallies: 0,
             tally_words: 0,
+            mark_stride: 0,
+            staged: 0,
+            tickets: 0,
+            n_staged: 0,
+            first_head: 0,
             stride: count(picked.stride),
             n_zeros: 0,
         };
@@ -418,6 +432,7 @@ impl Picked {
                 n_first: pick.n_first,
                 n_members: n,
                 n_moves: n,
+                n_gone: n,
                 ..HeadState::empty(n_pages, own_pages)
             });
             for (row, (&place, target)) in

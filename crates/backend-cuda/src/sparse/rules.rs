@@ -5,7 +5,7 @@ use nuthatch_backend::{DeviceError, Rules};
 
 use crate::device::{Device, Kernel, Memory};
 use crate::kv::PAGE_LEN;
-use crate::launch::sparse_score::{HeadRule, NOTHING, REUSES, WHOLE};
+use crate::launch::sparse_score::{HeadRule, NOTHING, REUSES, WHOLE, most_blocks};
 
 use super::decide::WHAT;
 
@@ -13,6 +13,8 @@ use super::decide::WHAT;
 pub(super) struct DeviceRules {
     pub(super) rules: Rules,
     pub(super) kernel: Kernel,
+    /// Its blocks that can be on the device at once.
+    pub(super) n_at_once: usize,
     /// `[layer][G]`, and `[layer][G][group]`.
     pub(super) head_rules: Memory,
     pub(super) importances: Memory,
@@ -33,6 +35,7 @@ impl DeviceRules {
         let importances: Vec<f32> =
             rules.heads.iter().flat_map(|head| head.importances.iter().copied()).collect();
         let made = DeviceRules {
+            n_at_once: most_blocks(device, &kernel)?,
             kernel,
             head_rules: device.alloc(size_of_val(&head_rules[..]), WHAT)?,
             importances: device.alloc(size_of_val(&importances[..]), WHAT)?,

@@ -319,14 +319,16 @@ fn far_pages_change_nothing_on_a_gpu() {
             let here = run(None);
             assert!(!here.is_empty());
             n_answers += here.len();
-            for (n_near, n_resident) in [(2, 0), (5, 1), (64, 0)] {
-                let far = FarPages { n_near, n_resident };
+            // The last with threads of the host that bring rows.
+            let shapes = [(2, 0, 0), (5, 1, 0), (64, 0, 0), (2, 0, 3)];
+            for (n_near, n_resident, n_threads) in shapes {
+                let far = FarPages { n_near, n_resident, n_threads };
                 assert_eq!(run(Some(far)), here, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
             }
         }
         println!("seed {seed}, {policy}: the same answers");
     }
-    println!("{n_answers} requests, each four times");
+    println!("{n_answers} requests, each five times");
 }
 
 #[test]

@@ -93,6 +93,26 @@ fn chunks_and_prefix_hits_change_nothing() {
     }
 }
 
+/// The pages of an answer are known when the request comes again, and take the place of those that are
+/// decoded; that is no reason to choose anew.
+#[test]
+fn a_request_that_comes_again_is_answered_alike() {
+    let (prompt, _) = golden("llama3");
+    for policy in FORGETFUL.into_iter().chain(REMEMBERING) {
+        let handle = spawn("llama3", Pool { kv_pages: 40, ..POOL }, 10, Some(policy));
+        let again = || {
+            let mut long = request(&prompt, Sampling::greedy());
+            long.limits.max_tokens = 80;
+            let answer = Answer::receive(&handle.submit(long).unwrap()).unwrap();
+            assert_eq!(answer.tokens.len(), 80);
+            (answer.tokens, answer.logprobs)
+        };
+        let first = again();
+        assert_eq!(again(), first, "{policy}");
+        assert_eq!(again(), first, "{policy}");
+    }
+}
+
 /// Sequences in company, which fork each other's pages and give way to each other. A sequence that
 /// comes back with its pages goes on as if it had never left, if its policy remembers nothing; one
 /// that is computed again gets exact keys where it had others, and may answer otherwise.

@@ -305,6 +305,7 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
         what,
         (counts.rows_moved + near.n_filled) * row_bytes,
     );
+    let link_rate = near.link_rate as f64;
     if let Some(near) = &sizes.near {
         let name = "nuthatch:kv_near_bytes";
         let what = "Bytes on the device for pages that are on the host.";
@@ -322,6 +323,9 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
         page.gauge("nuthatch:kv_near_pages", what, near.n_pages);
         let bytes = sizes.host_kv as f64;
         page.gauge("nuthatch:kv_far_bytes", "Bytes of KV pages on the host.", bytes);
+        let what = "Bytes that the link to the host brings in a second, measured at the start; \
+                    moved bytes in a second over this are its utilisation.";
+        page.gauge("nuthatch:kv_link_bytes_per_second", what, link_rate);
     }
 }
 

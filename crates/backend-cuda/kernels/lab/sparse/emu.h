@@ -58,12 +58,12 @@ template <class T> T __shfl_up_sync(unsigned, T v, unsigned step) { unsigned l =
 template <class T> T __shfl_sync(unsigned, T v, int from) { return emu::exchange(v, from % 32); }
 inline unsigned __ballot_sync(unsigned, bool f) { emu::Warp* w = emu::cur->warp; unsigned l = emu::cur->tid % 32; w->slot[l] = f; emu::sync_warp(); unsigned r = 0; for (int i = 0; i < 32; i++) r |= (unsigned)(w->slot[i] & 1) << i; emu::sync_warp(); return r; }
 inline bool __any_sync(unsigned m, bool f) { return __ballot_sync(m, f) != 0; }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); } inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 template <class T> T __ldcg(const T* p) { return *(const volatile T*)p; }
 inline float2 __ldcg(const float2* p) { return *p; } inline uint2 __ldcg(const uint2* p) { return *p; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); } inline float __fmul_rn(float a, float b) { return a * b; } inline float __fadd_rn(float a, float b) { return a + b; } inline float __fdiv_rn(float a, float b) { return a / b; } inline float __fsqrt_rn(float a) { return sqrtf(a); } inline double __dmul_rn(double a, double b) { return a * b; } inline double __ddiv_rn(double a, double b) { return a / b; }
-inline int __popc(unsigned x) { return __builtin_popcount(x); } inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; } inline float __int_as_float(int x) { return __uint_as_float(x); } inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; } inline int __popc(unsigned x) { return __builtin_popcount(x); } inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; } inline float __int_as_float(int x) { return __uint_as_float(x); } inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
 template <class A, class B> auto min(A a, B b) { using T = std::common_type_t<A, B>; return (T)a < (T)b ? (T)a : (T)b; } template <class A, class B> auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
 typedef unsigned char u8; typedef signed char i8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 #define DEVICE static inline
@@ -90,6 +90,6 @@ DEVICE void copy_async(u32 s, const void* g, u32 n) { memset(emu::dynamic_base +
 #ifndef HAS_BULK
 #define HAS_BULK 1
 #endif
-DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_fence() {}
+DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_fence() {} DEVICE void bulk_prefetch(const void*, u32) {}
 DEVICE void store_zeros(u32 s) { memset(emu::dynamic_base + s, 0, 16); }
 DEVICE float warp_sum(float x) { for (int s = 16; s > 0; s /= 2) x += __shfl_xor_sync(~0u, x, s); return x; } DEVICE float warp_max(float x) { for (int s = 16; s > 0; s /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, s)); return x; }

@@ -68,7 +68,7 @@ struct Lab {
         sp = {}; sp.qkv = qkv, sp.digests = digests, sp.frame = frame, sp.raw = raw, sp.scores = scores, sp.sums = ssums, sp.digest_head_bytes = dhead, sp.frame_stride = 0; sp.pages = SparsePages{arena, tables, head_bytes, Near{}, slots, 0}; sp.stride = stride, sp.q_stride = (H + 2 * G) * W, sp.group = GROUP, sp.kind = kind, sp.width = width, sp.page_bytes = page_bytes, sp.scale = 1.0f / sqrtf(128.0f);
         shared = 4 * (GROUP * PIECE + (kind == SCORE_SIGNS ? GROUP * width / 32 : (GROUP + 7) / 8 * ((width + 15) / 16 * 128 + 8)) + PIECE_PAGES);
         dp = {}; dp.score = sp; dp.heads = SparseHeads{rows, states, G, 1, G, GROUP}; dp.labels = labels, dp.rules = rules, dp.importances = importances, dp.tallies = tallies, dp.moves = moves, dp.percent = r.percent, dp.mark_stride = stride, dp.k_min = r.k_min, dp.k_max = r.k_max, dp.sinks = r.sinks, dp.recent = r.recent, dp.working_set = r.ws, dp.max_age = ~0u, dp.flags = r.flags;
-        gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.tallies = (u32*)tallies, gp.tally_words = sizeof(Tally) / 4, gp.stride = stride, gp.n_zeros = TALLY_ZEROS;
+        gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.tallies = (u32*)tallies, gp.tally_words = sizeof(Tally) / 4, gp.mark_stride = stride, gp.stride = stride, gp.n_zeros = TALLY_ZEROS;
         ap = {}; ap.heads = dp.heads, ap.pages = sp.pages, ap.qkv = qkv, ap.out = out, ap.rounded = rounded, ap.partials = partials, ap.sums = sums, ap.tasks = tasks, ap.q_stride = sp.q_stride, ap.scale = sp.scale * 1.4426950408889634f;
         blocks = 16; gather_blocks = host ? 8 : 132;
         CHECK(cudaFuncSetAttribute(decide, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(score_pieces, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(sparse_attend_8, cudaFuncAttributeMaxDynamicSharedMemorySize, ATTEND_SHARED));
@@ -89,8 +89,8 @@ struct Lab {
         std::vector<Question> ask; for (u32 h = 0; h < G; h++) ask.push_back(Question{h, 0, 0, h, c}); CHECK(cudaMemcpyAsync(asks, ask.data(), G * sizeof(Question), cudaMemcpyHostToDevice, s));
         AskedParams a = {sp, asks}; launch(score_pieces, dim3((c + PIECE - 1) / PIECE, G), SCORE_THREADS, shared, a, s); if (kind != SCORE_SIGNS) launch(score_finish, dim3((c + PIECE - 1) / PIECE, G), SCORE_THREADS, 0, a, s);
         CHECK(cudaStreamSynchronize(s)); auto sc = get(scores, (size_t)G * stride);
-        k_decide(); CHECK(cudaStreamSynchronize(s)); auto st = get(states, G); auto mk = get(marks, (size_t)G * stride);
-        k_gather(); k_attend(); k_merge(); CHECK(cudaStreamSynchronize(s));
+        k_decide(); CHECK(cudaStreamSynchronize(s)); auto st = get(states, G);
+        k_gather(); k_attend(); k_merge(); CHECK(cudaStreamSynchronize(s)); auto mk = get(marks, (size_t)G * stride);
         auto ta = get((u32*)tallies, G * sizeof(Tally) / 4); bool ok = true; for (u32 h = 0; h < G; h++) for (u32 i = 0; i < TALLY_ZEROS; i++) if (ta[h * sizeof(Tally) / 4 + i]) { printf("tally %u word %u\n", h, i); return false; }
         for (u32 h = 0; h < G; h++) {
             float simil = 0; u32 look = LOOKUP_ALWAYS;
@@ -143,7 +143,7 @@ static void gather_sweep(u8* arena, u64 bytes, bool host) {
     u8* big = dev<u8>(256u << 20, false); l.put_row(131072); printf("gather from %s, 8 heads, sorted random rows of 512 B; copy engine of as many bytes beside it\n", host ? "host" : "HBM");
     for (u32 n : {16u, 64u, 256u, 1024u, 4096u, 16384u}) {
         std::mt19937 rng(n); std::vector<uint2> mv((size_t)G * l.stride); for (u32 h = 0; h < G; h++) { std::vector<u32> p; for (u32 i = 0; i < n; i++) p.push_back(rng() % 131000); std::sort(p.begin(), p.end()); for (u32 i = 0; i < n; i++) mv[(size_t)h * l.stride + i] = make_uint2(p[i], i); }
-        CHECK(cudaMemcpy(l.moves, mv.data(), mv.size() * 8, cudaMemcpyHostToDevice)); std::vector<HeadState> st = get(l.states, G); for (u32 h = 0; h < G; h++) st[h].n_moves = n, st[h].first_page = h * 1024, st[h].lookup = LOOKUP_HIT; CHECK(cudaMemcpy(l.states, st.data(), G * sizeof(HeadState), cudaMemcpyHostToDevice)); SparseRow row = {0, 131072, 0, 0, l.marks, big}; CHECK(cudaMemcpy(l.rows, &row, sizeof row, cudaMemcpyHostToDevice));
+        CHECK(cudaMemcpy(l.moves, mv.data(), mv.size() * 8, cudaMemcpyHostToDevice)); std::vector<HeadState> st = get(l.states, G); for (u32 h = 0; h < G; h++) st[h].n_moves = st[h].n_gone = n, st[h].first_page = h * 1024, st[h].lookup = LOOKUP_HIT; CHECK(cudaMemcpy(l.states, st.data(), G * sizeof(HeadState), cudaMemcpyHostToDevice)); SparseRow row = {0, 131072, 0, 0, l.marks, big}; CHECK(cudaMemcpy(l.rows, &row, sizeof row, cudaMemcpyHostToDevice));
         double b = (double)G * n * 512; printf("  %6u rows a head, %9.0f KiB:", n, b / 1024);
         for (int nb : {4, 8, 16, 32, 132}) { l.gather_blocks = nb; cudaEvent_t a, e; CHECK(cudaEventCreate(&a)); CHECK(cudaEventCreate(&e)); float best = 1e9; for (int i = 0; i < 6; i++) { CHECK(cudaEventRecord(a, l.s)); for (int j = 0; j < 4; j++) l.k_gather(); CHECK(cudaEventRecord(e, l.s)); CHECK(cudaStreamSynchronize(l.s)); float ms; CHECK(cudaEventElapsedTime(&ms, a, e)); best = std::min(best, ms / 4); } printf(" %d: %.1f us %.1f GB/s;", nb, best * 1e3, b / best / 1e6); }
         float best = 1e9; cudaEvent_t a, e; CHECK(cudaEventCreate(&a)); CHECK(cudaEventCreate(&e)); for (int i = 0; i < 6; i++) { CHECK(cudaEventRecord(a, l.s)); for (int j = 0; j < 4; j++) CHECK(cudaMemcpyAsync(big, arena, (size_t)b, cudaMemcpyDefault, l.s)); CHECK(cudaEventRecord(e, l.s)); CHECK(cudaStreamSynchronize(l.s)); float ms; CHECK(cudaEventElapsedTime(&ms, a, e)); best = std::min(best, ms / 4); } printf(" copy: %.1f us %.1f GB/s\n", best * 1e3, b / best / 1e6);
@@ -168,7 +168,7 @@ int main(int argc, char** argv) {
         auto& c = cases[ci]; Lab l; printf("%s, %u tokens, %s\n", c.name, n, host ? "host" : "HBM"); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); u32 len = n; for (int i = 0; i < 6; i++) if (!l.step(len++, 100, 0.7f, false)) { printf("FAILED\n"); break; }
         for (int turned : {100, 45, 12, 0}) { u32 hits = 0, moved = 0; for (int i = 0; i < 5; i++) { l.step(len++, turned, 0.7f, false); hits += l.n_hits, moved += l.n_moved; } printf("  %d turn: %.0f %% hits, moved %.2f %% of the rows\n", turned, hits * 100.0 / 40, moved * 100.0 / 40 / n);
             auto before = [&] { l.turn(turned, 0.7f); l.put_row(len++); }; l.time("decide", 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); l.time("gather", 9, [&] { l.k_gather(); }, [&] { before(); l.k_decide(); }); l.time("attend", 9, [&] { l.k_attend(); }, [&] {}); l.time("merge", 9, [&] { l.k_merge(); }, [&] {}); l.time("all four", 15, [&] { l.k_decide(); l.k_gather(); l.k_attend(); l.k_merge(); }, before);
-            for (int nb : {8, 4}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); } l.blocks = 16; if (len > n + 400) break; }
+            for (int nb : {33, 8}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); } l.blocks = 16; if (len > n + 400) break; }
     }
     return 0;
 }
