@@ -40,6 +40,12 @@ pub enum DiskError {
     /// The device's pages cannot be coded in so few bits, or have no such layers.
     #[error("KV pages cannot be kept as {0} here: only floats can, of layers that there are")]
     NoCodec(ColdKv),
+    /// The device's pages cannot be made of rows of others.
+    #[error(
+        "--cache-reuse needs --kv-disk, keys and values as f16, bf16 or f32, and attention to all of \
+         them"
+    )]
+    NoRows,
     /// The store somewhere else does not answer, or says no.
     #[error("cannot use the remote tier: {0}")]
     Remote(String),
