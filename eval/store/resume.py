@@ -5,7 +5,8 @@
 Measures the time to the first token of a prompt of random tokens, the length from which loading beats
 computing and whether the engine knows it, the throughput that saving costs, and the bytes that are
 written for each byte that is saved. With a `redis-server`, and a binary that has stores, also what comes
-from there. Needs nothing but Python; the machine should be quiet.
+from there, what waiting requests gain by being fetched, and what a conversation costs whose oldest turns
+were left out. Needs nothing but Python; the machine should be quiet.
 """
 
 import argparse
@@ -224,6 +225,133 @@ def narrowed(binary, redis, rates, n_tokens=1000, n_prompts=4):
     return table
 
 
+def both_sides(binary, redis, rate=10_000_000, lengths=(400, 5000)):
+    """Through a way so narrow that computing short prompts and loading long ones is faster: what the
+    engine does with both, after it has measured both."""
+    table = []
+    prompts = {n: [prompt_of(("b", n, i), n) for i in range(2)] for n in lengths}
+    with Server(binary, "--kv-remote", f"redis://127.0.0.1:{redis}") as server:
+        computed = {n: median(server.first_token(prompt)[0] for prompt in prompts[n]) for n in lengths}
+        server.first_token(prompt_of("known", 400))
+        server.settle()
+    way = Narrow(redis, rate)
+    with Server(binary, "--kv-remote", f"redis://127.0.0.1:{way.port}") as server:
+        # What computing takes, at the beginning and far on, and what the way gives.
+        server.first_token(prompt_of("other", 3000))
+        server.first_token(prompt_of("known", 400))
+        for n in lengths:
+            asked = [server.first_token(prompt) for prompt in prompts[n]]
+            table.append({
+                "tokens": n,
+                "computed_s": computed[n],
+                "load_s": round(n * 23_040 / rate, 2),
+                "asked_s": [round(took, 3) for took, _ in asked],
+                "cached_tokens": [cached for _, cached in asked],
+            })
+    return {"bytes_per_s": rate, "lengths": table}
+
+
+def waiting(binary, redis, rounds, rate=20_000_000, n_tokens=1000):
+    """Seconds to the first token of a stored prompt: when nobody is before it, and from its turn on when
+    it has waited, so that it was fetched."""
+    prompts = [prompt_of(("w", i), n_tokens) for i in range(2 * rounds)]
+    with Server(binary, "--kv-remote", f"redis://127.0.0.1:{redis}") as server:
+        computed = median(server.first_token(prompt)[0] for prompt in prompts)
+        server.settle()
+    way = Narrow(redis, rate)
+    alone, waited, cached = [], [], []
+    with Server(binary, "--max-num-seqs", "1", "--kv-remote", f"redis://127.0.0.1:{way.port}") as server:
+        server.first_token(prompt_of("first", 600))
+        for i in range(rounds):
+            took, n_cached = server.first_token(prompts[2 * i])
+            alone.append(took)
+            cached.append(n_cached)
+            ends = []
+            body = {"model": MODEL, "prompt": prompt_of(("before", i), 40), "max_tokens": 150,
+                    "temperature": 0, "ignore_eos": True}
+            before = threading.Thread(
+                target=lambda: (server.post("/v1/completions", body).read(), ends.append(time.monotonic())))
+            before.start()
+            time.sleep(0.3)
+            begin = time.monotonic()
+            took, n_cached = server.first_token(prompts[2 * i + 1])
+            before.join()
+            waited.append(begin + took - ends[0])
+            cached.append(n_cached)
+    return {"tokens": n_tokens, "bytes_per_s": rate, "computed_s": computed, "alone_s": median(alone),
+            "after_its_turn_s": median(waited), "cached_tokens": cached}
+
+
+TALK = [
+    "Nuthatches climb down trees head first, which hardly any other bird of their size does.",
+    "In autumn they hide seeds behind bark and under moss, and come back for them in winter.",
+    "They line the entrance of their nest with mud until only they fit through it.",
+    "A pair stays together all year and defends its few hectares of old trees.",
+    "Their call is loud for so small a bird and carries far through a bare wood.",
+    "Oaks, beeches and hornbeams give them insects in summer and nuts in the cold months.",
+]
+
+
+def conversation(n_turns, seed):
+    draw = random.Random(repr(("talk", seed)))
+    messages = [{"role": "system", "content": "You know birds and answer in a few sentences."}]
+    for turn in range(n_turns):
+        facts = " ".join(draw.choice(TALK) for _ in range(5))
+        messages.append({"role": "user", "content": f"Note {turn}: {facts} What follows from it?"})
+        messages.append({"role": "assistant", "content": " ".join(draw.choice(TALK) for _ in range(4))})
+    return messages
+
+
+def shifted(binary, folder, rounds, n_turns=8, n_dropped=2, n_answer=32):
+    """A conversation without its oldest turns: time to the first token and the answer, computed and with
+    --cache-reuse, and how far the probabilities of the same tokens are from each other."""
+
+    def ask(server, messages):
+        body = {"model": MODEL, "messages": messages, "max_tokens": n_answer, "temperature": 0,
+                "logprobs": True, "stream": True, "stream_options": {"include_usage": True}}
+        begin, first, cached, tokens = time.monotonic(), None, 0, []
+        for line in server.post("/v1/chat/completions", body):
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if event.get("usage"):
+                cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for choice in event["choices"]:
+                for token in (choice.get("logprobs") or {}).get("content") or []:
+                    first = first or time.monotonic() - begin
+                    tokens.append((token["token"], token["logprob"]))
+        return first, cached, tokens
+
+    disk = ["--kv-disk", f"{folder}/shifted:4GiB", "--cache-reuse", "16"]
+    question = {"role": "user", "content": "And where do they sleep?"}
+    cut, found = [], {"computed_s": [], "reused_s": [], "cached_tokens": [], "same": [], "apart": []}
+    with Server(binary, *disk) as server:
+        for i in range(rounds):
+            messages = conversation(n_turns, i)
+            cut.append([messages[0], *messages[1 + 2 * n_dropped:], question])
+            ask(server, messages)
+        server.settle()
+    with Server(binary) as plain, Server(binary, *disk) as reusing:
+        for server in (plain, reusing):
+            ask(server, conversation(2, "warm"))
+        for messages in cut:
+            took, _, exact = ask(plain, messages)
+            found["computed_s"].append(took)
+            took, cached, near = ask(reusing, messages)
+            found["reused_s"].append(took)
+            found["cached_tokens"].append(cached)
+            same = next((i for i, (a, b) in enumerate(zip(exact, near)) if a[0] != b[0]), len(exact))
+            found["same"].append(same)
+            found["apart"] += [abs(a[1] - b[1]) for a, b in zip(exact[:same], near)]
+    return {
+        "computed_s": median(found["computed_s"]),
+        "reused_s": median(found["reused_s"]),
+        "cached_tokens": found["cached_tokens"],
+        "same_tokens_of_%d" % n_answer: found["same"],
+        "mean_distance_of_log_probabilities": round(statistics.mean(found["apart"] or [0]), 4),
+    }
+
+
 def saving(binary, folder, rounds, n_prompts=6, n_tokens=512, n_answer=48):
     """Tokens a second with and without a disk tier, in turns, and bytes written for each saved."""
 
@@ -289,6 +417,9 @@ def main():
         "first_token_s": lambda: resumed(args.binary, folder, args.tokens, args.rounds, port),
         "narrow_store": lambda: narrowed(args.binary, port, RATES),
         "crossover": lambda: crossover(args.binary, folder, LENGTHS, args.rounds),
+        "both_sides": lambda: both_sides(args.binary, port),
+        "waiting": lambda: waiting(args.binary, port, args.rounds),
+        "shifted": lambda: shifted(args.binary, folder, args.rounds),
     }
     result = {
         "command": f"python3 eval/store/resume.py NUTHATCH --tokens {args.tokens} --rounds {args.rounds}",

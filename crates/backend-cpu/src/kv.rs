@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use nuthatch_backend::{DeviceError, Digest, Near};
+use nuthatch_backend::{DeviceError, Digest, Near, PageLayout};
 use nuthatch_types::{KvDtype, KvShape, PageCopy, PageImage, Slot};
 
 use crate::coded::{CodedPage, code};
@@ -216,6 +216,21 @@ impl CpuKv {
             layout += &format!(", {}", digest.encoder.mark());
         }
         PageImage { bytes, layout }
+    }
+
+    /// Where the numbers of a page of so many bytes are, if they are floats.
+    pub(crate) fn page_layout(&self, page_bytes: usize) -> Option<PageLayout> {
+        let KvShape { n_layers, n_kv_heads, head_dim, dtype, .. } = self.shape;
+        let d = head_dim as usize;
+        let place = |token: usize, is_value: bool, i: usize| match (self.by_rows, is_value) {
+            (true, _) => (2 * token + usize::from(is_value)) * d + i,
+            (false, false) => i * PAGE + token,
+            (false, true) => (PAGE + token) * d + i,
+        };
+        let tail_bytes = page_bytes - self.shape.page_bytes();
+        let (places, head_len) = (PageLayout::places(PAGE, d, place), 2 * PAGE * d);
+        let layout = PageLayout { n_layers, n_kv_heads, d, dtype, places, head_len, tail_bytes };
+        (!dtype.is_coded()).then_some(layout)
     }
 
     pub(crate) fn read_page(&self, slot: Slot, target: &mut [u8]) {

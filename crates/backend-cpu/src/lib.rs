@@ -4,7 +4,7 @@
 //! - `acts`: activations as eight-bit integers
 //! - `matmul`: products, one kernel per instruction set, one order of summation
 //! - `kv`, `plan`, `append`, `attend`: the paged cache, a step's batch, writing and reading
-//! - `coded`, `codec`: pages in eight bits, and pages in fewer bits far away
+//! - `coded`: pages in eight bits
 //! - `far`, `near`: pages in a file, and the rows of them that are kept in memory
 //! - `topk`: digests of keys, and finding places by them
 //! - `shift`: pages whose keys move to other positions
@@ -14,7 +14,6 @@
 mod acts;
 mod append;
 mod attend;
-mod codec;
 mod coded;
 mod far;
 mod isa;
@@ -31,20 +30,19 @@ mod topk;
 mod versions;
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
-    PageCodec, Pick, PlanShape,
+    PageLayout, Pick, PlanShape,
 };
 use nuthatch_types::{
-    ColdKv, HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
 };
 
 use acts::Acts;
 use append::Append;
 use attend::{Attention, MAX_GROUP};
-use codec::CpuCodec;
 pub use isa::Isa;
 pub use kv::CpuKv;
 use kv::PAGE;
@@ -233,9 +231,8 @@ impl Backend for Cpu {
         Some(kv.page_image(self.isa))
     }
 
-    fn page_codec(&self, kv: &CpuKv, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
-        let codec = CpuCodec::new(kv, cold, kv.page_image(self.isa).bytes)?;
-        Some(Arc::new(codec))
+    fn page_layout(&self, kv: &CpuKv) -> Option<PageLayout> {
+        kv.page_layout(kv.page_image(self.isa).bytes)
     }
 
     fn read_page(&self, kv: &CpuKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

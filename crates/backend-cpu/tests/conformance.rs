@@ -53,6 +53,7 @@ judged! {
     copy_pages_matches,
     copy_tiers_match,
     page_images_match,
+    page_layouts_match,
     host_slots_agree,
     shift_pages_matches,
     layers_match,

@@ -1,6 +1,6 @@
 // Attention over pages, as the kernels that compute it share it:
-// out[t, h] = softmax(scale q[t, h] K) V, causal, and not further back than the window. 16-bit KV, on
-// tensor cores. PARTS says how exactly: with two f16, or three bf16, to f32's accuracy.
+// out[t, h] = softmax(scale q[t, h] K) V, causal, and not further back than the window. KV of 16 bits, or
+// of 8 that become bf16, on tensor cores. PARTS says how exactly: with two f16, or three bf16, to f32's accuracy.
 //
 // A warp takes up to sixteen *lines*: pairs of a token and a query head of one KV head. Keys are cut
 // into chunks at fixed places from the sequence's start. For each chunk it goes in steps of 32 keys:
@@ -283,7 +283,9 @@ DEVICE uint4 load_turned(const u8* row) {
 // Operands for two steps along the columns: those of a piece of 32, of eight tokens of a page.
 DEVICE uint4 key_operand(const u8* keys, u32 k, u32 eight) {
     const u32 lane = threadIdx.x % 32;
-#if ROWS
+#if CODED
+    return operands_of(keys + ((k * 2 + eight) * 32 + lane) * 8);
+#elif ROWS
     return load_matrices(keys + piece_at(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
 #else
     return load_matrices(keys + key_piece(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
@@ -293,13 +295,29 @@ DEVICE uint4 key_operand(const u8* keys, u32 k, u32 eight) {
 // Operands for two tiles of eight columns: the values of a page's tokens.
 DEVICE uint4 value_operand(const u8* values, u32 pair) {
     const u32 lane = threadIdx.x % 32;
-#if ROWS
+#if CODED
+    return operands_of(values + (pair * 32 + lane) * 8);
+#elif ROWS
     return load_turned(values + piece_at(lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16) * 16);
 #else
     return load_matrices(values +
                          value_piece(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16);
 #endif
 }
+
+#if CODED
+// Multiplies what belongs to the keys of a step, as `score` gives it, by their scales, or their values'.
+template <int R, int STRIDE>
+DEVICE void scale_keys(const u8* stage, float (&s)[KEY_TILES][2 * R]) {
+    UNROLL
+    for (int j = 0; j < KEY_TILES; j++) {
+        const u8* half = stage + j / 2 * STRIDE;
+        const float2 two = *(const float2*)scale_of(half, j % 2 * 8 + threadIdx.x % 4 * 2);
+        UNROLL
+        for (int e = 0; e < 2 * R; e++) s[j][e] = __fmul_rn(s[j][e], e % 2 ? two.y : two.x);
+    }
+}
+#endif
 
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
 // of its pages are STRIDE apart.
@@ -341,6 +359,9 @@ DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES]
             for (int part = 1; part < PARTS; part++)
                 s[j][e] += R == 1 ? sums[j][part / 2][e + part % 2 * 2] : sums[j][part][e];
         }
+#if CODED
+    scale_keys<R, STRIDE>(stage, s);
+#endif
 }
 
 // Turns the scores of a step into weights; the chunk's totals so far are scaled down by `down`.
@@ -432,10 +453,20 @@ template <int R, int STRIDE>
 DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
                        float (&o)[TILES][4]) {
     if (has_moved(down)) scale_down(down, o);
+#if CODED
+    float weights[KEY_TILES][2 * R];
+    UNROLL
+    for (int j = 0; j < KEY_TILES; j++)
+        UNROLL
+        for (int e = 0; e < 2 * R; e++) weights[j][e] = s[j][e];
+    scale_keys<R, STRIDE>(stage, weights);
+#else
+    const auto& weights = s;
+#endif
     UNROLL
     for (int page = 0; page < STEP_PAGES; page++) {
         u32 a[PARTS][4];
-        weight_operands<R>(s, page, a);
+        weight_operands<R>(weights, page, a);
         const u8* values = stage + page * STRIDE;
         UNROLL
         for (int pair = 0; pair < PAIRS; pair++) {

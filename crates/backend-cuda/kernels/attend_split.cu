@@ -167,14 +167,19 @@ struct Fresh {
     float key[N], value[N];
     float2 angles[N];
 
-    // Asks for them; nothing waits for the answer yet.
+    // Asks for them; nothing waits for the answer yet. Codes need all registers, and ask when they are put.
     DEVICE void fetch(const AttendParams& p, const Work& work, u32 sets, Fresh& fresh) {
-        const u32 n_keys = work.part.n_keys, lane = threadIdx.x % 32;
+        const u32 n_keys = work.part.n_keys;
         fresh.is_here =
             CAN_ROTATE && p.angles && chunk_start(p.cuts, Work::chunk(work) + 1) >= n_keys;
         if (!fresh.is_here) return;
         fresh.is_written = work.lines % sets == 0;
         fresh.slot = slot_at(p, work, (n_keys - 1) / PAGE);
+        if (!CODED) load(p, work, sets, fresh);
+    }
+
+    DEVICE void load(const AttendParams& p, const Work& work, u32 sets, Fresh& fresh) {
+        const u32 lane = threadIdx.x % 32;
         const u64 row = work.part.row_chunk & 0xFFFF;
         const u32 head = p.n_kv_heads * p.group + work.lines / sets;
         const float* key = p.qkv + row * p.q_stride + head * HEAD_DIM;
@@ -187,28 +192,46 @@ struct Fresh {
         }
     }
 
-    DEVICE Element key_at_lane(const AttendParams& p, const Fresh& fresh, int i) {
+    DEVICE float key_at_lane(const AttendParams& p, const Fresh& fresh, int i) {
         const float x = fresh.key[i], near = __shfl_xor_sync(~0u, x, 1);
         const float y = p.is_halves ? fresh.key[(i + N / 2) % N] : near;
         const bool is_first = p.is_halves ? i < N / 2 : threadIdx.x % 2 == 0;
-        return key_element(is_first ? turned_first(x, y, fresh.angles[i])
-                                    : turned_second(y, x, fresh.angles[i]));
+        return is_first ? turned_first(x, y, fresh.angles[i])
+                        : turned_second(y, x, fresh.angles[i]);
     }
 
     // Puts keys, or values, into half a page: into the warp's copy, and where it came from.
-    DEVICE void put(const AttendParams& p, const Work& work, u32 sets, const Fresh& fresh,
-                    bool is_values, u8* stage) {
+    DEVICE void put(const AttendParams& p, const Work& work, u32 sets, Fresh& fresh, bool is_values,
+                    u8* stage) {
+        if (CODED) load(p, work, sets, fresh);
         const u32 place = work.part.n_keys - 1, token = place % PAGE;
-        const u8* page = p.layer + work.lines / sets * p.head_bytes +
-                         (u64)fresh.slot * HEAD_PAGE_BYTES + (is_values ? HALF_PAGE : 0);
-        Element* copy = (Element*)(stage + place / PAGE % STEP_PAGES * HALF_PAGE);
+        u8* page = (u8*)p.layer + work.lines / sets * p.head_bytes +
+                   (u64)fresh.slot * HEAD_PAGE_BYTES + (is_values ? HALF_PAGE : 0);
+        u8* copy = stage + place / PAGE % STEP_PAGES * HALF_PAGE;
+        float own[N];
+        UNROLL
+        for (int i = 0; i < N; i++)
+            own[i] = is_values ? fresh.value[i] : key_at_lane(p, fresh, i);
+#if CODED
+        float largest = 0.0f;
+        UNROLL
+        for (int i = 0; i < N; i++) largest = fmaxf(largest, fabsf(own[i] = finite(own[i])));
+        const float2 scale = code_scale(warp_max(largest));
+        if (threadIdx.x % 32 == 0) {
+            *scale_of(copy, token) = scale.x;
+            if (fresh.is_written) *scale_of(page, token) = scale.x;
+        }
+#endif
         UNROLL
         for (int i = 0; i < N; i++) {
             const u32 column = threadIdx.x % 32 + 32 * i;
-            const Element x =
-                is_values ? value_element(fresh.value[i]) : key_at_lane(p, fresh, i);
-            const u32 at = is_values ? value_at(token, column) - PAGE * WIDTH : key_at(token, column);
-            copy[at] = x;
+#if CODED
+            const Element x = code_of(own[i] * scale.y);
+#else
+            const Element x = is_values ? value_element(own[i]) : key_element(own[i]);
+#endif
+            const u32 at = is_values ? value_at(token, column) - VALUES_AT : key_at(token, column);
+            ((Element*)copy)[at] = x;
             if (fresh.is_written) ((Element*)page)[at] = x;
         }
 #if HAS_BULK

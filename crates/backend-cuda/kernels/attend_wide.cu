@@ -7,7 +7,8 @@
 // Pages that nobody sees are not brought, but others instead: what is masked has no weight, and values
 // are finite. Grid: (task, KV head).
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && PARTS == 1 && (WIDTH == 64 || WIDTH == 128) && !ROWS
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && PARTS == 1 && (WIDTH == 64 || WIDTH == 128) && !ROWS && \
+    !CODED
 
 #define SPAN 64  // keys
 #define SPAN_PAGES (SPAN / PAGE)

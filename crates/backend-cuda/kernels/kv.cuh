@@ -12,6 +12,12 @@
 //
 // With f32 it is K [16][D], then V [16][D].
 //
+// With eight bits a code stands for a number that its token's scale is to be multiplied by. A lane's eight
+// operands of a matrix instruction are eight bytes that follow each other, which become bf16 in registers:
+//
+//   K   [32 columns][8 tokens: 2][lane][8 columns], then 16 scales
+//   V   [16 columns][lane][2 columns][4 tokens],    then 16 scales
+//
 // In an arena of which single tokens are read (ROWS) a token's key is one run, and so is its value:
 // K [16][WIDTH], then V [16][WIDTH]. With 16-bit types the pieces of sixteen bytes of a token change
 // places by its number in the page, so that eight tokens' pieces lie in different banks of shared
@@ -21,16 +27,23 @@
 #define KV_F32 0
 #define KV_F16 1
 #define KV_BF16 2
+#define KV_INT8 3  // a sign and seven bits
+#define KV_FP8 4   // e4m3
+#define CODED (KV == KV_INT8 || KV == KV_FP8)
 
 #if KV == KV_F32
 #define WIDTH HEAD_DIM
 typedef float Element;
+#elif CODED
+#define WIDTH ((HEAD_DIM + 31) / 32 * 32)
+typedef u8 Element;
 #else
 #define WIDTH ((HEAD_DIM + 31) / 32 * 32)
 typedef u16 Element;
 #endif
-#define PAGE_ELEMENTS (2 * PAGE * WIDTH)
-static_assert(PAGE_ELEMENTS * sizeof(Element) == HEAD_PAGE_BYTES, "the host's page differs");
+#define SCALES_AT (PAGE * WIDTH)                            // of keys, or values, from the first one on
+#define VALUES_AT (PAGE * WIDTH + (CODED ? 4 * PAGE : 0))  // elements
+static_assert(2 * VALUES_AT * sizeof(Element) == HEAD_PAGE_BYTES, "the host's page differs");
 
 #ifndef ROWS
 #define ROWS 0
@@ -50,6 +63,17 @@ DEVICE u32 piece_at(u32 token, u32 piece) {
 #endif
 }
 
+#if CODED
+DEVICE u32 key_at(u32 token, u32 i) {
+    const u32 lane = token % 8 * 4 + i % 8 / 2;
+    return ((i / 32 * 2 + token / 8) * 32 + lane) * 8 + i % 32 / 8 * 2 + i % 2;
+}
+
+DEVICE u32 value_at(u32 token, u32 i) {
+    const u32 lane = i % 8 * 4 + token % 8 / 2;
+    return VALUES_AT + (i / 16 * 32 + lane) * 8 + i % 16 / 8 * 4 + token / 8 * 2 + token % 2;
+}
+#else
 #if KV != KV_F32
 // Where eight columns of a token's key are; counted in pieces of sixteen bytes.
 DEVICE u32 key_piece(u32 token, u32 c) {
@@ -72,13 +96,14 @@ DEVICE u32 key_at(u32 token, u32 i) {
 
 DEVICE u32 value_at(u32 token, u32 i) {
 #if KV == KV_F32
-    return PAGE * WIDTH + token * WIDTH + i;
+    return VALUES_AT + token * WIDTH + i;
 #elif ROWS
-    return PAGE * WIDTH + piece_at(token, i / 8) * 8 + i % 8;
+    return VALUES_AT + piece_at(token, i / 8) * 8 + i % 8;
 #else
-    return PAGE * WIDTH + value_piece(i, token / 8) * 8 + token % 8;
+    return VALUES_AT + value_piece(i, token / 8) * 8 + token % 8;
 #endif
 }
+#endif
 
 // Pages may be far, in memory of the host, and some of them then have a copy on the device. What is
 // written goes to both.
@@ -105,6 +130,68 @@ DEVICE const u8* page_in(const u8* layer, u64 head_bytes, const Near& near, u32 
     return layer + head * head_bytes + (u64)slot * HEAD_PAGE_BYTES;
 }
 
+#if CODED
+// The scale of a token's key, or value, in its half of a page.
+DEVICE float* scale_of(u8* half, u32 token) { return (float*)(half + SCALES_AT) + token; }
+DEVICE const float* scale_of(const u8* half, u32 token) {
+    return (const float*)(half + SCALES_AT) + token;
+}
+
+// What is not a number becomes 0, as everywhere in coded vectors.
+DEVICE float finite(float x) { return fabsf(x) < INFINITE ? x : 0.0f; }
+
+// The scale of a vector by its largest number without sign, and what numbers are multiplied by to
+// be coded.
+DEVICE float2 code_scale(float largest) {
+    const float scale = __fdiv_rn(largest, KV == KV_INT8 ? 127.0f : 448.0f);
+    return make_float2(scale, scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f);
+}
+
+// The nearest code.
+DEVICE u8 code_of(float x) {
+    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
+    x = fabsf(x);
+#if KV == KV_INT8
+    return (u8)(sign | min(__float2int_rn(x), 127));
+#else
+    x = fminf(x, 448.0f);
+    // Below 2^-6 the exponent stays, and so does the distance between numbers.
+    const int exponent = max((int)(__float_as_uint(x) >> 23) - 127, -6);
+    const int eighths = __float2int_rn(x * __uint_as_float((u32)(130 - exponent) << 23));
+    return (u8)(sign | min((exponent + 6) * 8 + eighths, 0x7e));
+#endif
+}
+
+DEVICE u32 bf16_fma(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// Two codes of four as bf16, exactly: the first two, or the others.
+DEVICE u32 two_of(u32 codes, bool is_second) {
+#if KV == KV_INT8
+    // 128 and seven bits more is a number of which 128 is taken off again, both with the sign.
+    const u32 twice = __byte_perm(codes, 0, is_second ? 0x3322 : 0x1100);
+    const u32 more = (twice & 0x807F807F) | 0x43004300;
+    return bf16_fma((twice & 0x80008000) | 0x43004300, 0xBF80BF80, more);
+#else
+    // As an exponent of bf16, the same bits are 2^-120 of it.
+    const u32 wide = __byte_perm(codes, 0, is_second ? 0x3424 : 0x1404);
+    return bf16_fma((wide >> 4 & 0x07F007F0) | (wide & 0x80008000), 0x7B807B80, 0x80008000);
+#endif
+}
+
+// A lane's operands.
+DEVICE uint4 operands_of(const u8* codes) {
+    const uint2 eight = *(const uint2*)codes;
+    return make_uint4(two_of(eight.x, false), two_of(eight.x, true), two_of(eight.y, false),
+                      two_of(eight.y, true));
+}
+
+// The number of a code.
+DEVICE float code_value(u8 code) { return bf16_to_float(two_of(code, false) & 0xFFFF); }
+#else
 DEVICE float element_value(Element x) {
 #if KV == KV_F32
     return x;
@@ -144,6 +231,7 @@ DEVICE Element value_element(float x) {
     return (u16)bf16_of(y);
 #endif
 }
+#endif
 
 // A pair of elements (a, b), rotated by an angle whose cosine and sine are known.
 DEVICE float turned_first(float a, float b, float2 angle) {

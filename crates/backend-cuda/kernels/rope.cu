@@ -90,6 +90,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
     }
     const u32 kv_head = (head - p.n_heads) % p.n_kv_heads;
     const u32 token = place % PAGE;
+#if CODED
+    u8* page = p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES;
+    float largest = 0.0f;
+    for (u32 i = lane; i < HEAD_DIM; i += 32) largest = fmaxf(largest, fabsf(finite(x[i])));
+    const float2 scale = code_scale(warp_max(largest));
+    if (lane == 0) *scale_of(page + (is_value ? VALUES_AT : 0), token) = scale.x;
+    for (u32 i = lane; i < HEAD_DIM; i += 32)
+        page[is_value ? value_at(token, i) : key_at(token, i)] = code_of(finite(x[i]) * scale.y);
+#else
     Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
     const u32 frame = frame_of(p.near, slot);
     Element* copy = frame == NOT_NEAR ? 0 : (Element*)near_page(p.near, kv_head, frame);
@@ -99,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
         if (copy) copy[at] = y;
         if (!copy || !p.defers) page[at] = y;
     }
+#endif
 }
 
 // Writes what the batch's rows have put into copies of pages to the pages themselves, which are far.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use nuthatch_backend::{DeviceError, NearCounts};
+use nuthatch_backend::{DeviceError, NearCounts, PageLayout};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
@@ -26,11 +26,20 @@ pub(crate) struct PageShape {
 }
 
 impl PageShape {
-    pub(crate) fn of(shape: &KvShape) -> Self {
-        PageShape { dtype: shape.dtype, head_dim: shape.head_dim }
+    /// That of a layer.
+    pub(crate) fn of_layer(shape: &KvShape, layer: u32) -> Self {
+        PageShape { dtype: shape.dtype.of_layer(layer), head_dim: shape.head_dim }
     }
 
-    /// Elements of a head as they are stored: with 16 bits, a multiple of 32.
+    /// Those of all layers: of those that are unlike others, if there are any, at last.
+    pub(crate) fn all(shape: &KvShape) -> Vec<Self> {
+        let mut pages: Vec<Self> = (0..shape.n_layers).map(|l| Self::of_layer(shape, l)).collect();
+        pages.sort_unstable_by_key(|page| (!page.dtype.is_coded(), *page));
+        pages.dedup();
+        pages
+    }
+
+    /// Elements of a head as they are stored: with 16 bits and less, a multiple of 32.
     pub(crate) fn width(self) -> usize {
         let head_dim = self.head_dim as usize;
         match self.dtype {
@@ -43,17 +52,26 @@ impl PageShape {
 
     /// Bytes of one head's page.
     pub(crate) fn bytes(self) -> usize {
-        2 * PAGE_LEN * self.width() * self.dtype.bytes()
+        2 * PAGE_LEN * (self.width() * self.dtype.bytes() + self.dtype.scale_bytes())
     }
 }
 
-/// An error if kernels have no such keys and values.
-pub(crate) fn check_dtype(dtype: KvDtype) -> Result<(), DeviceError> {
-    if dtype.is_coded() {
-        let fault = format!("keys and values as {dtype}: a GPU has f16, bf16 and f32");
-        return Err(DeviceError::Fault(fault));
-    }
-    Ok(())
+/// Where eight columns of a token's key are, as `kernels/kv.cuh` counts them.
+fn key_piece(width: usize, token: usize, c: usize) -> usize {
+    token / 8 * width + c / 4 * 32 + token % 8 * 4 + (c % 4 ^ token % 8 / 2)
+}
+
+/// Where one column of eight tokens' values is, from the first value on.
+fn value_piece(column: usize, c: usize) -> usize {
+    column * 2 + (c ^ column / 4 % 2)
+}
+
+/// Single tokens are chosen and brought only where keys and values are floats.
+pub(crate) fn refuse_rows(dtype: KvDtype) -> DeviceError {
+    let fault = format!(
+        "keys and values as {dtype}, and --sparse or --kv-offload: a GPU has one or the other"
+    );
+    DeviceError::Fault(fault)
 }
 
 /// Pages are far, in memory of the host, which kernels read and write over the link: for top-k attention,
@@ -80,18 +98,24 @@ struct Arena {
     n_threads: u32,
 }
 
-/// Heads whose pages are in one run of memory.
+/// Heads whose pages are alike and in one run of memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadRun {
     pub(crate) first: usize,
     pub(crate) n: usize,
     pub(crate) address: u64,
+    pub(crate) page: PageShape,
+    /// Bytes of a page that belong to the heads before it.
+    pub(crate) before: usize,
 }
 
 /// The keys and values of all layers.
 pub struct CudaKv {
     pub(crate) shape: KvShape,
+    /// Of one layer, or of all where pages are of rows or far.
     pub(crate) page: PageShape,
+    /// `[heads + 1]` bytes of a page that belong to the heads before each.
+    starts: Vec<usize>,
     pub(crate) slots: KvSlots,
     arena: Arena,
     /// The pages that wait on the host, in the same order.
@@ -117,25 +141,36 @@ impl CudaKv {
             let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
             return Err(DeviceError::Fault(fault));
         }
-        check_dtype(shape.dtype)?;
+        if let Some(layer) = shape.dtype.wide_layers().layers().find(|&l| l >= shape.n_layers) {
+            let n = shape.n_layers;
+            let fault = format!("layer {layer} of the KV cache cannot be f16: there are {n}");
+            return Err(DeviceError::Fault(fault));
+        }
+        if far.is_some() && shape.dtype.is_coded() {
+            return Err(refuse_rows(shape.dtype));
+        }
         if !shape.head_dim.is_multiple_of(8) {
             let fault =
                 format!("heads of width {}; this device needs a multiple of 8", shape.head_dim);
             return Err(DeviceError::Fault(fault));
         }
-        let page = PageShape::of(&shape);
-        let heads = shape.n_layers as usize * shape.n_kv_heads as usize;
-        let bytes =
-            |n_slots: u32| page.bytes().saturating_mul(n_slots as usize).saturating_mul(heads);
+        let page = PageShape::of_layer(&shape, 0);
+        let layers = (0..shape.n_layers).flat_map(|layer| vec![layer; shape.n_kv_heads as usize]);
+        let mut starts = vec![0];
+        for layer in layers {
+            starts.push(starts[starts.len() - 1] + PageShape::of_layer(&shape, layer).bytes());
+        }
+        let heads = starts.len() - 1;
+        let bytes = |n_slots: u32| starts[heads].saturating_mul(n_slots as usize);
         let all_layers = far.map_or(shape.n_layers, |far| far.n_resident.min(shape.n_layers));
         let n_resident = all_layers as usize * shape.n_kv_heads as usize;
-        let of_heads = |n: usize| bytes(slots.device) / heads.max(1) * n;
+        let here = starts[n_resident].saturating_mul(slots.device as usize);
         let n_far = heads - n_resident;
         let arena = Arena {
-            device: device.alloc_kv(of_heads(n_resident))?,
-            far: match n_far {
+            device: device.alloc_kv(here)?,
+            far: match bytes(slots.device) - here {
                 0 => None,
-                n => Some(PinnedMemory::new(device, of_heads(n), "the KV cache on the host")?),
+                n => Some(PinnedMemory::new(device, n, "the KV cache on the host")?),
             },
             n_resident,
             n_threads: far.map_or(0, |far| far.n_threads),
@@ -153,7 +188,7 @@ impl CudaKv {
         };
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
         let backed = Mutex::default();
-        Ok(CudaKv { shape, page, slots, arena, host, gate, near, sparse: None, backed })
+        Ok(CudaKv { shape, page, starts, slots, arena, host, gate, near, sparse: None, backed })
     }
 
     /// Threads that bring rows of pages that are far, if that is how they come.
@@ -167,7 +202,7 @@ impl CudaKv {
 
     /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
     pub(crate) fn page_image(&self, arch: &str, is_exact: bool) -> PageImage {
-        let bytes = self.page.bytes() * self.n_heads();
+        let bytes = self.page_bytes();
         let layout = format!("cuda 1, {arch}, exact {is_exact}, {:?}", self.shape);
         PageImage { bytes, layout }
     }
@@ -177,19 +212,47 @@ impl CudaKv {
         self.shape.n_layers as usize * self.shape.n_kv_heads as usize
     }
 
-    /// Where each head's part of a page of the host starts.
-    pub(crate) fn host_starts(&self, slot: Slot) -> impl Iterator<Item = usize> + use<> {
+    /// Where the numbers of a page are, if they are floats.
+    pub(crate) fn page_layout(&self) -> Option<PageLayout> {
+        let KvShape { n_layers, n_kv_heads, head_dim, dtype, .. } = self.shape;
+        let (width, d) = (self.page.width(), head_dim as usize);
+        let place = move |token: usize, is_value: bool, i: usize| match (dtype, is_value) {
+            (KvDtype::F32, _) => (token + usize::from(is_value) * PAGE_LEN) * width + i,
+            (_, false) => key_piece(width, token, i / 8) * 8 + i % 8,
+            (_, true) => PAGE_LEN * width + value_piece(i, token / 8) * 8 + token % 8,
+        };
+        let (places, head_len) = (PageLayout::places(PAGE_LEN, d, place), 2 * PAGE_LEN * width);
+        let layout = PageLayout { n_layers, n_kv_heads, d, dtype, places, head_len, tail_bytes: 0 };
+        (!dtype.is_coded()).then_some(layout)
+    }
+
+    /// Bytes of a page over all layers.
+    pub(crate) fn page_bytes(&self) -> usize {
+        self.starts[self.n_heads()]
+    }
+
+    /// Bytes of one head's part of a page, counting all layers' heads.
+    fn head_page_bytes(&self, head: usize) -> usize {
+        self.starts[head + 1] - self.starts[head]
+    }
+
+    /// Which bytes of a page are each head's, and where these start in the host's pages.
+    pub(crate) fn host_parts(&self, slot: Slot) -> Vec<(Range<usize>, usize)> {
         let (n_host, place) = (self.slots.host as usize, (slot.0 - self.slots.device) as usize);
-        let page = self.page.bytes();
-        (0..self.n_heads()).map(move |head| (head * n_host + place) * page)
+        let part = |head: usize| {
+            let at = self.starts[head] * n_host + place * self.head_page_bytes(head);
+            (self.starts[head]..self.starts[head + 1], at)
+        };
+        (0..self.n_heads()).map(part).collect()
     }
 
     /// Puts memory behind slots, for all heads of all layers, and gives the bytes behind all slots.
     pub(crate) fn back(&self, device: &Device, slots: Range<u32>) -> Result<usize, DeviceError> {
         assert!(slots.end <= self.slots.device, "slots of the arena");
-        let (page, per_head) = (self.page.bytes(), self.head_bytes() as usize);
-        let memory = &self.arena.device;
-        let at = |head: usize, slot: u32| head * per_head + slot as usize * page;
+        let (memory, n_slots) = (&self.arena.device, self.slots.device as usize);
+        let at = |head: usize, slot: u32| {
+            self.starts[head] * n_slots + slot as usize * self.head_page_bytes(head)
+        };
         for head in 0..self.arena.n_resident {
             device.back(memory, at(head, slots.start)..at(head, slots.end))?;
         }
@@ -217,27 +280,43 @@ impl CudaKv {
         Ok(())
     }
 
-    /// Bytes of all device slots of one head.
+    /// Bytes of all device slots of one head, where all are alike.
     pub(crate) fn head_bytes(&self) -> u64 {
         self.page.bytes() as u64 * u64::from(self.slots.device)
     }
 
-    /// Heads by where their pages are, in order.
+    /// The same of one head of a layer.
+    pub(crate) fn layer_head_bytes(&self, layer: u32) -> u64 {
+        let head = (layer * self.shape.n_kv_heads) as usize;
+        self.head_page_bytes(head) as u64 * u64::from(self.slots.device)
+    }
+
+    /// How the pages of a layer lie.
+    pub(crate) fn page_of(&self, layer: u32) -> PageShape {
+        PageShape::of_layer(&self.shape, layer)
+    }
+
+    /// Heads by where and what their pages are, in order.
     pub(crate) fn runs(&self) -> impl Iterator<Item = HeadRun> + use<> {
-        let n_resident = self.arena.n_resident;
-        let here = HeadRun { first: 0, n: n_resident, address: self.arena.device.address() };
-        let run = |memory: &PinnedMemory| HeadRun {
-            first: n_resident,
-            n: self.n_heads() - n_resident,
-            address: memory.address(),
-        };
-        let far = self.arena.far.as_ref().map(run);
-        [Some(here), far].into_iter().flatten().filter(|run| run.n > 0)
+        let mut runs: Vec<HeadRun> = Vec::new();
+        for layer in 0..self.shape.n_layers {
+            let (page, n) = (self.page_of(layer), self.shape.n_kv_heads as usize);
+            let first = layer as usize * n;
+            match runs.last_mut() {
+                Some(run) if run.page == page && first != self.arena.n_resident => run.n += n,
+                _ => {
+                    let (address, before) = (self.head_address(first), self.starts[first]);
+                    runs.push(HeadRun { first, n, address, page, before });
+                }
+            }
+        }
+        runs.into_iter()
     }
 
     /// Heads whose pages are far.
     pub(crate) fn far_run(&self) -> Option<HeadRun> {
-        self.runs().find(|run| run.first == self.arena.n_resident && self.arena.far.is_some())
+        let is_far = |run: &HeadRun| run.first == self.arena.n_resident;
+        self.runs().find(|run| is_far(run) && self.arena.far.is_some())
     }
 
     /// Whether the pages of a layer are far.
@@ -247,9 +326,13 @@ impl CudaKv {
 
     /// Where the pages of a head are, counting all layers' heads.
     pub(crate) fn head_address(&self, head: usize) -> u64 {
-        let run = self.runs().find(|run| (run.first..run.first + run.n).contains(&head));
-        let run = run.expect("a head of the model");
-        run.address + (head - run.first) as u64 * self.head_bytes()
+        let n_resident = self.arena.n_resident;
+        let (memory, first) = match &self.arena.far {
+            Some(far) if head >= n_resident => (far.address(), n_resident),
+            _ => (self.arena.device.address(), 0),
+        };
+        let before = self.starts[head] - self.starts[first];
+        memory + before as u64 * u64::from(self.slots.device)
     }
 
     /// Where the copies of a layer's pages are.

@@ -43,17 +43,17 @@ use std::sync::{Arc, Mutex};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
-    Draw, HostMatrix, NearCounts, Norm, Pass, Pick, PlanShape, Rules, WeightType,
+    Draw, HostMatrix, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules, WeightType,
 };
-use nuthatch_types::{KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
 pub use buf::CudaBuf;
 use common::Common;
 pub use compile::{Extent, compile_all};
 use device::Device;
 pub use error::{CompileError, OpenError};
+use kv::PageShape;
 pub use kv::{CudaKv, FarPages};
-use kv::{PageShape, check_dtype};
 use launch::attend::{AttendKernels, Attention, can_append};
 use launch::matmul::Target;
 use launch::{copy, embed, gather, norm, rope, shift, swiglu};
@@ -136,6 +136,14 @@ impl Backend for Cuda {
         self.load_pair(gate, up)
     }
 
+    fn holds_kv(&self, _dtype: KvDtype) -> bool {
+        true
+    }
+
+    fn holds_rows(&self, dtype: KvDtype) -> bool {
+        !dtype.is_coded()
+    }
+
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<CudaKv, DeviceError> {
         CudaKv::new(&self.device, shape, slots, self.far)
     }
@@ -177,6 +185,10 @@ impl Backend for Cuda {
             .then(|| kv.page_image(&self.device.arch(), self.is_exact))
     }
 
+    fn page_layout(&self, kv: &CudaKv) -> Option<PageLayout> {
+        kv.sparse.is_none().then(|| kv.page_layout()).flatten()
+    }
+
     fn read_page(&self, kv: &CudaKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
         copy::read_page(&self.device, &self.common.copy, kv, slot, target)
     }
@@ -186,9 +198,9 @@ impl Backend for Cuda {
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {
-        check_dtype(shape.kv.dtype)?;
-        let kernels = self.attend_kernels(PageShape::of(&shape.kv), false)?;
-        CudaPlan::new(&self.device, shape, kernels)
+        let pages = PageShape::all(&shape.kv).into_iter();
+        let kernels = pages.map(|page| Ok((page, self.attend_kernels(page, false)?)));
+        CudaPlan::new(&self.device, shape, kernels.collect::<Result<_, DeviceError>>()?)
     }
 
     fn plan(

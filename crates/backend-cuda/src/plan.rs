@@ -97,8 +97,8 @@ struct Parts {
 /// A prepared batch.
 pub struct CudaPlan {
     pub(crate) shape: PlanShape,
-    pub(crate) page: PageShape,
-    kernels: Arc<AttendKernels>,
+    /// For each kind of pages.
+    kernels: Vec<(PageShape, Arc<AttendKernels>)>,
     /// `[rotated width / 2]`
     pub(crate) inv_freq: Memory,
     /// `[T][rotated width / 2]` cosine and sine.
@@ -138,14 +138,14 @@ impl CudaPlan {
     pub(crate) fn new(
         device: &Device,
         shape: &PlanShape,
-        kernels: Arc<AttendKernels>,
+        kernels: Vec<(PageShape, Arc<AttendKernels>)>,
     ) -> Result<Self, DeviceError> {
         const WHAT: &str = "the plan of a step";
-        let page = PageShape::of(&shape.kv);
+        let width = PageShape::of_layer(&shape.kv, 0).width();
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
         let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
-        let max_tiles = (shape.max_rows * group).div_ceil(kernels.tile_lines()) + shape.max_seqs;
+        let max_tiles = (shape.max_rows * group).div_ceil(tile_lines(&kernels)) + shape.max_seqs;
         let words = N_COUNTS
             + 4 * shape.max_rows
             + 4
@@ -157,7 +157,7 @@ impl CudaPlan {
         let lines = max_partials * shape.n_heads;
         Ok(CudaPlan {
             angles: device.alloc(shape.max_rows * shape.rope.inv_freq.len() * 8, WHAT)?,
-            partials: device.alloc(lines * page.width() * 4, WHAT)?,
+            partials: device.alloc(lines * width * 4, WHAT)?,
             sums: device.alloc(lines * 8, WHAT)?,
             words: device.alloc(words * 4, WHAT)?,
             host: Vec::with_capacity(words),
@@ -165,7 +165,6 @@ impl CudaPlan {
             deciding: Vec::new(),
             ahead: Default::default(),
             shape: shape.clone(),
-            page,
             kernels,
             inv_freq,
             max_partials,
@@ -214,14 +213,19 @@ impl CudaPlan {
         Cuts::of(self.shape.kv.n_kv_heads)
     }
 
-    /// The kernels for an arena: one whose pages are of rows has its own.
-    pub(crate) fn kernels_of<'a>(&'a self, kv: &'a CudaKv) -> &'a AttendKernels {
-        kv.sparse.as_ref().map_or(&self.kernels, |sparse| &sparse.attend)
+    /// The kernels for pages of an arena: one whose pages are of rows has its own.
+    pub(crate) fn kernels_of<'a>(&'a self, kv: &'a CudaKv, page: PageShape) -> &'a AttendKernels {
+        if let Some(sparse) = &kv.sparse {
+            return &sparse.attend;
+        }
+        let (_, kernels) =
+            self.kernels.iter().find(|(of, _)| *of == page).expect("pages of the plan");
+        kernels
     }
 
-    /// Lines of a task of many.
+    /// Lines of a task of many; kernels that take fewer share it.
     pub(crate) fn tile_lines(&self) -> usize {
-        self.kernels.tile_lines()
+        tile_lines(&self.kernels)
     }
 
     /// Query heads that share a key/value head.
@@ -394,6 +398,10 @@ impl CudaPlan {
 /// One more than the largest.
 fn end_of(tokens: &[u32]) -> usize {
     tokens.iter().max().map_or(0, |&token| token as usize + 1)
+}
+
+fn tile_lines(kernels: &[(PageShape, Arc<AttendKernels>)]) -> usize {
+    kernels.iter().map(|(_, kernels)| kernels.tile_lines()).max().unwrap_or(1)
 }
 
 /// One sequence of the batch.

@@ -5,7 +5,7 @@
 //! head width has one, compiled when it is first planned for.
 
 use nuthatch_backend::WeightType;
-use nuthatch_types::KvDtype;
+use nuthatch_types::{KvDtype, LayerSet};
 
 use crate::compile::Extent;
 use crate::kv::PageShape;
@@ -170,8 +170,11 @@ impl Program {
     /// The programs, for a device with so much shared memory.
     pub(crate) fn all(extent: Extent, shared_bytes_max: usize) -> Vec<Self> {
         use KvDtype::{Bf16, F16, F32};
-        const FEW: &[(KvDtype, u32)] = &[(F16, 128)];
-        const USUAL: &[(KvDtype, u32)] = &[(F16, 64), (F16, 256), (Bf16, 128), (F32, 128)];
+        const INT8: KvDtype = KvDtype::Int8(LayerSet::NONE);
+        const FP8: KvDtype = KvDtype::Fp8(LayerSet::NONE);
+        const FEW: &[(KvDtype, u32)] = &[(F16, 128), (INT8, 64), (FP8, 128)];
+        const USUAL: &[(KvDtype, u32)] =
+            &[(F16, 64), (F16, 256), (Bf16, 128), (F32, 128), (INT8, 128), (FP8, 64)];
         const EVERY: &[(KvDtype, u32)] = &[
             (F16, 32),
             (F16, 80),
@@ -184,6 +187,8 @@ impl Program {
             (F32, 32),
             (F32, 64),
             (F32, 96),
+            (INT8, 80),
+            (FP8, 80),
         ];
         let packed = WeightType::ALL.into_iter().filter(|&dtype| dtype != WeightType::F32);
         let (weights, pages): (Vec<WeightType>, Vec<_>) = match extent {
@@ -195,11 +200,12 @@ impl Program {
             let usual = attend::AttendShape::new(page, is_exact);
             let rows = attend::AttendShape { by_rows: true, ..usual };
             let splits = attend::SplitShape::fitting(usual, shared_bytes_max);
-            [
-                Program::attention(usual, splits),
-                Program::attention(rows, splits),
-                Program::sparse(rows, shared_bytes_max),
-            ]
+            let mut programs = vec![Program::attention(usual, splits)];
+            if !page.dtype.is_coded() {
+                programs.push(Program::attention(rows, splits));
+                programs.push(Program::sparse(rows, shared_bytes_max));
+            }
+            programs
         };
         let mut programs = vec![Program::common()];
         programs.extend(weights.into_iter().map(Program::weights));
@@ -222,7 +228,8 @@ fn page_constants(attend: attend::AttendShape) -> Vec<(&'static str, String)> {
         KvDtype::F32 => "KV_F32",
         KvDtype::F16 => "KV_F16",
         KvDtype::Bf16 => "KV_BF16",
-        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("`CudaKv::new` refuses them"),
+        KvDtype::Int8(_) => "KV_INT8",
+        KvDtype::Fp8(_) => "KV_FP8",
     };
     vec![
         ("KV", kv.to_owned()),

@@ -1,14 +1,12 @@
 //! What a device does.
 
-use std::sync::Arc;
-
 use nuthatch_types::{
-    ColdKv, HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
+    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
 };
 
 use crate::{
     Ask, AttnSpec, BatchLayout, Bring, Decided, DecidedPlaces, Deciding, DeviceError, Digest, Draw,
-    HostMatrix, Near, NearCounts, Norm, PageCodec, Pass, Pick, PlanShape, Rules, topk,
+    HostMatrix, Near, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules, topk,
 };
 
 /// A device that can run the model.
@@ -79,6 +77,10 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn holds_kv(&self, dtype: KvDtype) -> bool {
         !dtype.is_coded()
     }
+    /// Whether single tokens of such keys and values can be chosen, by [`Backend::keep_digests`].
+    fn holds_rows(&self, dtype: KvDtype) -> bool {
+        self.holds_kv(dtype)
+    }
     /// Allocates the pages of both tiers.
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Self::Kv, DeviceError>;
     /// Allocates `n_rows` tables of `n_pages` entries.
@@ -97,8 +99,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn page_image(&self, _kv: &Self::Kv) -> Option<PageImage> {
         None
     }
-    /// What turns pages of this arena into fewer bits and back; `None` where nothing does.
-    fn page_codec(&self, _kv: &Self::Kv, _cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
+    /// Where the numbers of such a page are; `None` where pages cannot leave, or are no floats.
+    fn page_layout(&self, _kv: &Self::Kv) -> Option<PageLayout> {
         None
     }
     /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,

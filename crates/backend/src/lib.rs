@@ -15,7 +15,9 @@ mod draw;
 mod error;
 mod layout;
 mod near;
+mod page_layout;
 pub mod quant;
+mod row_mover;
 pub mod topk;
 mod weight;
 
@@ -25,5 +27,7 @@ pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
 pub use near::{Bring, Near, NearCounts, NearHead};
+pub use page_layout::{LayoutCodec, PageLayout};
+pub use row_mover::{RowMove, RowMover};
 pub use topk::{Ask, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy};
 pub use weight::{HostMatrix, WeightType};

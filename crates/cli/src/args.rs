@@ -355,6 +355,10 @@ pub(crate) struct EngineArgs {
     /// gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, redis://HOST:PORT or file:///FOLDER
     #[arg(long, value_name = "URL")]
     pub(crate) kv_remote: Option<String>,
+    /// Also use stored pages whose tokens stand elsewhere in a prompt, N in a row at least, as when
+    /// the oldest turns of a conversation were left out; changes answers. Needs --kv-disk
+    #[arg(long, value_name = "N")]
+    pub(crate) cache_reuse: Option<u32>,
     /// Encrypt stored pages with the key in this file: 32 bytes, or 64 hexadecimal digits
     #[arg(long, value_name = "FILE")]
     pub(crate) kv_key_file: Option<PathBuf>,

@@ -139,6 +139,7 @@ pub(crate) struct EngineConfig {
     pub(crate) disk: Option<DiskOptions>,
     pub(crate) remote: Option<String>,
     pub(crate) cold: Option<ColdKv>,
+    pub(crate) reuse: Option<u32>,
     pub(crate) key_file: Option<std::path::PathBuf>,
     /// Tokens of one step.
     pub(crate) max_rows: u32,
@@ -304,6 +305,7 @@ impl EngineConfig {
             disk: args.kv_disk.clone(),
             remote: args.kv_remote.clone(),
             cold: args.cold_kv(),
+            reuse: args.cache_reuse.filter(|n| *n > 0),
             key_file: args.kv_key_file.clone(),
             max_rows: batch.max_rows,
             max_seqs,

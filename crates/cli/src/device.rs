@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec};
+use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec, RowMover};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
 use nuthatch_engine::topk::{NearPlan, Policy, Stats};
@@ -294,6 +294,13 @@ impl Pages for AnyExecutor {
         match self {
             AnyExecutor::Cpu(executor) => executor.page_codec(cold),
             AnyExecutor::Cuda(executor) => executor.page_codec(cold),
+        }
+    }
+
+    fn row_mover(&self) -> Option<RowMover> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.row_mover(),
+            AnyExecutor::Cuda(executor) => executor.row_mover(),
         }
     }
 

@@ -138,6 +138,7 @@ impl Prepared {
                 None => None,
             },
             cold: config.cold.clone(),
+            reuse: config.reuse,
             key: config.key_file.as_deref().map(read_key).transpose()?,
         };
         let (options, is_disk_optional) = (config.options, false);

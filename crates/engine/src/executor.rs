@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nuthatch_backend::{BatchLayout, DeviceError, Draw, PageCodec};
+use nuthatch_backend::{BatchLayout, DeviceError, Draw, PageCodec, RowMover};
 use nuthatch_types::{
     ColdKv, FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot,
     StepPlan, StepResult, TokenId,
@@ -476,6 +476,10 @@ impl<F: Forward> Pages for Executor<F> {
 
     fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
         self.forward.page_codec(cold)
+    }
+
+    fn row_mover(&self) -> Option<RowMover> {
+        self.forward.row_mover()
     }
 
     fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

@@ -26,6 +26,7 @@ mod executor;
 mod handle;
 mod loaded;
 mod memory;
+mod moved;
 mod options;
 mod output;
 mod pages;

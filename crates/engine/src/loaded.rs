@@ -8,7 +8,7 @@ use nuthatch_attention::topk::{
     Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
     TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
 };
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
@@ -274,6 +274,10 @@ impl<B: Backend> Pages for LoadedModel<B> {
 
     fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
         self.store.page_codec(&self.backend, cold)
+    }
+
+    fn row_mover(&self) -> Option<RowMover> {
+        self.store.row_mover(&self.backend, self.model.rope())
     }
 
     fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use nuthatch_backend::{DeviceError, PageCodec};
+use nuthatch_backend::{DeviceError, PageCodec, RowMover};
 use nuthatch_types::{ColdKv, PageImage, Slot};
 
 /// What holds pages whose bytes can be taken out and put back. Where nothing says otherwise, they
@@ -16,6 +16,11 @@ pub trait Pages {
     /// What turns pages into fewer bits and back; `None` where nothing does.
     fn page_codec(&self, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
         let _ = cold;
+        None
+    }
+
+    /// What makes pages of rows of others; `None` where nothing does.
+    fn row_mover(&self) -> Option<RowMover> {
         None
     }
 

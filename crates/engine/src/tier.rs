@@ -14,6 +14,8 @@
 //! one page that nobody knows of, for two more for each that comes, and ends at the first that does
 //! not.
 
+mod loading;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -23,10 +25,12 @@ use nuthatch_scheduler::{Scheduler, Source, StoredPages};
 use nuthatch_store::disk::{Asked, DiskStats, Loaded, PageName};
 use nuthatch_store::remote::RemoteCounters;
 use nuthatch_store::slow::SlowTiers;
-use nuthatch_types::{PageId, PageKey, Slot, TokenId};
+use nuthatch_types::{PageId, PageKey, TokenId};
 
 use crate::SharedClock;
 use crate::executor::Execute;
+use crate::moved::{Moved, Wanted};
+use loading::Loading;
 
 /// The share of the time of steps that copying pages for saves may have.
 const SAVE_SHARE: f64 = 0.02;
@@ -62,6 +66,8 @@ pub(crate) struct Tier {
     save_nanos: f64,
     copy_nanos: f64,
     counters: TierCounters,
+    /// What stands elsewhere than it stood is used too.
+    moved: Option<Moved>,
 }
 
 /// What was done beside the slower tiers' own work.
@@ -75,6 +81,8 @@ pub struct TierCounters {
     pub loads_late: u64,
     /// Pages that were brought to the device.
     pub pages_loaded: u64,
+    /// Those of them that were made of rows of others.
+    pub pages_moved: u64,
     /// Pages that were gone before they were saved.
     pub saves_missed: u64,
 }
@@ -90,61 +98,6 @@ pub struct TierStats {
     pub counters: TierCounters,
 }
 
-/// A load on its way.
-#[derive(Debug)]
-struct Loading {
-    slots: Vec<Slot>,
-    /// The name of what comes before the first page, and those of the pages.
-    keys: Vec<PageKey>,
-    /// `[n_pages, page_len]`
-    tokens: Vec<TokenId>,
-    /// The tag of the first page.
-    tag: u64,
-    /// Pages that were asked for.
-    n_asked: usize,
-    /// The first page of which nobody knew whether it is there, if there is one: from it on, pages are
-    /// guesses.
-    guess: Option<usize>,
-    /// `[n_pages]` what is known of each.
-    has_come: Vec<Option<bool>>,
-    /// Pages that came from each source, and the time that was spent on them.
-    came: [(u32, u64); 2],
-    begun: Duration,
-    deadline: Duration,
-    /// When it ends if nothing has come and its first page was a guess.
-    guess_deadline: Duration,
-}
-
-impl Loading {
-    /// The pages from the first on that have come.
-    fn n_whole(&self) -> usize {
-        self.has_come.iter().take_while(|has_come| **has_come == Some(true)).count()
-    }
-
-    /// Whether nothing more will come that is of use.
-    fn is_over(&self) -> bool {
-        let n_whole = self.n_whole();
-        n_whole == self.slots.len() || self.has_come[n_whole] == Some(false)
-    }
-
-    /// Whether it took too long.
-    fn is_late(&self, now: Duration) -> bool {
-        let is_vain_guess = self.guess == Some(0) && self.n_whole() == 0;
-        now >= self.deadline || (is_vain_guess && now >= self.guess_deadline)
-    }
-
-    /// Whether the next page may be asked for now, which is stored for all that is known or not.
-    fn may_ask(&mut self, is_stored: bool) -> bool {
-        if self.guess.is_none() && is_stored {
-            return true;
-        }
-        let first = *self.guess.get_or_insert(self.n_asked);
-        let guesses = &self.has_come[first..];
-        let n_right = guesses.iter().filter(|has_come| **has_come == Some(true)).count();
-        self.n_asked - first <= 2 * n_right
-    }
-}
-
 impl Tier {
     pub(crate) fn new(slow: SlowTiers, page_len: u32, n_pages: u32) -> Self {
         Tier {
@@ -157,7 +110,14 @@ impl Tier {
             save_nanos: 0.0,
             copy_nanos: 0.0,
             counters: TierCounters::default(),
+            moved: None,
         }
+    }
+
+    /// Also uses pages whose tokens stand elsewhere than they stood.
+    pub(crate) fn reuse(&mut self, mut moved: Moved) {
+        self.slow.each_name(|name| moved.add(name));
+        self.moved = Some(moved);
     }
 
     /// Tokens at a prompt's beginning that are cached or stored, or may be stored, if those are more
@@ -178,13 +138,24 @@ impl Tier {
         // Or a conversation would lose its beginning on the disk while it goes on in memory.
         self.slow.touch(cached);
         let n_known = self.slow.n_stored(keys);
+        let n_before = n_cached as usize + n_known;
+        let wanted = Wanted {
+            root: all_keys[0],
+            parent: all_keys[n_before],
+            tokens: &prompt[..prompt.len().saturating_sub(1)],
+            start: n_before * self.page_len as usize,
+        };
+        let is_on_disk = |key| self.slow.is_on_disk(key);
+        let n_moved = self.moved.as_ref().map_or(0, |moved| moved.n_pages(&wanted, is_on_disk));
         let tokens = |n_pages: usize| (n_cached + n_pages as u32) * self.page_len;
         let unknown = tokens(n_known)..tokens(keys.len());
-        let is_worth_asking =
-            !unknown.is_empty() && self.slow.is_worth_asking(scheduler.rates().compute(unknown));
-        let n_stored = if is_worth_asking { keys.len() } else { n_known };
+        let is_worth_asking = n_moved == 0
+            && !unknown.is_empty()
+            && self.slow.is_worth_asking(scheduler.rates().compute(unknown));
+        let n_stored = if is_worth_asking { keys.len() } else { n_known + n_moved };
         let is_remote = |key: &&PageKey| self.source(**key) == Source::Remote;
-        let n_remote = keys[..n_stored].iter().filter(is_remote).count() as u32;
+        let n_asked = n_stored - n_moved;
+        let n_remote = keys[..n_asked].iter().filter(is_remote).count() as u32;
         let pages = StoredPages { n_disk: n_stored as u32 - n_remote, n_remote };
         if n_stored == 0 || !scheduler.is_worth_loading(n_cached, pages) {
             return (0, 0);
@@ -194,7 +165,7 @@ impl Tier {
             let tokens = &prompt[page * page_len..(page + 1) * page_len];
             PageName { key, parent: all_keys[page], tokens }
         };
-        let names: Vec<PageName<'_>> = keys[..n_stored].iter().enumerate().map(name).collect();
+        let names: Vec<PageName<'_>> = keys[..n_asked].iter().enumerate().map(name).collect();
         self.slow.prefetch(&names, n_known);
         ((n_cached + n_stored as u32) * self.page_len, n_remote)
     }
@@ -333,6 +304,10 @@ impl Tier {
         let Some(mut buf) = self.slow.begin_save() else { return Ok(()) };
         executor.read_page(found.slot, buf.page_mut())?;
         let name = PageName { key: found.key, parent: found.parent, tokens: found.tokens };
+        if let Some(moved) = &mut self.moved {
+            moved.tidy(|key| self.slow.contains(key));
+            moved.add(&name);
+        }
         self.slow.save(&name, buf);
         Ok(())
     }
@@ -354,15 +329,34 @@ impl Tier {
         let patience = Duration::from_nanos((2.0 * compute_nanos) as u64).max(least);
         let guess_patience = Duration::from_nanos((GUESS_SHARE * compute_nanos) as u64);
         let guess_patience = guess_patience.max(guess_least);
+        let n_known = self.slow.n_stored(&keys[1..]);
+        let root = scheduler.cache().keys(salt, &[])[0];
+        let wanted = Wanted {
+            root,
+            parent: keys[n_known],
+            tokens: &tokens[..end],
+            start: start + n_known * page_len as usize,
+        };
+        let is_on_disk = |key| self.slow.is_on_disk(key);
+        let moved = self.moved.as_ref().map(|moved| moved.pages(&wanted, is_on_disk));
+        let moved = moved.filter(|moved| moved.n_pages() > 0);
+        let first_moved = if moved.is_some() { n_known } else { n_pages };
+        let moved = moved.unwrap_or_default();
+        let mut has_come = vec![None; n_pages];
+        if first_moved + moved.n_pages() < n_pages {
+            has_come[first_moved + moved.n_pages()] = Some(false);
+        }
         let tag = self.n_tags;
-        self.n_tags += n_pages as u64;
+        self.n_tags += (first_moved + moved.reads.len()) as u64;
         Some(Loading {
             slots: load.slots.clone(),
             keys,
             tokens: tokens[start..end].to_vec(),
             tag,
             n_asked: 0,
-            has_come: vec![None; n_pages],
+            has_come,
+            moved,
+            first_moved,
             came: [(0, 0); 2],
             guess: None,
             begun: now,
@@ -375,8 +369,18 @@ impl Tier {
     fn ask(&mut self) {
         let page_len = self.page_len as usize;
         for loading in self.loads.values_mut() {
-            while loading.n_asked < loading.slots.len() && !loading.is_over() {
+            while loading.n_asked < loading.n_reads() && !loading.is_over() {
                 let i = loading.n_asked;
+                if let Some(read) = i.checked_sub(loading.first_moved) {
+                    match self.slow.read(loading.tag + i as u64, &loading.moved.reads[read].name())
+                    {
+                        Asked::Begun => {}
+                        Asked::Busy => return,
+                        Asked::Missing => loading.lose(read),
+                    }
+                    loading.n_asked += 1;
+                    continue;
+                }
                 if !loading.may_ask(self.slow.is_stored(loading.keys[i + 1])) {
                     break;
                 }
@@ -401,16 +405,29 @@ impl Tier {
     ) -> Result<(), DeviceError> {
         let tag = loaded.tag;
         let of_tag = |loading: &&mut Loading| {
-            (loading.tag..loading.tag + loading.slots.len() as u64).contains(&tag)
+            (loading.tag..loading.tag + loading.n_reads() as u64).contains(&tag)
         };
         let begin = clock.now();
         let loading = self.loads.values_mut().find(of_tag);
         if let Some(loading) = loading {
             let i = (tag - loading.tag) as usize;
-            if let Ok(buf) = &loaded.page {
-                executor.write_page(loading.slots[i], buf.page())?;
+            match (&loaded.page, i.checked_sub(loading.first_moved)) {
+                (Ok(buf), None) => {
+                    executor.write_page(loading.slots[i], buf.page())?;
+                    loading.has_come[i] = Some(true);
+                }
+                (Err(_), None) => loading.has_come[i] = Some(false),
+                (Ok(buf), Some(read)) => {
+                    let moved = self.moved.as_ref().expect("it has moved pages");
+                    let Loading { moved: pages, slots, has_come, first_moved, .. } = loading;
+                    moved.place(pages, read, buf.page(), |page, bytes| {
+                        has_come[*first_moved + page] = Some(true);
+                        self.counters.pages_moved += 1;
+                        executor.write_page(slots[*first_moved + page], bytes)
+                    })?;
+                }
+                (Err(_), Some(read)) => loading.lose(read),
             }
-            loading.has_come[i] = Some(loaded.page.is_ok());
             let copied = clock.now().saturating_sub(begin).as_nanos() as u64;
             let source = if loaded.is_remote { Source::Remote } else { Source::Disk };
             let (n_pages, nanos) = &mut loading.came[source as usize];

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use nuthatch_attention::topk::{TopK, TopKLayer, TopKShape};
-use nuthatch_backend::{Backend, BatchLayout, Bring, DeviceError, Draw, Norm, Pass, PlanShape};
+use nuthatch_backend::{
+    Backend, BatchLayout, Bring, DeviceError, Draw, Norm, Pass, PlanShape, RopeSpec,
+};
 use nuthatch_store::KvStore;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx, PageShift};
 
@@ -38,6 +40,7 @@ pub struct Model<B: Backend> {
     topk: Option<TopK>,
     /// Rows that there is room for.
     max_rows: usize,
+    rope: RopeSpec,
 }
 
 /// Buffers that every step reuses; `T` rows at most.
@@ -83,9 +86,10 @@ impl<B: Backend> Model<B> {
             rope: config.rope_spec(limits.max_context),
         };
         let plan = backend.alloc_plan(&shape)?;
+        let rope = shape.rope;
         let acts = Activations::new(&*backend, &config, limits)?;
         let max_rows = limits.max_rows;
-        Ok(Model { backend, config, weights, plan, acts, topk: None, max_rows })
+        Ok(Model { backend, config, weights, plan, acts, topk: None, max_rows, rope })
     }
 
     /// Attends to what queries need from now on. The store keeps the digests.
@@ -99,6 +103,11 @@ impl<B: Backend> Model<B> {
         topk.decide_on_device(&*self.backend, &self.plan, store)?;
         self.topk = Some(topk);
         Ok(())
+    }
+
+    /// How heads are rotated.
+    pub fn rope(&self) -> &RopeSpec {
+        &self.rope
     }
 
     /// Attention to what queries need, if there is such.

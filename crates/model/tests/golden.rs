@@ -22,7 +22,7 @@ use nuthatch_backend_cpu::{Cpu, CpuConfig, Isa};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, OpenError};
 use nuthatch_model::{BatchLimits, Model, ModelFiles, PAGE_LEN, kv_shape};
 use nuthatch_store::KvStore;
-use nuthatch_types::{KvDtype, KvSlots, Slot};
+use nuthatch_types::{KvDtype, KvSlots, LayerSet, Slot};
 
 /// How far logits may be from the reference, as a share of their standard deviation.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
@@ -221,6 +221,32 @@ fn a_gpu_that_rounds_activations_stays_close() {
         let error = error_of(&golden, &logits_of(&gpu, &golden, way));
         assert_within(error, ROUNDED, &format!("{} on {}, rounded", golden.name, gpu.name()));
         cuts_agree(&gpu, &golden);
+    }
+}
+
+/// Eight bits are far from none, but a GPU's are no farther than a CPU's.
+#[test]
+fn eight_bits_on_a_gpu_are_as_close_as_on_a_cpu() {
+    let Some(gpu) = gpu(true) else { return };
+    let wide = LayerSet::of(&[0]).unwrap();
+    for golden in ["llama3", "mistral-window", "qwen3"].map(Golden::read) {
+        for kv_dtype in [
+            KvDtype::Int8(LayerSet::NONE),
+            KvDtype::Fp8(LayerSet::NONE),
+            KvDtype::Int8(wide),
+            KvDtype::Fp8(wide),
+        ] {
+            let way = Way { kv_dtype, cut: golden.tokens().len() };
+            let here = error_of(&golden, &logits_of(&cpu(Isa::detect()), &golden, way));
+            let tolerance = Error { max: 1.5 * here.max, rms: 1.3 * here.rms };
+            let whole = logits_of(&gpu, &golden, way);
+            let what = format!("{} with {kv_dtype} keys and values", golden.name);
+            assert_within(error_of(&golden, &whole), tolerance, &what);
+            for cut in [1, 7] {
+                let cut_up = logits_of(&gpu, &golden, Way { cut, ..way });
+                assert!(cut_up == whole, "{what}: steps of {cut} differ");
+            }
+        }
     }
 }
 

@@ -34,6 +34,10 @@ impl Scheduler {
         sequence.computed = self.cache.len(sequence.id);
         sequence.cached = sequence.computed.min(sequence.n_prompt);
         sequence.n_loading = 0;
+        let (seq, computed) = (sequence.id, sequence.computed);
+        if self.config.window.is_some() {
+            self.cache.slide(seq, computed);
+        }
     }
 
     /// Takes in that something slower than the host brought `n_pages` in this time.
@@ -93,6 +97,14 @@ impl Scheduler {
             self.seq_mut(seq).hints.n_stored = 0;
             return false;
         }
+        // What a window has passed is loaded too, and given back at once; only what it sees
+        // was counted.
+        let is_counted = self.config.window.is_none();
+        if !is_counted && self.cache.n_available() < n_pages + self.outstanding() {
+            self.counters.loads_declined += 1;
+            self.seq_mut(seq).hints.n_stored = 0;
+            return false;
+        }
         let load = self.cache.prepare_load(seq, n_pages).expect("the pages were counted");
         self.loads.push(load);
         let sequence = self.seq_mut(seq);
@@ -105,8 +117,7 @@ impl Scheduler {
     /// Full pages at a sequence's beginning that a slower tier holds, without the last token, which
     /// is always computed.
     pub(crate) fn n_stored(&self, sequence: &Sequence) -> u32 {
-        let keeps_all = sequence.stream.is_none() && self.config.window.is_none();
-        if !keeps_all || sequence.computes_all() {
+        if sequence.stream.is_some() || sequence.computes_all() {
             return 0;
         }
         let limit = sequence.n_prompt.min(sequence.tokens.len() - 1);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use nuthatch_backend::{Backend, DeviceError, PageCodec};
+use nuthatch_backend::{Backend, DeviceError, LayoutCodec, PageCodec, RopeSpec, RowMover};
 use nuthatch_types::{ColdKv, KvShape, KvSlots, PageCopy, PageImage, PageShift, Slot};
 
 /// The keys and values of all pages of both tiers.
@@ -47,7 +47,13 @@ impl<B: Backend> KvStore<B> {
 
     /// What turns pages into fewer bits and back; `None` where nothing does.
     pub fn page_codec(&self, backend: &B, cold: &ColdKv) -> Option<Arc<dyn PageCodec>> {
-        backend.page_codec(&self.kv, cold)
+        let codec = LayoutCodec::new(backend.page_layout(&self.kv)?, cold)?;
+        Some(Arc::new(codec))
+    }
+
+    /// What makes pages of rows of others; `None` where nothing does.
+    pub fn row_mover(&self, backend: &B, rope: &RopeSpec) -> Option<RowMover> {
+        RowMover::new(backend.page_layout(&self.kv)?, rope.clone())
     }
 
     /// Copies a page's bytes from a slot, and waits.

@@ -54,6 +54,13 @@ impl SlowTiers {
         keys.iter().take_while(|&&key| self.is_stored(key)).count()
     }
 
+    /// Tells all pages of the disk.
+    pub fn each_name(&self, tell: impl FnMut(&PageName<'_>)) {
+        if let Some(disk) = &self.disk {
+            disk.each_name(tell);
+        }
+    }
+
     /// Whether to ask for pages of which nobody knows whether they are stored, if computing them takes
     /// so long.
     pub fn is_worth_asking(&mut self, compute_nanos: f64) -> bool {

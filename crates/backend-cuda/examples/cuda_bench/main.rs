@@ -2,7 +2,8 @@
 //!
 //!     cargo run --release -p nuthatch-backend-cuda --example cuda_bench FILE.json WORDS
 //!
-//! The words say what: `start`, `matmul` and `decode` (with `short`, little of them), `prefill`, `draw`,
+//! The words say what: `start`, `matmul` and `decode` (with `short`, little of them), `prefill`, `coded` for
+//! both with keys and values of every type, `draw`,
 //! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
 //! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
 //! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
@@ -27,7 +28,7 @@ use std::fmt::Write as _;
 
 use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages};
-use nuthatch_types::{Clock, KvDtype, KvShape, SystemClock};
+use nuthatch_types::{Clock, KvDtype, KvShape, LayerSet, SystemClock};
 
 use rig::Rig;
 
@@ -90,7 +91,15 @@ fn main() -> Outcome {
     }
     if has("prefill") {
         for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
-            prefill(&cuda, &mut report, depth, rows)?;
+            prefill(&cuda, &mut report, (depth, rows), KvDtype::F16)?;
+        }
+    }
+    if has("coded") {
+        let coded = [KvDtype::Int8(LayerSet::NONE), KvDtype::Fp8(LayerSet::NONE)];
+        for dtype in [KvDtype::Bf16, KvDtype::F16].into_iter().chain(coded) {
+            let batches = [(1, 8192), (1, 32768), (1, 131_072), (32, 8192)];
+            decode(&cuda, &mut report, (32, 8, 128, dtype), (&batches, false))?;
+            prefill(&cuda, &mut report, (7680, 512), dtype)?;
         }
     }
     if has("prompt") {
@@ -295,20 +304,19 @@ fn decode(
     Ok(())
 }
 
-fn prefill(cuda: &Cuda, report: &mut Report, depth: usize, rows: usize) -> Outcome {
-    let kv = KvShape {
-        n_layers: N_LAYERS,
-        n_kv_heads: 8,
-        head_dim: 128,
-        page_len: 16,
-        dtype: KvDtype::F16,
-    };
+fn prefill(
+    cuda: &Cuda,
+    report: &mut Report,
+    (depth, rows): (usize, usize),
+    dtype: KvDtype,
+) -> Outcome {
+    let kv = KvShape { n_layers: N_LAYERS, n_kv_heads: 8, head_dim: 128, page_len: 16, dtype };
     let mut rig = Rig::new(cuda, (kv, 32), (1, depth + rows, rows))?;
     rig.lay_out(&[(0, depth, rows)])?;
     let seconds = rig.time(rows)?;
     let keys = rows as f64 * (depth as f64 + rows as f64 / 2.0);
     let bytes = ((depth + rows) * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
     let operations = 4.0 * keys * f64::from(32 * kv.head_dim);
-    report.add(&format!("prefill f16 d 128, {rows} at {depth}"), seconds, bytes, operations);
+    report.add(&format!("prefill {dtype} d 128, {rows} at {depth}"), seconds, bytes, operations);
     Ok(())
 }

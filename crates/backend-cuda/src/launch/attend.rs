@@ -248,7 +248,8 @@ impl AttendShape {
 
     /// How many lines are taken at a time on a device of this generation.
     pub(crate) fn tile(self, capability: i32) -> TileShape {
-        let is_wide = self.parts == 1 && matches!(self.page.width(), 64 | 128) && !self.by_rows;
+        let is_plain = !self.by_rows && !self.page.dtype.is_coded();
+        let is_wide = self.parts == 1 && matches!(self.page.width(), 64 | 128) && is_plain;
         if capability == 9 && is_wide {
             let (lines, threads) = (WARP_LINES * WIDE_TEAM, 32 * WIDE_TEAM + 128);
             let (name, shared_bytes) = ("attend_wide", self.wide_shared_bytes());
@@ -351,10 +352,10 @@ impl Attention<'_> {
         let (d, n_heads) = (kv.page.head_dim as usize, self.spec.n_heads);
         assert!(plan.n_rows() * self.q_stride() <= self.qkv.len, "the rows are in qkv");
         assert!(plan.n_rows() * n_heads as usize * d <= out.len, "the rows fit out");
-        assert!(plan.page == kv.page, "the plan is for this arena");
+        assert!(plan.shape.kv == kv.shape, "the plan is for this arena");
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
-        match &plan.kernels_of(kv).attend {
+        match &plan.kernels_of(kv, kv.page_of(self.layer.0)).attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
             Attend::Mma { splits: [small, large], tile, merges } => {
                 let (splits, n_splits) = plan.splits();
@@ -416,7 +417,7 @@ impl Attention<'_> {
             n_tasks: self.plan.n_split_parts(),
             tables: self.plan.tables,
             angles,
-            head_bytes: self.kv.head_bytes(),
+            head_bytes: self.kv.layer_head_bytes(self.layer.0),
             near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
@@ -449,7 +450,7 @@ impl Attention<'_> {
             places: self.plan.places(),
             table_rows: self.plan.table_rows(),
             tables: self.plan.tables,
-            head_bytes: self.kv.head_bytes(),
+            head_bytes: self.kv.layer_head_bytes(self.layer.0),
             near: self.kv.near_pages(self.layer.0),
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,

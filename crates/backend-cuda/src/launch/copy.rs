@@ -39,13 +39,13 @@ pub(crate) struct Tiers {
 impl Tiers {
     /// Keys and values, with so many slots at `host` behind those of the device.
     fn of(kv: &CudaKv, (host, n_host): (Address, u32)) -> impl Iterator<Item = Self> + use<> {
-        let (n_device, page_bytes) = (kv.slots.device, kv.page.bytes());
+        let n_device = kv.slots.device;
         kv.runs().map(move |run| Tiers {
             device: run.address,
             n_device,
-            host: host + (run.first * page_bytes) as u64 * u64::from(n_host),
+            host: host + run.before as u64 * u64::from(n_host),
             n_host,
-            page_bytes,
+            page_bytes: run.page.bytes(),
             n_heads: run.n,
         })
     }
@@ -73,8 +73,7 @@ pub(crate) fn read_page(
     slot: Slot,
     target: &mut [u8],
 ) -> Result<(), DeviceError> {
-    let page = kv.page.bytes();
-    assert_eq!(target.len(), page * kv.n_heads(), "a page's bytes");
+    assert_eq!(target.len(), kv.page_bytes(), "a page's bytes");
     if slot.0 < kv.slots.device {
         pass_gate(device, kernel, kv, slot, true)?;
         kv.gate.read(0, target);
@@ -82,8 +81,8 @@ pub(crate) fn read_page(
     }
     device.wait()?;
     let host = kv.host.as_ref().expect("a slot of the arena");
-    for (part, start) in target.chunks_exact_mut(page).zip(kv.host_starts(slot)) {
-        host.read(start, part);
+    for (part, start) in kv.host_parts(slot) {
+        host.read(start, &mut target[part]);
     }
     Ok(())
 }
@@ -96,8 +95,7 @@ pub(crate) fn write_page(
     slot: Slot,
     source: &[u8],
 ) -> Result<(), DeviceError> {
-    let page = kv.page.bytes();
-    assert_eq!(source.len(), page * kv.n_heads(), "a page's bytes");
+    assert_eq!(source.len(), kv.page_bytes(), "a page's bytes");
     if slot.0 < kv.slots.device {
         // Nothing that uses the gate is queued, because everything that did was waited for.
         kv.gate.write(0, source);
@@ -105,10 +103,10 @@ pub(crate) fn write_page(
         return kv.forget_near(device, std::iter::once(slot));
     }
     device.wait()?;
-    let starts = kv.host_starts(slot);
+    let parts = kv.host_parts(slot);
     let host = kv.host.as_mut().expect("a slot of the arena");
-    for (part, start) in source.chunks_exact(page).zip(starts) {
-        host.write(start, part);
+    for (part, start) in parts {
+        host.write(start, &source[part]);
     }
     Ok(())
 }

@@ -110,7 +110,7 @@ pub(crate) fn rope_append(
     let n_kv_heads = if spec.owns_kv { kv.shape.n_kv_heads } else { 0 };
     let heads = (spec.n_heads + 2 * n_kv_heads) as usize;
     assert!(plan.n_rows() * heads * d <= qkv.len, "the batch's rows are in qkv");
-    assert!(plan.page == kv.page, "the plan is for this arena");
+    assert!(plan.shape.kv == kv.shape, "the plan is for this arena");
     assert!(plan.shape.rope.inv_freq.len() * 2 <= d, "no more is rotated than there is");
     let norms = spec.head_norms;
     assert!(norms.is_none_or(|(q, k)| q.len >= d && k.len >= d), "a weight for each element");
@@ -123,7 +123,7 @@ pub(crate) fn rope_append(
         places: plan.places(),
         table_rows: plan.table_rows(),
         tables: plan.tables,
-        head_bytes: kv.head_bytes(),
+        head_bytes: kv.layer_head_bytes(layer.0),
         near: kv.near_pages(layer.0),
         rows: count(plan.n_rows()),
         n_heads: spec.n_heads,
@@ -138,10 +138,11 @@ pub(crate) fn rope_append(
     };
     qkv.set_stale();
     let blocks = count((plan.n_rows() * heads).div_ceil(WARPS));
+    let kernels = plan.kernels_of(kv, kv.page_of(layer.0));
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: rows and heads were asserted to be in qkv; slots come from the plan's tables, whose
     // entries the executor has checked against the arena.
-    unsafe { device.launch(&plan.kernels_of(kv).rope, (blocks, 1), count(32 * WARPS), &params) }?;
+    unsafe { device.launch(&kernels.rope, (blocks, 1), count(32 * WARPS), &params) }?;
     match &plan.beside {
         Some(branch) if params.defers != 0 && n_kv_heads > 0 && kv.is_far(layer.0) => {
             write_far(device, plan, layer, kv, branch)
@@ -163,14 +164,14 @@ fn write_far(
         places: plan.places(),
         table_rows: plan.table_rows(),
         tables: plan.tables,
-        head_bytes: kv.head_bytes(),
+        head_bytes: kv.layer_head_bytes(layer.0),
         near: kv.near_pages(layer.0),
         rows: count(plan.n_rows()),
         n_kv_heads: kv.shape.n_kv_heads,
         table_len: plan.table_len,
         padding: 0,
     };
-    let (kernel, stream) = (&plan.kernels_of(kv).write_far, branch.fork(device, 0)?);
+    let (kernel, stream) = (&plan.kernels_of(kv, kv.page).write_far, branch.fork(device, 0)?);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: slots come from the plan's tables, whose entries the executor has checked against the
     // arena; frames are those that the arena's own list names.

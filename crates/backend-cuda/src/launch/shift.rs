@@ -47,7 +47,7 @@ pub(crate) fn shift_pages(
     }
     let in_arena = |shift: &PageShift| shift.source.0.max(shift.target.0) < kv.slots.device;
     assert!(shifts.iter().all(in_arena), "slots of the arena");
-    assert!(plan.page == kv.page, "the plan is for this arena");
+    assert!(plan.shape.kv == kv.shape, "the plan is for this arena");
     let rope = &plan.shape.rope;
     assert!(rope.inv_freq.len() * 2 <= kv.page.head_dim as usize, "no more than there is");
     let list: Vec<Shift> = shifts.iter().map(shift_of).collect();
@@ -64,18 +64,20 @@ pub(crate) fn shift_pages(
         arena: 0,
         shifts: on_device.address(),
         turns: turns_on_device.address(),
-        head_bytes: kv.head_bytes(),
+        head_bytes: 0,
         n_shifts: count(list.len()),
         half: count(rope.inv_freq.len()),
         is_halves: u32::from(rope.style == RopeStyle::Halves),
         padding: 0,
     };
     for run in kv.runs() {
-        let params = ShiftParams { arena: run.address, ..params };
+        let head_bytes = run.page.bytes() as u64 * u64::from(kv.slots.device);
+        let params = ShiftParams { arena: run.address, head_bytes, ..params };
+        let kernel = &plan.kernels_of(kv, run.page).shift;
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: block `i` touches the asserted slots of head `i` of the run. The lists are freed after
         // the kernel has run, because freeing waits.
-        unsafe { device.launch(&plan.kernels_of(kv).shift, (count(run.n), 1), THREADS, &params) }?;
+        unsafe { device.launch(kernel, (count(run.n), 1), THREADS, &params) }?;
     }
     kv.forget_near(device, shifts.iter().map(|shift| shift.target))
 }

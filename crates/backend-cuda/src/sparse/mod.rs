@@ -22,7 +22,7 @@ use nuthatch_types::{KvDtype, LayerIdx};
 
 use crate::buf::CudaBuf;
 use crate::device::Kernel;
-use crate::kv::{CudaKv, PAGE_LEN};
+use crate::kv::{CudaKv, PAGE_LEN, refuse_rows};
 use crate::launch::attend::{AttendKernels, AttendShape};
 use crate::launch::count;
 use crate::launch::sparse::{
@@ -192,6 +192,9 @@ impl SparseKernels {
 impl Cuda {
     /// Keeps digests beside the pages, which become rows.
     pub(crate) fn keep(&self, kv: &mut CudaKv, digests: &[Digest]) -> Result<(), DeviceError> {
+        if kv.shape.dtype.is_coded() {
+            return Err(refuse_rows(kv.shape.dtype));
+        }
         let group = self.sparse_group(kv);
         let d = kv.page.head_dim as usize;
         let bytes = digests

@@ -39,7 +39,7 @@ pub fn deciding_bytes(shape: &DecidingShape) -> u64 {
     // Each head's rows begin in a page of their own, and have one more.
     let set_pages = (shape.set_rows as usize).div_ceil(PAGE_LEN) + 2 * n_all;
     let room = Room::new(&RoomShape {
-        page: PageShape::of(&shape.kv),
+        page: PageShape::of_layer(&shape.kv, 0),
         n_all,
         n_kv_heads: shape.kv.n_kv_heads as usize,
         group: (shape.n_heads / shape.kv.n_kv_heads.max(1)) as usize,

@@ -1,8 +1,8 @@
 //! Buffers, layers of the arena, and pages copied inside it.
 
-use nuthatch_types::{HostReads, KvDtype, LayerIdx, LayerSet, PageCopy, Slot};
+use nuthatch_types::{ColdDtype, ColdKv, HostReads, KvDtype, LayerIdx, LayerSet, PageCopy, Slot};
 
-use crate::{Backend, RopeStyle};
+use crate::{Backend, LayoutCodec, PageCodec as _, RopeStyle};
 
 use super::compare::{download, same_bits};
 use super::inputs::Random;
@@ -166,6 +166,36 @@ pub fn page_images_match<B: Backend>(b: &B) {
                 format!("attention of layer {layer} after pages left the device, {dtype}")
             });
         }
+    }
+}
+
+/// A layout says where each token's key and value of each head is: in eight bits with a scale for
+/// each, numbers that have so few bits beside their own scale keep them all, and no others do.
+pub fn page_layouts_match<B: Backend>(b: &B) {
+    let mut random = Random::new(27);
+    for (dtype, d) in dtypes(b).flat_map(|dtype| [(dtype, 64), (dtype, 80)]) {
+        let case = Case::new(dtype, 2, 3, d);
+        let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
+        let Some(layout) = b.page_layout(&layers.rig.kv) else { continue };
+        for seq in &mut layers.sequences {
+            for vector in seq.qkv.chunks_exact_mut(d) {
+                let scale = 2f32.powi(random.below(13) as i32 - 6);
+                vector.iter_mut().for_each(|x| *x = (random.below(255) as f32 - 127.0) * scale);
+                vector[random.below(d)] = 127.0 * scale;
+            }
+        }
+        for (layer, seq) in layers.sequences.iter().enumerate() {
+            layers.rig.append(seq, 0, Layers::<B>::ROWS, LayerIdx(layer as u32));
+        }
+        let cold = ColdKv { dtype: ColdDtype::Int8, exact_layers: vec![] };
+        let codec = LayoutCodec::new(layout, &cold).expect("all layers are coded");
+        let mut page = vec![0; codec.page_bytes()];
+        b.read_page(&layers.rig.kv, Slot(9), &mut page).expect("a page is read");
+        let (mut coded, mut back) = (vec![0; codec.coded_bytes()], vec![0; page.len()]);
+        codec.encode(&page, &mut coded);
+        codec.decode(&coded, &mut back);
+        assert!(back == page, "numbers of eight bits keep them, {dtype}, heads of {d}");
+        assert!(codec.coded_bytes() < page.len(), "fewer bytes");
     }
 }
 

@@ -49,7 +49,7 @@ pub use attend_bits::{
 };
 pub use copy::{
     buffers_match, copy_pages_matches, copy_tiers_match, host_slots_agree, layers_match,
-    page_images_match,
+    page_images_match, page_layouts_match,
 };
 pub use draw::draw_matches;
 pub use embed::embed_matches;
@@ -89,6 +89,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("copy_pages_matches", copy_pages_matches::<B>),
         ("copy_tiers_match", copy_tiers_match::<B>),
         ("page_images_match", page_images_match::<B>),
+        ("page_layouts_match", page_layouts_match::<B>),
         ("host_slots_agree", host_slots_agree::<B>),
         ("shift_pages_matches", shift_pages_matches::<B>),
         ("layers_match", layers_match::<B>),

@@ -31,7 +31,7 @@ fn coded_cases<B: Backend>(b: &B) -> Vec<Case> {
         Case::new(FP8, 5, 1, 32),
         Case::new(FP8, 2, 1, 40),
     ];
-    Case::held(b, cases)
+    cases.into_iter().filter(|case| b.holds_rows(case.kv.dtype)).collect()
 }
 
 /// A sequence of small whole numbers: sums of their products are exact in any order.

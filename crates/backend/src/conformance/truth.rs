@@ -157,9 +157,11 @@ fn stored_step_at_zero(dtype: KvDtype) -> f64 {
 /// By how many positions the key of a row was turned after it was stored.
 pub(super) type Turns<'a> = dyn Fn(usize) -> i32 + 'a;
 
-/// How far off a device may round a query's elements and the weights, relative to each.
+/// How far off a device may round a query's elements and the weights, relative to each: to bf16 where
+/// keys and values are codes.
 fn attend_step<B: Backend>(b: &B, dtype: KvDtype) -> f64 {
-    if b.rounds_activations() && dtype != KvDtype::F32 { stored_step(dtype) / 2.0 } else { 0.0 }
+    let rounded = if dtype.is_coded() { KvDtype::Bf16 } else { dtype };
+    if b.rounds_activations() && dtype != KvDtype::F32 { stored_step(rounded) / 2.0 } else { 0.0 }
 }
 
 /// Outputs of some rows of a sequence, `[rows, H, D]`.

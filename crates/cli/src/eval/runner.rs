@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use anyhow::ensure;
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, PageCodec};
-use nuthatch_engine::topk::{Counts, Decision, TopK};
+use nuthatch_engine::topk::{Counts, Decision, Retriever, TopK};
 use nuthatch_engine::{
     Budget, DiskError, Forward as _, LoadedModel, Pages as _, SharedClock, SizeRequest, Sizes,
     TopKOptions,
@@ -82,7 +82,10 @@ impl<B: Backend> Runner<B> {
         let sizes = Sizes::compute(&request)?;
         let mut model = LoadedModel::load(backend, files, &sizes)?;
         let clock: SharedClock = Arc::new(SystemClock::start());
-        model.set_topk(options, &clock)?;
+        // Where everything is attended to, pages lie as they do without a policy.
+        if options.policies.iter().any(|policy| policy.retriever != Retriever::Full) {
+            model.set_topk(options, &clock)?;
+        }
         let vocab = model.vocab() as usize;
         let mut codecs = Vec::new();
         for cold in colds {

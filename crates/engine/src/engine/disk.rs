@@ -16,6 +16,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::Engine;
 use crate::SharedClock;
 use crate::executor::Execute;
+use crate::moved::Moved;
 use crate::tier::Tier;
 
 /// Where pages are kept that outlive the engine.
@@ -27,6 +28,9 @@ pub struct SlowOptions {
     pub remote: Option<Arc<dyn Objects>>,
     /// Keeps pages in fewer bits: an approximation. `None` keeps them as they are.
     pub cold: Option<ColdKv>,
+    /// Also uses stored pages whose tokens stand elsewhere in a prompt, so many in a row at least: an
+    /// approximation.
+    pub reuse: Option<u32>,
     /// Encrypts them.
     pub key: Option<StoreKey>,
 }
@@ -56,6 +60,9 @@ impl<E: Execute> Engine<E> {
         options: &SlowOptions,
         files: Arc<dyn Files>,
     ) -> Result<(), DiskError> {
+        if options.reuse.is_some() && options.disk.is_none() {
+            return Err(DiskError::NoRows);
+        }
         let image = self.executor.page_image().ok_or(DiskError::NoImages)?;
         let codec = match &options.cold {
             Some(cold) => {
@@ -81,6 +88,9 @@ impl<E: Execute> Engine<E> {
         if let Some(cold) = &options.cold {
             name += &format!(", {cold}, 1");
         }
+        if options.reuse.is_some() {
+            name += ", moved 1";
+        }
         let namespace = xxh3_128(name.as_bytes());
         let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let is_encrypted = options.key.is_some();
@@ -100,8 +110,14 @@ impl<E: Execute> Engine<E> {
             }
             None => None,
         };
+        let seed = cache.key_mark() as u64;
+        let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
+        if let Some(least) = options.reuse {
+            let mover = self.executor.row_mover().ok_or(DiskError::NoRows)?;
+            tier.reuse(Moved::new(page_len, least, mover, seed));
+        }
         self.scheduler.expect_loads();
-        self.tier = Some(Tier::new(SlowTiers::new(disk, remote), page_len, n_pages));
+        self.tier = Some(tier);
         Ok(())
     }
 
@@ -128,11 +144,9 @@ impl<E: Execute> Engine<E> {
     /// Tokens at a prompt's beginning that a slower tier holds, or may hold, and pages of them that
     /// are farther than the disk.
     pub(super) fn n_stored(&mut self, salt: Salt, prompt: &[TokenId]) -> (u32, u32) {
-        // Where a page does not stand for all tokens before it, loading is not worth its rules.
-        let keeps_all = self.scheduler.config().window.is_none();
         match &mut self.tier {
-            Some(tier) if keeps_all => tier.n_stored(&self.scheduler, salt, prompt),
-            Some(_) | None => (0, 0),
+            Some(tier) => tier.n_stored(&self.scheduler, salt, prompt),
+            None => (0, 0),
         }
     }
 

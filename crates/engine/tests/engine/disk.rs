@@ -71,6 +71,8 @@ fn a_conversation_goes_on_after_a_restart() {
         ("llama3", None),
         ("qwen3", None),
         ("kv-shared", None),
+        ("mistral-window", None),
+        ("kv-shared-window", None),
         ("llama3", Some("hata:64,k=12,sinks=4,recent=8")),
         ("llama3", Some("quest,k=12,sinks=4,recent=8,refresh=whole")),
     ] {

@@ -9,6 +9,7 @@ mod draw;
 mod echo;
 mod executor;
 mod golden;
+mod moved;
 mod offload;
 mod prompt;
 mod remote;

@@ -224,6 +224,8 @@ fn slow(page: &mut Page, tier: &TierStats, n_declined: u64) {
     page.counter("nuthatch:disk_loads_declined", what, n_declined);
     let what = "KV pages loaded from slower tiers.";
     page.counter("nuthatch:disk_pages_loaded", what, tier.counters.pages_loaded);
+    let what = "Those of them whose tokens stood elsewhere.";
+    page.counter("nuthatch:disk_pages_moved", what, tier.counters.pages_moved);
     if let Some(stats) = &tier.disk {
         disk(page, stats, tier.counters.saves_missed);
     }

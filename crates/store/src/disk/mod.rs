@@ -38,6 +38,7 @@ pub use record::{Defect, PageName, RecordShape};
 pub use recover::{DiskDir, DiskError};
 pub use stats::{DiskCounters, DiskStats};
 
+use files::read_fully;
 use io::{Done, Hint, ReadJob, Target, Threads, WriteJob};
 use segments::{Segments, Victim};
 
@@ -133,6 +134,21 @@ impl DiskTier {
     /// How many of these pages are stored, up to the first that is not.
     pub fn n_stored(&self, keys: &[PageKey]) -> usize {
         keys.iter().take_while(|&&key| self.segments.contains(key)).count()
+    }
+
+    /// Tells all pages that are stored; none if they are encrypted.
+    pub fn each_name(&self, mut tell: impl FnMut(&PageName<'_>)) {
+        let shape = self.segments.shape;
+        if shape.is_encrypted {
+            return;
+        }
+        let mut header = vec![0; shape.header_bytes()];
+        for (place, file) in self.segments.places() {
+            let n = read_fully(&**file, &mut header, shape.record_start(place.record)).unwrap_or(0);
+            if let Some(name) = shape.read_name(&header[..n]) {
+                tell(&name.borrow());
+            }
+        }
     }
 
     /// Says that these pages are in use, wherever they were found: what is stored of them stays

@@ -18,6 +18,7 @@ use nuthatch_types::{PageKey, TokenId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::cipher::{HEAD_BYTES, TAG_BYTES, read_head};
+use crate::page_buf::OwnedName;
 
 const SEGMENT_MAGIC: [u8; 8] = *b"NUTHKVS\0";
 const RECORD_MAGIC: [u8; 4] = *b"PAGE";
@@ -165,6 +166,16 @@ impl RecordShape {
             return Err(Defect::Corrupt);
         }
         Ok(PageKey(u128_at(content, 8)))
+    }
+
+    /// Which page a record that is not encrypted holds, by the header that it begins with.
+    pub(crate) fn read_name(&self, bytes: &[u8]) -> Option<OwnedName> {
+        let key = self.read_plain_key(bytes).ok()?;
+        let token = |bytes: &[u8; 4]| TokenId(u32::from_le_bytes(*bytes));
+        let (tokens, _) = bytes[48..].as_chunks();
+        let tokens: Vec<TokenId> = tokens.iter().take(self.page_len as usize).map(token).collect();
+        let parent = PageKey(u128_at(bytes, 24));
+        Some(OwnedName::new(&PageName { key, parent, tokens: &tokens }))
     }
 
     /// Checks that a record, as it is when it is not encrypted, is whole and holds this page, and gives

@@ -38,11 +38,14 @@ pub enum DiskError {
     #[error("KV pages cannot leave this device, so there can be no disk tier")]
     NoImages,
     /// The device's pages cannot be coded in so few bits, or have no such layers.
-    #[error(
-        "KV pages cannot be kept as {0} here: a CPU does it, for layers that there are; a GPU keeps \
-         them as they are (--kv-cold-dtype auto)"
-    )]
+    #[error("KV pages cannot be kept as {0} here: only floats can, of layers that there are")]
     NoCodec(ColdKv),
+    /// The device's pages cannot be made of rows of others.
+    #[error(
+        "--cache-reuse needs --kv-disk, keys and values as f16, bf16 or f32, and attention to all of \
+         them"
+    )]
+    NoRows,
     /// The store somewhere else does not answer, or says no.
     #[error("cannot use the remote tier: {0}")]
     Remote(String),

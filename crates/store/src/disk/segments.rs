@@ -141,6 +141,16 @@ impl Segments {
         Some((place, file))
     }
 
+    /// All pages that can be found.
+    pub(crate) fn places(&self) -> impl Iterator<Item = (Place, &Arc<dyn SegmentFile>)> {
+        self.own.iter().flat_map(|(&segment, own)| {
+            let is_there = |record: &u32| own.keys[*record as usize].is_some();
+            let records = (0..own.keys.len() as u32).filter(is_there);
+            let file = own.file.as_ref();
+            records.filter_map(move |record| Some((Place { segment, record }, file?)))
+        })
+    }
+
     /// Whether a page is stored.
     pub(crate) fn contains(&self, key: PageKey) -> bool {
         self.index.contains_key(&key)

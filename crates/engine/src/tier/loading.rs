@@ -1,0 +1,79 @@
+//! A load on its way, and what has come of it.
+
+use std::time::Duration;
+
+use nuthatch_types::{PageKey, Slot, TokenId};
+
+use crate::moved::MovedPages;
+
+/// A load on its way.
+#[derive(Debug)]
+pub(super) struct Loading {
+    pub(super) slots: Vec<Slot>,
+    /// The name of what comes before the first page, and those of the pages.
+    pub(super) keys: Vec<PageKey>,
+    /// `[n_pages, page_len]`
+    pub(super) tokens: Vec<TokenId>,
+    /// The tag of the first page.
+    pub(super) tag: u64,
+    /// Pages that were asked for.
+    pub(super) n_asked: usize,
+    /// The first page of which nobody knew whether it is there, if there is one: from it on, pages are
+    /// guesses.
+    pub(super) guess: Option<usize>,
+    /// `[n_pages]` what is known of each.
+    pub(super) has_come: Vec<Option<bool>>,
+    /// Pages that came from each source, and the time that was spent on them.
+    pub(super) came: [(u32, u64); 2],
+    pub(super) begun: Duration,
+    pub(super) deadline: Duration,
+    /// Pages that are made of rows of others, and where they begin; their tags come after those of the
+    /// pages before them.
+    pub(super) moved: MovedPages,
+    pub(super) first_moved: usize,
+    /// When it ends if nothing has come and its first page was a guess.
+    pub(super) guess_deadline: Duration,
+}
+
+impl Loading {
+    /// The pages from the first on that have come.
+    pub(super) fn n_whole(&self) -> usize {
+        self.has_come.iter().take_while(|has_come| **has_come == Some(true)).count()
+    }
+
+    /// Whether nothing more will come that is of use.
+    pub(super) fn is_over(&self) -> bool {
+        let n_whole = self.n_whole();
+        n_whole == self.slots.len() || self.has_come[n_whole] == Some(false)
+    }
+
+    /// Things that are read.
+    pub(super) fn n_reads(&self) -> usize {
+        self.first_moved + self.moved.reads.len()
+    }
+
+    /// What came of something that was read for pages that are made of rows of others: of those that
+    /// need it, none will be whole if it did not come.
+    pub(super) fn lose(&mut self, read: usize) {
+        for page in self.moved.reads[read].pages() {
+            self.has_come[self.first_moved + page] = Some(false);
+        }
+    }
+
+    /// Whether it took too long.
+    pub(super) fn is_late(&self, now: Duration) -> bool {
+        let is_vain_guess = self.guess == Some(0) && self.n_whole() == 0;
+        now >= self.deadline || (is_vain_guess && now >= self.guess_deadline)
+    }
+
+    /// Whether the next page may be asked for now, which is stored for all that is known or not.
+    pub(super) fn may_ask(&mut self, is_stored: bool) -> bool {
+        if self.guess.is_none() && is_stored {
+            return true;
+        }
+        let first = *self.guess.get_or_insert(self.n_asked);
+        let guesses = &self.has_come[first..];
+        let n_right = guesses.iter().filter(|has_come| **has_come == Some(true)).count();
+        self.n_asked - first <= 2 * n_right
+    }
+}
