@@ -74,8 +74,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
         HostReads::Never
     }
     /// Whether keys and values can be stored so.
-    fn holds_kv(&self, dtype: KvDtype) -> bool {
-        !dtype.is_coded()
+    fn holds_kv(&self, _dtype: KvDtype) -> bool {
+        true
     }
     /// Whether single tokens of such keys and values can be chosen, by [`Backend::keep_digests`].
     fn holds_rows(&self, dtype: KvDtype) -> bool {
