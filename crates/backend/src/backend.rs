@@ -457,8 +457,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         let _ = (plan, idx, layer, spec, qkv, kv, out);
         Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
     }
-    /// Makes queries ready that are only decided by, as [`Backend::rope_append`] does. Keys and values may
-    /// be written too: the layer itself writes them again before it reads.
+    /// Of [`Backend::rope_append`] at least what queries need: the layer itself appends before it reads.
     fn rope_queries(
         &self,
         plan: &Self::Plan,
