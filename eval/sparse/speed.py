@@ -41,14 +41,17 @@ def steps(report):
 def name_of(step):
     ahead = ", ahead" if step["ahead"] else ""
     way = "" if step["pages"] == "device" else f", {step['way']}"
-    return f"{step['policy']}{ahead}, {step['pages']}{way}, {step['heads_turn_percent']} % turn"
+    of = f"{step['sequences']} x {step['shape']}, {step['policy']}{ahead}"
+    return f"{of}, {step['pages']}{way}, {step['heads_turn_percent']} % turn"
 
 
 def svg(found):
     lines = {}
     for step in found:
-        lines.setdefault(name_of(step), []).append((step["tokens"], step["ms"]))
-    lines = {name: sorted(set(points)) for name, points in lines.items() if len(set(points)) > 1}
+        # The better of two runs.
+        line = lines.setdefault(name_of(step), {})
+        line[step["tokens"]] = min(step["ms"], line.get(step["tokens"], math.inf))
+    lines = {name: sorted(line.items()) for name, line in lines.items() if len(line) > 1}
     if not lines:
         return None
     tokens = [t for points in lines.values() for t, _ in points]

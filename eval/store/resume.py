@@ -11,6 +11,7 @@ were left out. Needs nothing but Python; the machine should be quiet.
 
 import argparse
 import json
+import math
 import pathlib
 import platform
 import random
@@ -146,6 +147,24 @@ def resumed(binary, folder, n_tokens, rounds, redis):
     for where, tokens in cached.items():
         assert tokens >= n_tokens - 2 * PAGE_LEN, f"{where}: {tokens} of {n_tokens} tokens were cached"
     return {where: median(times) for where, times in seconds.items()} | {"cached_tokens": cached}
+
+
+def turns(binary, folder, n_tokens, lengths=(1, 40, 100)):
+    """Seconds to the first token of a conversation that goes on with so many new tokens, from memory and
+    from the disk: what could be gained at most if loading took no time."""
+    disk = ["--kv-disk", f"{folder}/turns:4GiB"]
+    prompt = prompt_of("a", n_tokens)
+    table = {}
+    with Server(binary, *disk) as server:
+        server.first_token(prompt)
+        for n in lengths:
+            table[n] = {"memory_s": round(server.first_token(prompt + prompt_of(("m", n), n))[0], 4)}
+        server.settle()
+    for n in lengths:
+        with Server(binary, *disk) as server:
+            server.first_token(prompt_of("c", 300))
+            table[n]["disk_s"] = round(server.first_token(prompt + prompt_of(("d", n), n))[0], 4)
+    return table
 
 
 def crossover(binary, folder, lengths, rounds):
@@ -302,13 +321,20 @@ def conversation(n_turns, seed):
     return messages
 
 
+def divergence(exact, near):
+    """Of the most likely tokens and of all others together, in nats."""
+    known = [(math.exp(p), math.exp(near[token])) for token, p in exact.items() if token in near]
+    rest = [max(1 - sum(side), 1e-6) for side in zip(*known)]
+    return sum(p * math.log(p / q) for p, q in [*known, tuple(rest)])
+
+
 def shifted(binary, folder, rounds, n_turns=8, n_dropped=2, n_answer=32):
     """A conversation without its oldest turns: time to the first token and the answer, computed and with
-    --cache-reuse, and how far the probabilities of the same tokens are from each other."""
+    --cache-reuse, and how far the probabilities of next tokens are from each other."""
 
     def ask(server, messages):
         body = {"model": MODEL, "messages": messages, "max_tokens": n_answer, "temperature": 0,
-                "logprobs": True, "stream": True, "stream_options": {"include_usage": True}}
+                "logprobs": True, "top_logprobs": 20, "stream": True, "stream_options": {"include_usage": True}}
         begin, first, cached, tokens = time.monotonic(), None, 0, []
         for line in server.post("/v1/chat/completions", body):
             if not line.startswith(b"data: {"):
@@ -319,7 +345,8 @@ def shifted(binary, folder, rounds, n_turns=8, n_dropped=2, n_answer=32):
             for choice in event["choices"]:
                 for token in (choice.get("logprobs") or {}).get("content") or []:
                     first = first or time.monotonic() - begin
-                    tokens.append((token["token"], token["logprob"]))
+                    top = {tuple(other["bytes"]): other["logprob"] for other in token["top_logprobs"]}
+                    tokens.append((token["token"], top))
         return first, cached, tokens
 
     disk = ["--kv-disk", f"{folder}/shifted:4GiB", "--cache-reuse", "16"]
@@ -342,13 +369,15 @@ def shifted(binary, folder, rounds, n_turns=8, n_dropped=2, n_answer=32):
             found["cached_tokens"].append(cached)
             same = next((i for i, (a, b) in enumerate(zip(exact, near)) if a[0] != b[0]), len(exact))
             found["same"].append(same)
-            found["apart"] += [abs(a[1] - b[1]) for a, b in zip(exact[:same], near)]
+            # Until they part, and where they part, both continue the same text.
+            found["apart"] += [divergence(a[1], b[1]) for a, b in zip(exact[:same + 1], near)]
     return {
         "computed_s": median(found["computed_s"]),
         "reused_s": median(found["reused_s"]),
         "cached_tokens": found["cached_tokens"],
         "same_tokens_of_%d" % n_answer: found["same"],
-        "mean_distance_of_log_probabilities": round(statistics.mean(found["apart"] or [0]), 4),
+        "kl": round(statistics.mean(found["apart"]), 4),
+        "kl_of": len(found["apart"]),
     }
 
 
@@ -417,6 +446,7 @@ def main():
         "first_token_s": lambda: resumed(args.binary, folder, args.tokens, args.rounds, port),
         "narrow_store": lambda: narrowed(args.binary, port, RATES),
         "crossover": lambda: crossover(args.binary, folder, LENGTHS, args.rounds),
+        "turns": lambda: turns(args.binary, folder, args.tokens),
         "both_sides": lambda: both_sides(args.binary, port),
         "waiting": lambda: waiting(args.binary, port, args.rounds),
         "shifted": lambda: shifted(args.binary, folder, args.rounds),

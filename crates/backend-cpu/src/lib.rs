@@ -36,9 +36,7 @@ use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
     PageLayout, Pick, PlanShape,
 };
-use nuthatch_types::{
-    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
-};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 use acts::Acts;
 use append::Append;
@@ -195,10 +193,6 @@ impl Backend for Cpu {
 
     fn host_reads(&self) -> HostReads {
         HostReads::Near
-    }
-
-    fn holds_kv(&self, _dtype: KvDtype) -> bool {
-        true
     }
 
     /// Both tiers are one arena: here, a slot of the host differs from one of the device only by

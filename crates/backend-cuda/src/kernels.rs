@@ -3,7 +3,7 @@
 use std::sync::{Arc, PoisonError};
 
 use nuthatch_backend::{DeviceError, WeightType};
-use nuthatch_types::KvDtype;
+use nuthatch_types::{KvDtype, KvShape};
 
 use crate::Cuda;
 use crate::device::Device;
@@ -43,6 +43,15 @@ impl Cuda {
         let kernels = Arc::new(AttendKernels::new(&self.device, cubin, (attend, splits))?);
         known.insert((page, by_rows), Arc::clone(&kernels));
         Ok(kernels)
+    }
+
+    /// The kernels for each kind of pages.
+    pub(crate) fn plan_kernels(
+        &self,
+        kv: &KvShape,
+    ) -> Result<Vec<(PageShape, Arc<AttendKernels>)>, DeviceError> {
+        let pages = PageShape::all(kv).into_iter();
+        pages.map(|page| Ok((page, self.attend_kernels(page, false)?))).collect()
     }
 
     pub(crate) fn cubin(&self, program: &Program) -> Result<Vec<u8>, DeviceError> {

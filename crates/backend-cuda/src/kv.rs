@@ -58,12 +58,12 @@ impl PageShape {
 
 /// Where eight columns of a token's key are, as `kernels/kv.cuh` counts them.
 fn key_piece(width: usize, token: usize, c: usize) -> usize {
-    token / 8 * width + c / 4 * 32 + token % 8 * 4 + (c % 4 ^ token % 8 / 2)
+    token / 8 * width + c / 4 * 32 + token % 8 * 4 + ((c % 4) ^ (token % 8 / 2))
 }
 
 /// Where one column of eight tokens' values is, from the first value on.
 fn value_piece(column: usize, c: usize) -> usize {
-    column * 2 + (c ^ column / 4 % 2)
+    column * 2 + (c ^ (column / 4 % 2))
 }
 
 /// Single tokens are chosen and brought only where keys and values are floats.
@@ -223,7 +223,7 @@ impl CudaKv {
         };
         let (places, head_len) = (PageLayout::places(PAGE_LEN, d, place), 2 * PAGE_LEN * width);
         let layout = PageLayout { n_layers, n_kv_heads, d, dtype, places, head_len, tail_bytes: 0 };
-        (!dtype.is_coded()).then_some(layout)
+        (!dtype.is_coded() && self.sparse.is_none()).then_some(layout)
     }
 
     /// Bytes of a page over all layers.

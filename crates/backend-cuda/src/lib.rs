@@ -136,10 +136,6 @@ impl Backend for Cuda {
         self.load_pair(gate, up)
     }
 
-    fn holds_kv(&self, _dtype: KvDtype) -> bool {
-        true
-    }
-
     fn holds_rows(&self, dtype: KvDtype) -> bool {
         !dtype.is_coded()
     }
@@ -186,7 +182,7 @@ impl Backend for Cuda {
     }
 
     fn page_layout(&self, kv: &CudaKv) -> Option<PageLayout> {
-        kv.sparse.is_none().then(|| kv.page_layout()).flatten()
+        kv.page_layout()
     }
 
     fn read_page(&self, kv: &CudaKv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
@@ -198,9 +194,7 @@ impl Backend for Cuda {
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {
-        let pages = PageShape::all(&shape.kv).into_iter();
-        let kernels = pages.map(|page| Ok((page, self.attend_kernels(page, false)?)));
-        CudaPlan::new(&self.device, shape, kernels.collect::<Result<_, DeviceError>>()?)
+        CudaPlan::new(&self.device, shape, self.plan_kernels(&shape.kv)?)
     }
 
     fn plan(

@@ -74,8 +74,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
         HostReads::Never
     }
     /// Whether keys and values can be stored so.
-    fn holds_kv(&self, dtype: KvDtype) -> bool {
-        !dtype.is_coded()
+    fn holds_kv(&self, _dtype: KvDtype) -> bool {
+        true
     }
     /// Whether single tokens of such keys and values can be chosen, by [`Backend::keep_digests`].
     fn holds_rows(&self, dtype: KvDtype) -> bool {
@@ -482,8 +482,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         let _ = (plan, idx, layer, spec, qkv, kv, out);
         Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
     }
-    /// Makes queries ready that are only decided by, as [`Backend::rope_append`] does. Keys and values may
-    /// be written too: the layer itself writes them again before it reads.
+    /// Of [`Backend::rope_append`] at least what queries need: the layer itself appends before it reads.
     fn rope_queries(
         &self,
         plan: &Self::Plan,

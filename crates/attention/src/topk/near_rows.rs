@@ -13,6 +13,8 @@ pub(super) struct NearRows {
     n_used: u32,
     /// Members that are not there yet, ascending, and where they go.
     missing: (Vec<u32>, Vec<u32>),
+    /// Whether that is all of them, because pages that they came from were replaced.
+    is_stale: bool,
     spare: Vec<u32>,
 }
 
@@ -36,6 +38,13 @@ impl NearRows {
     pub(super) fn settle(&mut self) {
         self.missing.0.clear();
         self.missing.1.clear();
+        self.is_stale = false;
+    }
+
+    /// All members must be brought again.
+    pub(super) fn bring_again(&mut self) {
+        self.missing = (self.members.clone(), self.rows.clone());
+        self.is_stale = true;
     }
 
     /// The set has these members now, ascending. Those that are new must be brought, and so must
@@ -54,6 +63,7 @@ impl NearRows {
         }
         self.free.extend(old.map(|(_, &row)| row));
         std::mem::swap(&mut self.rows, &mut self.spare);
+        let is_stale = self.is_stale;
         self.settle();
         let mut again = again.iter().peekable();
         for (&member, row) in members.iter().zip(&mut self.rows) {
@@ -61,7 +71,7 @@ impl NearRows {
             if *row == NONE {
                 *row = self.free.pop().unwrap_or(self.n_used);
                 self.n_used = self.n_used.max(*row + 1);
-            } else if !is_again {
+            } else if !is_again && !is_stale {
                 continue;
             }
             self.missing.0.push(member);

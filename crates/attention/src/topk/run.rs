@@ -262,10 +262,14 @@ impl TopK {
     }
 
     /// Entries of a row's table were written; says whether they replace others. That alone changes no
-    /// place: a page that moved, or that somebody else has too, holds the same tokens.
+    /// place: a page that moved, or that somebody else has too, holds the same tokens. But its bits may
+    /// differ, so what is near comes again.
     pub fn table_written(&mut self, row: u32, start: u32, n_entries: u32) -> bool {
         let row = &mut self.rows[row as usize];
         let replaces = start < row.n_pages;
+        if replaces && self.near.is_some() {
+            row.heads.iter_mut().flatten().for_each(|head| head.near.bring_again());
+        }
         row.n_pages = start + n_entries;
         replaces
     }

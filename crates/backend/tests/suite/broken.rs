@@ -3,9 +3,7 @@
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, HostMatrix, PlanShape, RopeStyle,
 };
-use nuthatch_types::{
-    HostReads, KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot,
-};
+use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
 use crate::plain::{self, Kv, Plain, Plan};
 
@@ -214,10 +212,6 @@ impl Backend for Broken {
 
     fn host_reads(&self) -> HostReads {
         Plain.host_reads()
-    }
-
-    fn holds_kv(&self, dtype: KvDtype) -> bool {
-        Plain.holds_kv(dtype)
     }
 
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {

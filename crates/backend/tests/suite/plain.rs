@@ -209,10 +209,6 @@ impl Backend for Plain {
         HostReads::Near
     }
 
-    fn holds_kv(&self, _dtype: KvDtype) -> bool {
-        true
-    }
-
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Kv, DeviceError> {
         let n_slots = slots.total() as usize;
         let mut kv = Kv { shape, n_slots, data: Vec::new() };
