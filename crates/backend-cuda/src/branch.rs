@@ -14,8 +14,8 @@ use nuthatch_backend::DeviceError;
 
 use crate::device::Device;
 
-/// Blocks that bring rows over the link: 0.89 to 0.98 of the copy engine's rate from 4 MiB on, where
-/// eight reach 0.75 to 0.88, and more no more (`kernels/lab/sparse`, one H200).
+/// Blocks that bring rows over the link: 0.88 to 0.92 of the copy engine's rate from 4 MiB on, where
+/// eight reach 0.55, and more hardly more (`cuda_bench bring host`, one H200).
 pub(crate) const LINK_BLOCKS: u32 = 16;
 /// The same where nothing else runs meanwhile: with 32 of them a step of 128K tokens took 9.9 ms instead of
 /// 10.3 (`cuda_bench topk 131072 host`).
