@@ -1,6 +1,6 @@
 // Attention over pages, as the kernels that compute it share it:
 // out[t, h] = softmax(scale q[t, h] K) V, causal, and not further back than the window. KV of 16 bits, or
-// of 8 that become bf16, on tensor cores. PARTS says how exactly: with two f16, or three bf16, to f32's accuracy.
+// of 8 that become floats, on tensor cores. PARTS says how exactly: with two f16, or three bf16, to f32's accuracy.
 //
 // A warp takes up to sixteen *lines*: pairs of a token and a query head of one KV head. Keys are cut
 // into chunks at fixed places from the sequence's start. For each chunk it goes in steps of 32 keys:
@@ -70,12 +70,15 @@ struct AttendParams {
 };
 static_assert(sizeof(AttendParams) == ATTEND_PARAMS_SIZE, "the host's AttendParams differs");
 
+// Whether queries and weights are f16, or bf16.
+#define IS_F16 (KV == KV_F16 || (CODED && PARTS == 1))
+
 // How far scores may be above m, as an exponent of two. Parts of small p keep all their bits only if m is
 // the maximum itself.
 #define MOST_ABOVE (PARTS == 1 ? 8.0f : 0.0f)
 
 // All p are multiplied with two to this, so that small ones keep their bits and large ones are finite.
-#if KV == KV_F16
+#if IS_F16
 #define P_EXPONENT (PARTS == 1 ? 7.0f : 14.0f)
 DEVICE float part_value(u32 bits) { return f16_to_float(bits & 0xFFFF); }
 DEVICE u32 part_pair(float x, float y) { return f16x2(x, y); }
@@ -97,7 +100,7 @@ DEVICE u32 take_part(float& x, float& y) {
 
 // Brings the largest of a line near 2^14: the factor is a power of two.
 DEVICE float line_factor(float largest) {
-#if KV == KV_F16
+#if IS_F16
     if (!(largest > 0.0f && largest < INFINITE)) return 1.0f;
     int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
     exponent = 14 - (exponent < -100 ? -100 : exponent);
@@ -151,6 +154,11 @@ struct Lines {
     // Of the chunk so far.
     Total total[R];
     float o[TILES][4];
+#if CODED
+    // What o is to be multiplied by: a power of two above all scales of values that were seen, so that
+    // weights are f16.
+    float unit[R];
+#endif
 };
 
 template <int R>
@@ -166,6 +174,10 @@ DEVICE void begin_chunk(Lines<R>& lines) {
     for (int n = 0; n < TILES; n++)
         UNROLL
         for (int e = 0; e < 4; e++) lines.o[n][e] = 0.0f;
+#if CODED
+    UNROLL
+    for (int r = 0; r < R; r++) lines.unit[r] = 0.0f;
+#endif
 }
 
 // Whether splits can rotate queries: a lane then has both elements of a pair.
@@ -305,20 +317,6 @@ DEVICE uint4 value_operand(const u8* values, u32 pair) {
 #endif
 }
 
-#if CODED
-// Multiplies what belongs to the keys of a step, as `score` gives it, by their scales, or their values'.
-template <int R, int STRIDE>
-DEVICE void scale_keys(const u8* stage, float (&s)[KEY_TILES][2 * R]) {
-    UNROLL
-    for (int j = 0; j < KEY_TILES; j++) {
-        const u8* half = stage + j / 2 * STRIDE;
-        const float2 two = *(const float2*)scale_of(half, j % 2 * 8 + threadIdx.x % 4 * 2);
-        UNROLL
-        for (int e = 0; e < 2 * R; e++) s[j][e] = __fmul_rn(s[j][e], e % 2 ? two.y : two.x);
-    }
-}
-#endif
-
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
 // of its pages are STRIDE apart.
 template <int R, int STRIDE, typename Queries>
@@ -359,9 +357,6 @@ DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES]
             for (int part = 1; part < PARTS; part++)
                 s[j][e] += R == 1 ? sums[j][part / 2][e + part % 2 * 2] : sums[j][part][e];
         }
-#if CODED
-    scale_keys<R, STRIDE>(stage, s);
-#endif
 }
 
 // Turns the scores of a step into weights; the chunk's totals so far are scaled down by `down`.
@@ -453,20 +448,10 @@ template <int R, int STRIDE>
 DEVICE void mix_values(const u8* stage, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
                        float (&o)[TILES][4]) {
     if (has_moved(down)) scale_down(down, o);
-#if CODED
-    float weights[KEY_TILES][2 * R];
-    UNROLL
-    for (int j = 0; j < KEY_TILES; j++)
-        UNROLL
-        for (int e = 0; e < 2 * R; e++) weights[j][e] = s[j][e];
-    scale_keys<R, STRIDE>(stage, weights);
-#else
-    const auto& weights = s;
-#endif
     UNROLL
     for (int page = 0; page < STEP_PAGES; page++) {
         u32 a[PARTS][4];
-        weight_operands<R>(weights, page, a);
+        weight_operands<R>(s, page, a);
         const u8* values = stage + page * STRIDE;
         UNROLL
         for (int pair = 0; pair < PAIRS; pair++) {

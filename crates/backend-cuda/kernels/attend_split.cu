@@ -454,13 +454,22 @@ struct Splitter {
                 const bool is_fresh = fresh.is_here && step + 1 == end_step;
                 if (is_fresh) Fresh::put(p, work, sets, fresh, false, keys);
                 score<R, HALF_PAGE>(keys, queries, s);
+#if CODED
+                scale_scores<R, HALF_PAGE>(keys, s);
+#endif
                 soften<R>(step * STEP, lines, s, down);
                 u8* values = await(own, ring, place);
                 go_on(place);
                 bring(p, feed, own, ring);
                 if (is_fresh) Fresh::put(p, work, sets, fresh, true, values);
+#if CODED
+                weigh_values<R, HALF_PAGE>(values, s, down, lines.unit);
+#endif
                 mix_values<R, HALF_PAGE>(values, s, down, lines.o);
             }
+#if CODED
+            end_chunk(lines);
+#endif
             store_partial(p, work.part.partial, lines);
         }
     }

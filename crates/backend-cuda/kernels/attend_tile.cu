@@ -206,10 +206,19 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
         const u8* stage = shared + turn % TILE_STAGES * STAGE_BYTES;
         float s[KEY_TILES][4], down[2];
         score<2, HEAD_PAGE_BYTES>(stage, q, s);
+#if CODED
+        scale_scores<2, HEAD_PAGE_BYTES>(stage, s);
+#endif
         soften<2>(step * STEP, lines, s, down);
+#if CODED
+        weigh_values<2, HEAD_PAGE_BYTES>(stage + HEAD_PAGE_BYTES / 2, s, down, lines.unit);
+#endif
         mix_values<2, HEAD_PAGE_BYTES>(stage + HEAD_PAGE_BYTES / 2, s, down, lines.o);
         if ((step + 1) * STEP != chunk_end && step + 1 != end_step) continue;
         chunk_end = chunk_start(p.cuts, chunk_of(p.cuts, chunk_end) + 1);
+#if CODED
+        end_chunk(lines);
+#endif
         merge_chunk(lines, total, all);
         begin_chunk(lines);
     }

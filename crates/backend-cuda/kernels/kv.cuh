@@ -13,7 +13,7 @@
 // With f32 it is K [16][D], then V [16][D].
 //
 // With eight bits a code stands for a number that its token's scale is to be multiplied by. A lane's eight
-// operands of a matrix instruction are eight bytes that follow each other, which become bf16 in registers:
+// operands of a matrix instruction are eight bytes that follow each other, which become floats in registers:
 //
 //   K   [32 columns][8 tokens: 2][lane][8 columns], then 16 scales
 //   V   [16 columns][lane][2 columns][4 tokens],    then 16 scales
@@ -27,7 +27,7 @@
 #define KV_F32 0
 #define KV_F16 1
 #define KV_BF16 2
-#define KV_INT8 3  // a sign and seven bits
+#define KV_INT8 3  // 128 more than the number
 #define KV_FP8 4   // e4m3
 #define CODED (KV == KV_INT8 || KV == KV_FP8)
 
@@ -149,12 +149,11 @@ DEVICE float2 code_scale(float largest) {
 
 // The nearest code.
 DEVICE u8 code_of(float x) {
-    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
-    x = fabsf(x);
 #if KV == KV_INT8
-    return (u8)(sign | min(__float2int_rn(x), 127));
+    return (u8)(128 + max(-127, min(__float2int_rn(x), 127)));
 #else
-    x = fminf(x, 448.0f);
+    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
+    x = fminf(fabsf(x), 448.0f);
     // Below 2^-6 the exponent stays, and so does the distance between numbers.
     const int exponent = max((int)(__float_as_uint(x) >> 23) - 127, -6);
     const int eighths = __float2int_rn(x * __uint_as_float((u32)(130 - exponent) << 23));
@@ -162,35 +161,39 @@ DEVICE u8 code_of(float x) {
 #endif
 }
 
-DEVICE u32 bf16_fma(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
+// Two codes of four as f16, exactly: the first two, or the others.
+DEVICE u32 two_of(u32 codes, bool is_second) {
+    u32 two;
+#if KV == KV_INT8
+    // Behind 1024 a byte is a whole number.
+    two = __byte_perm(codes, 0x64646464, is_second ? 0x4342 : 0x4140);
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(two) : "r"(0x64806480u));
+#elif __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"((u16)(is_second ? codes >> 16 : codes)));
+#else
+    // Moved, the bits of an e4m3 number are those of a 256th of it.
+    const u32 wide = __byte_perm(codes, 0, is_second ? 0x3424 : 0x1404);
+    two = (wide >> 1 & 0x3F803F80) | (wide & 0x80008000);
+    asm("mul.f16x2 %0, %0, %1;" : "+r"(two) : "r"(0x5C005C00u));
+#endif
+    return two;
 }
 
-// Two codes of four as bf16, exactly: the first two, or the others.
-DEVICE u32 two_of(u32 codes, bool is_second) {
-#if KV == KV_INT8
-    // 128 and seven bits more is a number of which 128 is taken off again, both with the sign.
-    const u32 twice = __byte_perm(codes, 0, is_second ? 0x3322 : 0x1100);
-    const u32 more = (twice & 0x807F807F) | 0x43004300;
-    return bf16_fma((twice & 0x80008000) | 0x43004300, 0xBF80BF80, more);
-#else
-    // As an exponent of bf16, the same bits are 2^-120 of it.
-    const u32 wide = __byte_perm(codes, 0, is_second ? 0x3424 : 0x1404);
-    return bf16_fma((wide >> 4 & 0x07F007F0) | (wide & 0x80008000), 0x7B807B80, 0x80008000);
-#endif
+// Two codes as operands: f16 where weights are rounded to that, or else bf16, whose range is f32's.
+DEVICE u32 operand_of(u32 codes, bool is_second) {
+    const u32 two = two_of(codes, is_second);
+    return PARTS == 1 ? two : bf16x2(f16_to_float(two & 0xFFFF), f16_to_float(two >> 16));
 }
 
 // A lane's operands.
 DEVICE uint4 operands_of(const u8* codes) {
     const uint2 eight = *(const uint2*)codes;
-    return make_uint4(two_of(eight.x, false), two_of(eight.x, true), two_of(eight.y, false),
-                      two_of(eight.y, true));
+    return make_uint4(operand_of(eight.x, false), operand_of(eight.x, true),
+                      operand_of(eight.y, false), operand_of(eight.y, true));
 }
 
 // The number of a code.
-DEVICE float code_value(u8 code) { return bf16_to_float(two_of(code, false) & 0xFFFF); }
+DEVICE float code_value(u8 code) { return f16_to_float(two_of(code, false) & 0xFFFF); }
 #else
 DEVICE float element_value(Element x) {
 #if KV == KV_F32

@@ -133,6 +133,7 @@ impl Program {
             KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => files.extend([
                 ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
                 ("attend.cuh", include_str!("../kernels/attend.cuh")),
+                ("attend_coded.cuh", include_str!("../kernels/attend_coded.cuh")),
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
                 ("attend_wide.cu", include_str!("../kernels/attend_wide.cu")),
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),

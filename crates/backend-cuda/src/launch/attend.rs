@@ -278,8 +278,10 @@ impl SplitShape {
     /// smallest if none does.
     pub(crate) fn fitting(attend: AttendShape, shared_bytes_max: usize) -> [Self; 2] {
         [8, 16].map(|lines| {
-            let mut shapes =
-                Self::ALL.map(|(warps, stages)| SplitShape { lines, warps, stages }).into_iter();
+            // Codes need registers while they become floats.
+            let is_wide = attend.page.dtype.is_coded() && attend.page.width() > 64;
+            let all = is_wide.then_some((8, 5)).into_iter().chain(Self::ALL);
+            let mut shapes = all.map(|(warps, stages)| SplitShape { lines, warps, stages });
             let fits = |shape: &Self| shape.shared_bytes(attend) <= shared_bytes_max;
             shapes.find(fits).unwrap_or(SplitShape { lines, warps: 1, stages: 2 })
         })

@@ -25,6 +25,9 @@ use super::rig::{Case, EPS, Sequence};
 
 /// Stored key elements of one key that may have fallen on the other side of a tie.
 const FLIPS: f64 = 2.0;
+/// The smallest weight of a code's vector that f16 holds, as a share of the largest: a code may be 0, and
+/// then nothing else hides that smaller ones are lost.
+const LOST: f64 = 1.0 / (1u64 << 31) as f64;
 /// Bounds are to first order; what is left out is far below this factor.
 const SLACK: f64 = 2.0;
 
@@ -157,10 +160,10 @@ fn stored_step_at_zero(dtype: KvDtype) -> f64 {
 /// By how many positions the key of a row was turned after it was stored.
 pub(super) type Turns<'a> = dyn Fn(usize) -> i32 + 'a;
 
-/// How far off a device may round a query's elements and the weights, relative to each: to bf16 where
+/// How far off a device may round a query's elements and the weights, relative to each: to f16 where
 /// keys and values are codes.
 fn attend_step<B: Backend>(b: &B, dtype: KvDtype) -> f64 {
-    let rounded = if dtype.is_coded() { KvDtype::Bf16 } else { dtype };
+    let rounded = if dtype.is_coded() { KvDtype::F16 } else { dtype };
     if b.rounds_activations() && dtype != KvDtype::F32 { stored_step(rounded) / 2.0 } else { 0.0 }
 }
 
@@ -178,6 +181,7 @@ pub(super) fn attend_turned<B: Backend>(
     turns: &Turns<'_>,
 ) -> Truth {
     let (d, step) = (case.d(), attend_step(b, case.kv.dtype));
+    let lost = if case.kv.dtype.is_coded() && step > 0.0 { LOST } else { 0.0 };
     let heads = Heads::new(case, seq, &rows, turns);
     let first_row = rows.start;
     let angles = AngleError::new(case);
@@ -201,7 +205,7 @@ pub(super) fn attend_turned<B: Backend>(
                 })
                 .collect();
             let values: Vec<&[f64]> = (start..=t).map(|j| &heads.v[at(j)..][..d]).collect();
-            mix(&scores, &values, step, &mut truth);
+            mix(&scores, &values, (step, lost), &mut truth);
         }
     }
     truth
@@ -264,7 +268,7 @@ impl<'a> AngleError<'a> {
 }
 
 /// The softmax of the scores, applied to the values.
-fn mix(scores: &[Score], values: &[&[f64]], step: f64, truth: &mut Truth) {
+fn mix(scores: &[Score], values: &[&[f64]], (step, lost): (f64, f64), truth: &mut Truth) {
     let top = scores.iter().fold(f64::NEG_INFINITY, |top, score| top.max(score.value));
     let weights: Vec<f64> = scores.iter().map(|score| (score.value - top).exp()).collect();
     let total: f64 = weights.iter().sum();
@@ -281,6 +285,8 @@ fn mix(scores: &[Score], values: &[&[f64]], step: f64, truth: &mut Truth) {
         .iter()
         .map(|mass| mass * ((8.0 + 2.0 * (values.len() as f64).sqrt()) * ROUNDING + step))
         .collect();
+    let largest = values.iter().copied().flatten().fold(0.0, |top: f64, x| top.max(x.abs()));
+    error.iter_mut().for_each(|error| *error += lost * values.len() as f64 * largest);
     for ((weight, score), v) in weights.iter().zip(scores).zip(values) {
         let off = weight / total * score.error;
         // Keys without weight cannot move the result.
