@@ -33,6 +33,10 @@ pub trait Backend: Sized + Send + Sync + 'static {
 
     /// A short name of the device and what it uses, for people.
     fn name(&self) -> String;
+    /// The answer of a device that does not have what would take these operands.
+    fn lacks<T>(&self, what: &str, _operands: impl Sized) -> Result<T, DeviceError> {
+        Err(DeviceError::Fault(format!("{} has no {what}", self.name())))
+    }
     /// Whether products with F16 and BF16 weights take the activations rounded to bf16, as tensor
     /// cores do. Products with F32 weights never do; those with quantised weights may round
     /// activations to eight bits in blocks of 32, or to bf16, which is closer. Attention may then take
@@ -73,13 +77,9 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn host_reads(&self) -> HostReads {
         HostReads::Never
     }
-    /// Whether keys and values can be stored so.
-    fn holds_kv(&self, _dtype: KvDtype) -> bool {
-        true
-    }
     /// Whether single tokens of such keys and values can be chosen, by [`Backend::keep_digests`].
-    fn holds_rows(&self, dtype: KvDtype) -> bool {
-        self.holds_kv(dtype)
+    fn holds_rows(&self, _dtype: KvDtype) -> bool {
+        true
     }
     /// Allocates the pages of both tiers.
     fn alloc_kv(&self, shape: KvShape, slots: KvSlots) -> Result<Self::Kv, DeviceError>;
@@ -106,18 +106,15 @@ pub trait Backend: Sized + Send + Sync + 'static {
     /// Copies the bytes of one page, all layers and heads and what is kept beside them, to the host,
     /// and waits. `target` has the length of [`Backend::page_image`].
     fn read_page(&self, kv: &Self::Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
-        let _ = (kv, slot, target);
-        Err(DeviceError::Fault(format!("pages do not leave {}", self.name())))
+        self.lacks("pages that can leave it", (kv, slot, target))
     }
     /// Writes one page from bytes that [`Backend::read_page`] gave, of a device and an arena with the
     /// same layout.
     fn write_page(&self, kv: &mut Self::Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        let _ = (kv, slot, source);
-        Err(DeviceError::Fault(format!("pages do not leave {}", self.name())))
+        self.lacks("pages that can leave it", (kv, slot, source))
     }
-    /// Writes whole pages from others inside the arena, in order, all layers and heads: values as
-    /// they are, keys turned by `by` more positions of the plan's rotation. The plan need not be
-    /// prepared.
+    /// Writes whole pages from others inside the arena, in order, all layers and heads: values as they
+    /// are, keys turned by `by` more positions of the plan's rotation. The plan need not be prepared.
     ///
     /// Angles are exact for every `by`; a key is turned in `f32` and stored, and not scaled again by
     /// the attention factor.
@@ -139,7 +136,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
         tables: &Self::Tables,
         layout: &BatchLayout,
     ) -> Result<(), DeviceError>;
-
     /// The same for a batch whose rows are the output rows of the one before, and whose tokens are those
     /// that [`Backend::draw`] chooses there: `layout.tokens` says nothing. Nothing waits for them.
     fn plan_next(
@@ -148,13 +144,11 @@ pub trait Backend: Sized + Send + Sync + 'static {
         tables: &Self::Tables,
         layout: &BatchLayout,
     ) -> Result<(), DeviceError> {
-        let _ = (plan, tables, layout);
-        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+        self.lacks("choice of tokens", (plan, tables, layout))
     }
-
     /// Begins the operations of the planned batch, from [`Backend::embed`] to the last product, or to
-    /// [`Backend::draw`] if [`Backend::plan_draws`] came before. If they are [`Pass::Needed`], the caller queues them and then calls [`Backend::end_pass`]; if they
-    /// are [`Pass::Queued`], it leaves them out.
+    /// [`Backend::draw`] if [`Backend::plan_draws`] came before. If they are [`Pass::Needed`], the caller
+    /// queues them and then calls [`Backend::end_pass`]; if they are [`Pass::Queued`], it leaves them out.
     ///
     /// All passes of one plan must be the same operations with the same weights and buffers, for as
     /// many rows and outputs as the batch has, over `kv`: then a device may record one and queue it
@@ -238,18 +232,17 @@ pub trait Backend: Sized + Send + Sync + 'static {
         self.norm(norm.x, norm.weight, norm.eps, rows, h)?;
         self.matmul(w, h, rows, out)
     }
-    /// The first `n` outputs of each row of [`Backend::norm_matmul`]; the others may be computed or not.
+    /// The first `_n` outputs of each row of [`Backend::norm_matmul`]; the others may be computed or not.
     #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
     fn norm_matmul_first(
         &self,
         norm: &Norm<'_, Self>,
         w: &Self::Weight,
-        n: usize,
+        _n: usize,
         rows: usize,
         h: &mut Self::Buf,
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError> {
-        let _ = n;
         self.norm_matmul(norm, w, rows, h, out)
     }
     /// [`Backend::gated_matmul`] of [`Backend::norm`], in the same way.
@@ -269,9 +262,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
     /// Normalises the heads of q and k if the spec has weights for it, rotates them by their
     /// positions, and writes k and v to the pages of their sequences.
     ///
-    /// `qkv` is `[T, (H + 2 G) D]`; afterwards its q part is ready for [`Backend::attend`], its k
-    /// and v parts are undefined. Of a layer that does not own KV it is `[T, H D]`, queries only, and
-    /// nothing is written.
+    /// `qkv` is `[T, (H + 2 G) D]`; afterwards its q part is ready for [`Backend::attend`], its k and v
+    /// parts are undefined. Of a layer that does not own KV it is `[T, H D]`, and nothing is written.
     fn rope_append(
         &self,
         plan: &Self::Plan,
@@ -280,9 +272,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
         qkv: &mut Self::Buf,
         kv: &mut Self::Kv,
     ) -> Result<(), DeviceError>;
-    /// `out[t, h] = softmax(scale q[t, h] K) V` over the pages of the row's sequence, causal, and
-    /// not further back than the window; `out` is `[T, H D]`, `qkv` as [`Backend::rope_append`] left
-    /// it.
+    /// `out[t, h] = softmax(scale q[t, h] K) V` over the pages of the row's sequence, causal, and not
+    /// further back than the window; `out` is `[T, H D]`, `qkv` as [`Backend::rope_append`] left it.
     ///
     /// Pages that lie wholly before the windows of all rows may hold anything, and their entries of
     /// the table may be any slot.
@@ -319,8 +310,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
     /// Says how a token is chosen for each output row of the planned batch; before
     /// [`Backend::begin_pass`].
     fn plan_draws(&self, plan: &mut Self::Plan, draws: &[Draw]) -> Result<(), DeviceError> {
-        let _ = (plan, draws);
-        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+        self.lacks("choice of tokens", (plan, draws))
     }
     /// Chooses a token for each row of `logits`, `[draws, vocab]`, which it may change, as was planned.
     /// A row that has a NaN, or no largest finite number, has none.
@@ -330,14 +320,12 @@ pub trait Backend: Sized + Send + Sync + 'static {
         logits: &mut Self::Buf,
         vocab: usize,
     ) -> Result<(), DeviceError> {
-        let _ = (plan, logits, vocab);
-        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+        self.lacks("choice of tokens", (plan, logits, vocab))
     }
     /// Waits for the first pass with draws that has ended, as [`Backend::end_pass`] means it, and was
     /// not asked for; there are two such at most. Gives its tokens.
     fn drawn(&self, plan: &mut Self::Plan, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
-        let _ = (plan, tokens);
-        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
+        self.lacks("choice of tokens", (plan, tokens))
     }
     /// `out[t, i] = silu(gate_up[t, i]) * gate_up[t, F + i]`; `gate_up` is `[rows, 2 F]`.
     fn swiglu(
@@ -353,19 +341,15 @@ pub trait Backend: Sized + Send + Sync + 'static {
     /// Keeps these digests beside the pages from now on; nothing was written to `kv` yet. Wherever
     /// keys are written, copied or turned, their digests follow.
     fn keep_digests(&self, kv: &mut Self::Kv, digests: &[Digest]) -> Result<(), DeviceError> {
-        let _ = (kv, digests);
-        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+        self.lacks("top-k attention", (kv, digests))
     }
     /// Keeps rows of running sequences near from now on, see [`Near`]; nothing was written to `kv` yet.
     fn keep_near(&self, kv: &mut Self::Kv, near: &Near) -> Result<(), DeviceError> {
-        let _ = (kv, near);
-        Err(DeviceError::Fault(format!("{} keeps all KV in one memory", self.name())))
+        self.lacks("second memory for KV", (kv, near))
     }
     /// The table now belongs to another sequence, or its entries are others: nothing that was near
     /// for it is worth anything.
-    fn forget_near(&self, kv: &mut Self::Kv, table_row: u32) {
-        let _ = (kv, table_row);
-    }
+    fn forget_near(&self, _kv: &mut Self::Kv, _table_row: u32) {}
     /// Brings rows near, for [`Pick::rows`].
     fn bring(
         &self,
@@ -374,8 +358,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         kv: &Self::Kv,
         brings: &[Bring<'_>],
     ) -> Result<(), DeviceError> {
-        let _ = (plan, layer, kv, brings);
-        Err(DeviceError::Fault(format!("{} keeps all KV in one memory", self.name())))
+        self.lacks("second memory for KV", (plan, layer, kv, brings))
     }
     /// The same, while other layers compute: only [`Backend::attend_picks`] of this layer waits.
     fn bring_ahead(
@@ -400,8 +383,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         kv: &Self::Kv,
         (seq, head, n): (u32, u32, u32),
     ) -> Result<Vec<f32>, DeviceError> {
-        let _ = (plan, layer, kv, seq, head, n);
-        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+        self.lacks("top-k attention", (plan, layer, kv, seq, head, n))
     }
     /// Answers each question in `scores`, and waits. `qkv` is as [`Backend::rope_append`] left it.
     #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
@@ -415,8 +397,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         asks: &[Ask],
         scores: &mut [u32],
     ) -> Result<(), DeviceError> {
-        let _ = (plan, layer, spec, qkv, kv, asks, scores);
-        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+        self.lacks("top-k attention", (plan, layer, spec, qkv, kv, asks, scores))
     }
     /// See [`topk::select`], which this does in whatever way is fast here.
     fn select(&self, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
@@ -439,8 +420,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         picks: &[Pick<'_>],
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError> {
-        let _ = (plan, layer, spec, qkv, kv, picks, out);
-        Err(DeviceError::Fault(format!("{} has no top-k attention", self.name())))
+        self.lacks("top-k attention", (plan, layer, spec, qkv, kv, picks, out))
     }
 
     // Top-k attention that the device decides about by itself, see [`topk::Rules`].
@@ -464,8 +444,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         kv: &Self::Kv,
         rows: &[Deciding],
     ) -> Result<(), DeviceError> {
-        let _ = (plan, kv, rows);
-        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+        self.lacks("decisions of its own", (plan, kv, rows))
     }
     /// As [`Backend::attend`] in the model's layer `idx`, but rows that the device decides about see what
     /// it has decided.
@@ -479,8 +458,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         kv: &Self::Kv,
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError> {
-        let _ = (plan, idx, layer, spec, qkv, kv, out);
-        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+        self.lacks("decisions of its own", (plan, idx, layer, spec, qkv, kv, out))
     }
     /// Of [`Backend::rope_append`] at least what queries need: the layer itself appends before it reads.
     fn rope_queries(
@@ -504,13 +482,11 @@ pub trait Backend: Sized + Send + Sync + 'static {
         qkv: &Self::Buf,
         kv: &Self::Kv,
     ) -> Result<(), DeviceError> {
-        let _ = (plan, idx, layer, spec, qkv, kv);
-        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+        self.lacks("decisions of its own", (plan, idx, layer, spec, qkv, kv))
     }
     /// What was last decided about the sequence of a table, `[layer][G]`; waits.
     fn decided(&self, kv: &Self::Kv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {
-        let _ = (kv, table_row);
-        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+        self.lacks("decisions of its own", (kv, table_row))
     }
     /// The places of one head, counting all layers', of the sequence of a table; waits. To look at, not
     /// for steps.
@@ -519,7 +495,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
         kv: &Self::Kv,
         (table_row, head): (u32, usize),
     ) -> Result<DecidedPlaces, DeviceError> {
-        let _ = (kv, table_row, head);
-        Err(DeviceError::Fault(format!("{} does not decide by itself", self.name())))
+        self.lacks("decisions of its own", (kv, table_row, head))
     }
 }

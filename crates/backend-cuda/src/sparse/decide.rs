@@ -14,10 +14,12 @@ use cudarc::driver::CudaStream;
 use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
+use crate::Cuda;
 use crate::branch::{Branch, LINK_BLOCKS, LINK_BLOCKS_ALONE};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
+use crate::launch::attend::Attention;
 use crate::launch::sparse::{
     GatherRowsParams, HeadState, PostParams, SparseHeads, SparseRow, gather_rows, post_rows,
 };
@@ -28,7 +30,6 @@ use crate::launch::sparse_score::{
 use crate::launch::{count, sparse};
 use crate::link::Link;
 use crate::plan::CudaPlan;
-use crate::{Attention, Cuda};
 
 use super::SparseLayer;
 use super::room::{Room, RoomShape, Seats};

@@ -20,9 +20,11 @@ use cudarc::driver::CudaModule;
 use nuthatch_backend::{Ask, AttnSpec, DeviceError, Digest, Pick, ScoreBy};
 use nuthatch_types::{KvDtype, LayerIdx};
 
+use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::Kernel;
 use crate::kv::{CudaKv, PAGE_LEN, refuse_rows};
+use crate::launch::attend::Attention;
 use crate::launch::attend::{AttendKernels, AttendShape};
 use crate::launch::count;
 use crate::launch::sparse::{
@@ -37,7 +39,6 @@ use crate::launch::sparse_score::{
 };
 use crate::plan::{CudaPlan, Seq};
 use crate::program::Program;
-use crate::{Attention, Cuda};
 use decide::Decider;
 use digest::DigestArena;
 pub use room::{DecidingShape, deciding_bytes};

@@ -11,10 +11,10 @@ use super::inputs::Random;
 use super::rig::{Case, FP8, INT8, LAYER, PAGE_LEN, Part, Rig, Room, Sequence, shuffled_slots};
 
 /// Cases for which bits are compared; cheaper than those that are compared with `f64`.
-pub(super) fn cases<B: Backend>(b: &B) -> Vec<Case> {
+pub(super) fn cases() -> Vec<Case> {
     use KvDtype::{Bf16, F16, F32};
     use RopeStyle::{Halves, Pairs};
-    let cases = [
+    vec![
         Case::new(F16, 3, 1, 64).rotated(Pairs, 64),
         Case::new(INT8, 3, 1, 64).rotated(Pairs, 64),
         Case::new(FP8, 2, 1, 80).rotated(Halves, 80).windowed(100),
@@ -24,8 +24,7 @@ pub(super) fn cases<B: Backend>(b: &B) -> Vec<Case> {
         Case::new(F16, 2, 2, 96).windowed(100),
         Case::new(F16, 8, 1, 64).windowed(16),
         Case::new(F16, 1, 1, 256).rotated(Halves, 64).windowed(1),
-    ];
-    Case::held(b, cases)
+    ]
 }
 
 /// A rig with room for `n_tables` sequences of `rows`, and all its slots in random order.
@@ -60,7 +59,7 @@ pub(super) fn in_steps<B: Backend>(
 pub fn attend_cuts_agree<B: Backend>(b: &B) {
     const ROWS: usize = 261;
     let mut random = Random::new(18);
-    for case in &cases(b) {
+    for case in &cases() {
         let seq = Sequence::new(&mut random, case, ROWS);
         let mut cuts: Vec<Vec<usize>> = vec![
             vec![1],
@@ -97,7 +96,7 @@ pub fn attend_neighbours_agree<B: Backend>(b: &B) {
     const ROWS: usize = 90;
     const LONG: usize = 530;
     let mut random = Random::new(19);
-    for case in cases(b).iter().take(at_most(4, usize::MAX)) {
+    for case in cases().iter().take(at_most(4, usize::MAX)) {
         let seq = Sequence::new(&mut random, case, ROWS);
         let long = Sequence::new(&mut random, case, LONG);
         let short = Sequence::new(&mut random, case, 21);
@@ -140,7 +139,7 @@ pub fn attend_places_agree<B: Backend>(b: &B) {
     const ROWS: usize = 75;
     const SHARED_PAGES: usize = 3;
     let mut random = Random::new(20);
-    for case in &cases(b) {
+    for case in &cases() {
         let seq = Sequence::new(&mut random, case, ROWS);
         let n_pages = seq.n_pages();
         let (mut rig, mut slots) = rig_and_slots(b, case, &mut random, (5, ROWS));
@@ -176,7 +175,7 @@ pub fn attend_places_agree<B: Backend>(b: &B) {
 pub fn attend_past_agrees<B: Backend>(b: &B) {
     const ROWS: usize = 70;
     let mut random = Random::new(24);
-    for case in &cases(b) {
+    for case in &cases() {
         let seq = Sequence::new(&mut random, case, ROWS);
         let (mut rig, slots) = rig_and_slots(b, case, &mut random, (4, ROWS));
         for (table, own) in slots.chunks_exact(seq.n_pages()).enumerate() {

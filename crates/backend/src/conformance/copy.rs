@@ -6,7 +6,7 @@ use crate::{Backend, LayoutCodec, PageCodec as _, RopeStyle};
 
 use super::compare::{download, same_bits};
 use super::inputs::Random;
-use super::rig::{Case, N_HOST_SLOTS, N_LAYERS, Part, Rig, Room, Sequence, dtypes};
+use super::rig::{Case, DTYPES, N_HOST_SLOTS, N_LAYERS, Part, Rig, Room, Sequence};
 use super::truth::attend;
 
 /// New buffers are zero; writes and reads touch the start only.
@@ -68,7 +68,7 @@ pub fn layers_match<B: Backend>(b: &B) {
     let wide = |layers: &[u32]| LayerSet::of(layers).expect("there are such layers");
     let (first, second) = (KvDtype::Int8(wide(&[1])), KvDtype::Fp8(wide(&[0, 2])));
     let cases = [KvDtype::F16, first, second].map(|dtype| Case::new(dtype, 2, 3, 64));
-    for case in Case::held(b, cases) {
+    for case in cases {
         let mut layers = Layers::new(b, &case, &mut random, &[Slot(7), Slot(2), Slot(11)]);
         let rows = layers.last_rows(0);
         for (layer, (seq, got)) in layers.sequences.iter().zip(rows).enumerate() {
@@ -84,7 +84,7 @@ pub fn layers_match<B: Backend>(b: &B) {
 /// Copied pages hold the same bits in all layers; copies run in order; sources stay.
 pub fn copy_pages_matches<B: Backend>(b: &B) {
     let mut random = Random::new(23);
-    for dtype in dtypes(b) {
+    for dtype in DTYPES {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
         let expected = layers.last_rows(0);
@@ -112,7 +112,7 @@ pub fn copy_pages_matches<B: Backend>(b: &B) {
 /// can be the target of a later copy of the same list.
 pub fn copy_tiers_match<B: Backend>(b: &B) {
     let mut random = Random::new(24);
-    for dtype in dtypes(b) {
+    for dtype in DTYPES {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
         let expected = layers.last_rows(0);
@@ -138,7 +138,7 @@ pub fn copy_tiers_match<B: Backend>(b: &B) {
 /// their bits.
 pub fn page_images_match<B: Backend>(b: &B) {
     let mut random = Random::new(26);
-    for dtype in dtypes(b) {
+    for dtype in DTYPES {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let slots = [Slot(4), Slot(9), Slot(0)];
         let mut layers = Layers::new(b, &case, &mut random, &slots);
@@ -173,7 +173,7 @@ pub fn page_images_match<B: Backend>(b: &B) {
 /// each, numbers that have so few bits beside their own scale keep them all, and no others do.
 pub fn page_layouts_match<B: Backend>(b: &B) {
     let mut random = Random::new(27);
-    for (dtype, d) in dtypes(b).flat_map(|dtype| [(dtype, 64), (dtype, 80)]) {
+    for (dtype, d) in DTYPES.into_iter().flat_map(|dtype| [(dtype, 64), (dtype, 80)]) {
         let case = Case::new(dtype, 2, 3, d);
         let mut layers = Layers::new(b, &case, &mut random, &[Slot(4), Slot(9), Slot(0)]);
         let Some(layout) = b.page_layout(&layers.rig.kv) else { continue };
@@ -204,7 +204,7 @@ pub fn host_slots_agree<B: Backend>(b: &B) {
     if b.host_reads() == HostReads::Never {
         return;
     }
-    for dtype in dtypes(b) {
+    for dtype in DTYPES {
         let case = Case::new(dtype, 2, 3, 64).rotated(RopeStyle::Halves, 64);
         let host = |i: u32| Slot(Layers::<B>::N_SLOTS + i);
         let mut on_device =

@@ -18,7 +18,7 @@ pub fn attend_freed_agrees<B: Backend>(b: &B) {
     // Steps shorter and longer than the windows.
     const CUTS: [usize; 8] = [1, 20, 100, 101, 164, 165, 299, 300];
     let mut random = Random::new(27);
-    let mut cases = cases(b);
+    let mut cases = cases();
     cases.retain(|case| case.window.is_some());
     cases.push(Case::new(KvDtype::F32, 2, 1, 64).windowed(33));
     cases.push(Case::new(KvDtype::F16, 3, 1, 64).rotated(RopeStyle::Pairs, 64).windowed(256));

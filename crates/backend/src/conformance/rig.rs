@@ -34,11 +34,8 @@ pub(super) struct Case {
 pub(super) const INT8: KvDtype = KvDtype::Int8(LayerSet::NONE);
 pub(super) const FP8: KvDtype = KvDtype::Fp8(LayerSet::NONE);
 
-/// The types that a device can store.
-pub(super) fn dtypes<B: Backend>(b: &B) -> impl Iterator<Item = KvDtype> {
-    let all = [KvDtype::F16, KvDtype::Bf16, KvDtype::F32, INT8, FP8];
-    all.into_iter().filter(|&dtype| b.holds_kv(dtype))
-}
+/// All types of keys and values.
+pub(super) const DTYPES: [KvDtype; 5] = [KvDtype::F16, KvDtype::Bf16, KvDtype::F32, INT8, FP8];
 
 /// Added to the mean square of a head.
 pub(super) const EPS: f32 = 1e-6;
@@ -81,11 +78,6 @@ impl Case {
         let mut weights = || (0..d).map(|_| 1.0 + 0.5 * random.unit()).collect();
         self.norms = Some((weights(), weights()));
         self
-    }
-
-    /// Those that a device can store.
-    pub(super) fn held<B: Backend>(b: &B, cases: impl IntoIterator<Item = Case>) -> Vec<Case> {
-        cases.into_iter().filter(|case| b.holds_kv(case.kv.dtype)).collect()
     }
 
     pub(super) fn d(&self) -> usize {

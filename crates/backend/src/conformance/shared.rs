@@ -12,7 +12,7 @@ pub fn shared_layers_agree<B: Backend>(b: &B) {
     const ROWS: usize = 75;
     const CUTS: [(usize, usize); 5] = [(0, 1), (1, 40), (40, 41), (41, 74), (74, 75)];
     let mut random = Random::new(26);
-    for case in &cases(b) {
+    for case in &cases() {
         let owner = Sequence::new(&mut random, case, ROWS);
         // Other queries to the same keys and values.
         let mut other = Sequence::new(&mut random, case, ROWS);
