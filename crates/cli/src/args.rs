@@ -470,6 +470,10 @@ pub(crate) struct BenchArgs {
     /// Times that each test is measured
     #[arg(short, long, value_name = "N", default_value_t = 3)]
     pub(crate) repeat: u32,
+    /// Take tokens from a text, from any place on, instead of making them up: how often `--sparse`
+    /// chooses anew depends on what is said
+    #[arg(long, value_name = "FILE", conflicts_with = "shape")]
+    pub(crate) text: Option<PathBuf>,
     /// Also write JSON to a file; `-` prints it instead of the table
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

@@ -167,6 +167,8 @@ pub(crate) struct BenchConfig {
     pub(crate) generates: Vec<u32>,
     pub(crate) depths: Vec<u32>,
     pub(crate) repeat: u32,
+    /// Where tokens come from, if they are not made up.
+    pub(crate) text: Option<std::path::PathBuf>,
     pub(crate) json: Option<std::path::PathBuf>,
     pub(crate) breakdown: bool,
     pub(crate) engine: EngineConfig,
@@ -459,6 +461,7 @@ impl BenchConfig {
             generates,
             depths: args.depth.clone(),
             repeat: args.repeat,
+            text: args.text.clone(),
             json: args.json.clone(),
             breakdown: args.breakdown,
             engine: EngineConfig::new(&args.engine, 1)?,

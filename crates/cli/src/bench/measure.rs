@@ -70,12 +70,33 @@ struct Step {
     seconds: f64,
 }
 
+/// Where prompts come from.
+#[derive(Debug)]
+pub(super) enum Tokens {
+    /// Any of so many.
+    Random(u32),
+    /// A text, over and over.
+    Text(Vec<TokenId>),
+}
+
+impl Tokens {
+    fn some(&self, random: &mut Random, n: usize) -> Vec<TokenId> {
+        match self {
+            Tokens::Random(vocab) => (0..n).map(|_| TokenId(random.below(*vocab))).collect(),
+            Tokens::Text(text) => {
+                let start = random.below(u32::try_from(text.len()).unwrap_or(u32::MAX)) as usize;
+                text.iter().copied().cycle().skip(start).take(n).collect()
+            }
+        }
+    }
+}
+
 /// An engine under measurement.
 #[derive(Debug)]
 pub(super) struct Bench {
     engine: AnyEngine,
     clock: Clock,
-    vocab: u32,
+    tokens: Tokens,
     random: Random,
     /// Of all steps of one token.
     decode_seconds: f64,
@@ -91,8 +112,8 @@ impl fmt::Debug for Clock {
 }
 
 impl Bench {
-    pub(super) fn new(engine: AnyEngine, clock: SharedClock, vocab: u32) -> Self {
-        Bench { engine, clock: Clock(clock), vocab, random: Random::new(1), decode_seconds: 0.0 }
+    pub(super) fn new(engine: AnyEngine, clock: SharedClock, tokens: Tokens) -> Self {
+        Bench { engine, clock: Clock(clock), tokens, random: Random::new(1), decode_seconds: 0.0 }
     }
 
     /// Touches everything once: weights, threads, buffers.
@@ -129,7 +150,7 @@ impl Bench {
         Ok(Breakdown::new(test.to_string(), n_steps, &cuda.end_timing()?))
     }
 
-    /// Runs one sequence of random tokens to its end.
+    /// Runs one sequence to its end.
     fn run_sequence(&mut self, n_prompt: u32, n_answer: u32) -> anyhow::Result<Vec<Step>> {
         self.run_sequence_with(n_prompt, n_answer, |_, _| {})
     }
@@ -142,7 +163,7 @@ impl Bench {
         mut before: impl FnMut(&AnyEngine, u64),
     ) -> anyhow::Result<Vec<Step>> {
         // Other tokens each time, so that nothing of it is in the cache.
-        let prompt = (0..n_prompt).map(|_| TokenId(self.random.below(self.vocab))).collect();
+        let prompt = self.tokens.some(&mut self.random, n_prompt as usize);
         let limits = Limits { max_tokens: n_answer, ..Limits::default() };
         let sampling = Sampling::greedy();
         let submission = Submission { prompt, sampling, limits, ..Submission::default() };

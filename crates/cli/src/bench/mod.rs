@@ -1,6 +1,6 @@
 //! `nuthatch bench`: prefill and decode speed, in llama-bench's terms.
 //!
-//! The engine's own steps are measured, scheduling and sampling included, on random tokens:
+//! The engine's own steps are measured, scheduling and sampling included, on random tokens or those of a text:
 //!
 //! ```text
 //!   ppN @ dD   [ D tokens, not measured ][ N tokens in steps of --max-num-batched-tokens ]
@@ -15,14 +15,14 @@ mod serve;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::path::Path;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use nuthatch_model::{ModelFiles, kv_shape};
 
 use crate::config::BenchConfig;
 use crate::fetch::{self, Fetch};
 use crate::load::{self, Prepared};
-use crate::plan;
-use measure::{Bench, Kind, Test};
+use crate::{plan, text};
+use measure::{Bench, Kind, Test, Tokens};
 use result::{BenchResult, TestResult};
 pub(crate) use serve::run as serve;
 
@@ -40,7 +40,9 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
     let prepared = Prepared::with_files(files, &engine_config, fetch.env)?;
     let loaded = prepared.load()?;
     let model = prepared.files.config();
-    let mut bench = Bench::new(loaded.engine, loaded.clock, model.vocab);
+    let tokens = config.text.as_deref().map(|path| read_text(path, &prepared.files)).transpose()?;
+    let tokens = tokens.unwrap_or(Tokens::Random(model.vocab));
+    let mut bench = Bench::new(loaded.engine, loaded.clock, tokens);
     bench.warm_up()?;
     let mut tests = Vec::new();
     for test in tests_of(config) {
@@ -73,6 +75,14 @@ pub(crate) fn run(config: &BenchConfig, fetch: &Fetch<'_>) -> anyhow::Result<()>
         breakdowns,
     };
     print(config.json.as_deref(), &result)
+}
+
+fn read_text(path: &Path, files: &ModelFiles) -> anyhow::Result<Tokens> {
+    let what = || format!("cannot read {}", path.display());
+    let tokens =
+        text::load(files, true)?.words.raw(&std::fs::read_to_string(path).with_context(what)?)?;
+    ensure!(!tokens.is_empty(), "{} is empty", path.display());
+    Ok(Tokens::Text(tokens))
 }
 
 /// Prefill tests first, then decode tests, each at every depth.

@@ -285,3 +285,20 @@ fn bench_measures_every_test() {
     let json: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     assert_eq!(json["tests"][0]["name"], "pp");
 }
+
+#[test]
+fn bench_reads_a_text() {
+    let tiny = Tiny::new();
+    let file = tiny.dir.path().join("text.txt");
+    let words = ["--prompt", "8", "--gen", "4", "-r", "1", "--text", file.to_str().unwrap()];
+    let says = |error: &str| {
+        let output = tiny.output("bench", &words, "");
+        assert!(!output.status.success() && text(&output.stderr).contains(error), "{output:?}");
+    };
+    says("text.txt");
+    std::fs::write(&file, "").unwrap();
+    says("is empty");
+    std::fs::write(&file, "a b").unwrap();
+    let table = tiny.output("bench", &words, "");
+    assert!(text(&table.stdout).contains(" pp8 |"), "{}", text(&table.stderr));
+}
