@@ -26,9 +26,7 @@ struct GatherRowsParams {
 static_assert(sizeof(GatherRowsParams) == GATHER_ROWS_PARAMS_SIZE, "the host's params differ");
 
 #define GATHER_THREADS 256
-// Of a thread that are on their way: 128 KiB of eight blocks, which fill the link. More of them only wait,
-// and others that use it wait behind them.
-#define GATHER_PIECES 4
+#define GATHER_PIECES 8  // of a thread that are on their way: eight blocks fill the link
 #define GATHER_NUMBERS 1024  // rows and heads; `MAX_NUMBERS` of sparse_attend.cu
 #define MOVE_PIECES (2 * ROW_PIECES)
 

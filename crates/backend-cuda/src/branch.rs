@@ -17,6 +17,9 @@ use crate::device::Device;
 /// Blocks that bring rows over the link: 0.86 of the copy engine's rate for 4 MiB, 0.92 for 16 and 0.97 for
 /// 64, and more blocks bring hardly more (`cuda_bench bring host`, one H200).
 pub(crate) const LINK_BLOCKS: u32 = 8;
+/// The same where nothing else runs meanwhile: with 32 of them a step of 128K tokens took 10.1 ms instead of
+/// 10.7 (`cuda_bench topk 131072 host`).
+pub(crate) const LINK_BLOCKS_ALONE: u32 = 32;
 
 /// Streams beside the first, and the events that tie them to it.
 pub(crate) struct Branch {

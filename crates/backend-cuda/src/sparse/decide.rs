@@ -16,7 +16,7 @@ use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
 use crate::Cuda;
-use crate::branch::{Branch, LINK_BLOCKS};
+use crate::branch::{Branch, LINK_BLOCKS, LINK_BLOCKS_ALONE};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
@@ -398,7 +398,11 @@ impl Cuda {
             let params = link.ask(idx, &mut gather);
             post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
         }
-        let blocks = if is_far { LINK_BLOCKS } else { self.device.n_multiprocessors() };
+        let blocks = match (is_far, branch) {
+            (true, Some(_)) => LINK_BLOCKS,
+            (true, None) => LINK_BLOCKS_ALONE,
+            (false, _) => self.device.n_multiprocessors(),
+        };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 
