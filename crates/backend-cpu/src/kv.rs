@@ -46,6 +46,19 @@ pub struct CpuKv {
     pub(crate) digests: Vec<DigestPages>,
 }
 
+/// The rows of one head, `[slot][16]`. What a row's place takes is computed once for many of them.
+pub(crate) struct HeadRows<'a> {
+    bytes: &'a [u8],
+    row_bytes: usize,
+}
+
+impl HeadRows<'_> {
+    #[inline]
+    pub(crate) fn address(&self, slot: usize, offset: usize) -> *const u8 {
+        self.bytes[(slot * PAGE + offset) * self.row_bytes..][..self.row_bytes].as_ptr()
+    }
+}
+
 impl CpuKv {
     /// Pages in memory, or in a file of their own.
     pub(crate) fn new(
@@ -178,6 +191,13 @@ impl CpuKv {
     pub(crate) fn page_start(&self, head: usize, slot: usize) -> usize {
         assert!(slot < self.n_slots, "slot outside the arena");
         self.head_starts[head] + slot * self.head_page_bytes(head)
+    }
+
+    /// The rows of one head's pages, if they are in memory.
+    pub(crate) fn head_rows(&self, head: usize) -> Option<HeadRows<'_>> {
+        let (start, row_bytes) = (self.head_starts[head], self.row_bytes(head));
+        let bytes = self.bytes.get(start..start + self.n_slots * PAGE * row_bytes)?;
+        Some(HeadRows { bytes, row_bytes })
     }
 
     /// First byte of a row, where pages hold rows.
