@@ -304,7 +304,7 @@ impl EngineConfig {
             kv_bytes: args.kv_cache_memory_bytes,
             memory_share: memory_share(args)?,
             host_bytes: args.swap_space,
-            disk: args.kv_disk.clone(),
+            disk: args.kv_disk.clone().map(|disk| DiskOptions { io: args.kv_disk_io, ..disk }),
             remote: args.kv_remote.clone(),
             cold: args.cold_kv(),
             reuse: args.cache_reuse.filter(|n| *n > 0),

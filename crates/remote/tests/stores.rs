@@ -15,8 +15,13 @@ use opendal::layers::ChaosLayer;
 use opendal::services::Fs;
 use tempfile::TempDir;
 
-const SHAPE: RecordShape =
-    RecordShape { namespace: 3, page_len: 2, page_bytes: 5_000, is_encrypted: false };
+const SHAPE: RecordShape = RecordShape {
+    namespace: 3,
+    page_len: 2,
+    page_bytes: 5_000,
+    part_bytes: 5_000,
+    is_encrypted: false,
+};
 
 fn folder(path: &Path) -> String {
     format!("file://{}", path.display())

@@ -87,7 +87,7 @@ impl SlowTiers {
     /// are stored for all that is known.
     pub fn prefetch(&mut self, names: &[PageName<'_>], n_known: usize) {
         let keys: Vec<PageKey> = names[..n_known].iter().map(|name| name.key).collect();
-        if let Some(disk) = &self.disk {
+        if let Some(disk) = &mut self.disk {
             disk.prefetch(&keys);
         }
         let n_disk = keys.iter().take_while(|&&key| self.is_on_disk(key)).count();

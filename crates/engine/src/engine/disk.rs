@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::Salt;
-use nuthatch_store::disk::{DiskDir, DiskError, DiskTier, Files, RecordShape, SystemFiles};
+use nuthatch_store::disk::{DiskDir, DiskError, DiskIo, DiskTier, Files, RecordShape, SystemFiles};
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_store::{RecordLayout, StoreKey};
@@ -42,6 +42,8 @@ pub struct DiskOptions {
     pub dir: PathBuf,
     /// Most bytes of it.
     pub bytes_max: u64,
+    /// How its files are read and written.
+    pub io: DiskIo,
 }
 
 /// How long the end of an engine waits for saves.
@@ -51,7 +53,9 @@ impl<E: Execute> Engine<E> {
     /// Keeps pages from now on, and finds what an engine before this one kept. Nothing may be cached
     /// yet.
     pub fn keep_pages(&mut self, options: &SlowOptions) -> Result<(), DiskError> {
-        self.keep_pages_in(options, Arc::new(SystemFiles))
+        let io = options.disk.as_ref().map_or(DiskIo::default(), |disk| disk.io);
+        let files = SystemFiles::new(io).map_err(DiskError::NoRing)?;
+        self.keep_pages_in(options, Arc::new(files))
     }
 
     /// The same with file operations of the caller's.
@@ -94,12 +98,18 @@ impl<E: Execute> Engine<E> {
         let namespace = xxh3_128(name.as_bytes());
         let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let is_encrypted = options.key.is_some();
-        let shape = RecordShape { namespace, page_len, page_bytes, is_encrypted };
+        let shape =
+            RecordShape { namespace, page_len, page_bytes, part_bytes: page_bytes, is_encrypted };
         let layout = RecordLayout::new(shape, codec, options.key.as_ref());
         let clock = || SharedClock::clone(&self.clock);
         let disk = match (disk, dir) {
             (Some(disk), Some(dir)) => {
-                Some(DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?)
+                let tier = DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?;
+                let stats = tier.stats();
+                tracing::info!(
+                    dir = %disk.dir.display(), io = %stats.io, pages = stats.pages, "disk tier"
+                );
+                Some(tier)
             }
             _ => None,
         };

@@ -8,8 +8,8 @@ use std::time::Duration;
 use crossbeam_channel::unbounded;
 use nuthatch_cache::Options;
 use nuthatch_engine::{
-    Capacity, DiskError, DiskOptions, EngineHandle, EngineOptions, Hints, Output, SlowOptions,
-    StoreKey, Submission, TierStats, TopKOptions,
+    Capacity, DiskError, DiskIo, DiskOptions, EngineHandle, EngineOptions, Hints, Output,
+    SlowOptions, StoreKey, Submission, TierStats, TopKOptions,
 };
 use nuthatch_store::disk::SystemFiles;
 use nuthatch_store::fault::{FaultRates, FaultyFiles};
@@ -26,7 +26,8 @@ fn disk(dir: &Path) -> SlowOptions {
 }
 
 fn sized_disk(dir: &Path, bytes_max: u64) -> SlowOptions {
-    let disk = Some(DiskOptions { dir: dir.join("kv"), bytes_max });
+    let (dir, io) = (dir.join("kv"), DiskIo::default());
+    let disk = Some(DiskOptions { dir, bytes_max, io });
     SlowOptions { disk, ..SlowOptions::default() }
 }
 
@@ -248,7 +249,10 @@ fn whatever_the_disk_does_answers_are_right() {
             2 => FaultRates { flip: 60, full: 10, ..FaultRates::default() },
             _ => FaultRates { error: 10, short: 20, full: 2, flip: 10, slow: 40 },
         };
-        let files = FaultyFiles::new(Arc::new(SystemFiles), rates, seed);
+        // Seeds go through all faults with each way of reading and writing.
+        let way = if seed % 8 < 4 { "threads" } else { "auto" };
+        let system = SystemFiles::new(way.parse().unwrap()).unwrap();
+        let files = FaultyFiles::new(Arc::new(system), rates, seed);
         for round in 0..4 {
             let (mut engine, clock) = engine_with(capacity, Script::default(), Options::default());
             let disk = sized_disk(dir.path(), 6_000);

@@ -13,10 +13,12 @@
 //!
 //! Code map: [`DiskTier`] belongs to one thread and owns all state; `record` is the form of the files,
 //! `segments` which page is where and which segment goes, `recover` how a directory is opened, `io` the
-//! threads that read and write, `files` the operations they use.
+//! threads that read and write, `queue` their transfers by io_uring or one by one, `files` the other
+//! operations they use.
 
 mod files;
 mod io;
+mod queue;
 mod record;
 mod recover;
 mod segments;
@@ -32,9 +34,11 @@ use std::time::Duration;
 use crossbeam_channel::Select;
 use nuthatch_types::{Clock, FastSet, PageKey};
 
-pub use files::{Files, SegmentFile, SystemFiles};
+pub use files::{DiskIo, Files, IoEngine, SegmentFile, SystemFiles};
 pub use io::Miss;
-pub use record::{Defect, PageName, RecordShape};
+pub use queue::{Moved, Queue, SystemFile, Transfer};
+pub(crate) use record::{BLOCK, N_PARTS};
+pub use record::{Defect, PageName, PartChecks, RecordShape};
 pub use recover::{DiskDir, DiskError};
 pub use stats::{DiskCounters, DiskStats};
 
@@ -49,6 +53,9 @@ const BACKOFF_BITS: u32 = 10;
 /// Pages that the disk reads side by side, for what one of them costs. Guessed.
 const N_SIDE_BY_SIDE: u64 = 2;
 
+/// Pages that the system was asked for, as far as they are remembered.
+const N_HINTED_MAX: usize = 1 << 16;
+
 /// Pages on a disk. See the module's documentation.
 pub struct DiskTier {
     dir: PathBuf,
@@ -56,6 +63,9 @@ pub struct DiskTier {
     _lock: std::fs::File,
     segments: Segments,
     threads: Threads,
+    io: DiskIo,
+    /// Pages that the system was asked to have in its cache, so that they are read from there.
+    hinted: FastSet<PageKey>,
     /// Pages that are being written.
     writing: FastSet<PageKey>,
     /// Buffers that are not on their way, for each direction.
@@ -108,6 +118,10 @@ impl DiskTier {
         let buffers = || Buffers::new(shape, codec.as_deref());
         let (free_writes, free_reads) = (buffers(), buffers());
         let mut counters = DiskCounters::default();
+        let mut io = files.io();
+        let takes_direct =
+            |path: &Path| files.open(path).is_ok_and(|file| file.system().is_direct());
+        io.direct = io.direct && shape.has_blocks() && takes_direct(&dir.path.join("lock"));
         let segments = recover::segments(&dir.path, bytes_max, shape, &*files, &mut counters)?;
         let threads = Threads::start(form, codec.as_ref(), &files, &clock)
             .map_err(|source| DiskError::Io { path: dir.path.clone(), source })?;
@@ -116,6 +130,8 @@ impl DiskTier {
             _lock: dir.lock,
             segments,
             threads,
+            io,
+            hinted: FastSet::default(),
             writing: FastSet::default(),
             free_writes,
             free_reads,
@@ -162,8 +178,14 @@ impl DiskTier {
     }
 
     /// Says that these pages will be read soon, so that the system fetches them.
-    pub fn prefetch(&self, keys: &[PageKey]) {
+    pub fn prefetch(&mut self, keys: &[PageKey]) {
         let shape = self.segments.shape;
+        if self.io.direct {
+            if self.hinted.len() > N_HINTED_MAX {
+                self.hinted.clear();
+            }
+            self.hinted.extend(keys);
+        }
         let mut hints: Vec<(u64, Hint)> = Vec::new();
         for &key in keys {
             let Some((place, file)) = self.segments.find(key) else { continue };
@@ -204,7 +226,8 @@ impl DiskTier {
             Some(file) => Target::Open(Arc::clone(file)),
             None => Target::New(segment_path(&self.dir, place.segment)),
         };
-        self.threads.write(WriteJob::Write { place, name: OwnedName::new(name), target, buf });
+        let (name, is_direct) = (OwnedName::new(name), self.io.direct);
+        self.threads.write(WriteJob::Write { place, name, target, buf, is_direct });
     }
 
     /// Whether to go on with saving: there is room, and a buffer, or the disk has failed so that saves
@@ -222,7 +245,9 @@ impl DiskTier {
         let Some((place, file)) = self.segments.find(name.key) else { return Asked::Missing };
         let file = Arc::clone(file);
         let Some(buf) = self.free_reads.take() else { return Asked::Busy };
-        self.threads.read(ReadJob { tag, place, file, name: OwnedName::new(name), buf });
+        let is_direct = self.io.direct && !self.hinted.remove(&name.key);
+        let name = OwnedName::new(name);
+        self.threads.read(ReadJob { tag, place, file, name, buf, is_direct, part: None });
         Asked::Begun
     }
 
@@ -279,6 +304,7 @@ impl DiskTier {
             bytes_max: self.segments.bytes_max,
             pages: self.segments.n_pages(),
             segments: self.segments.n_segments(),
+            io: self.io,
             counters: self.counters,
         }
     }
