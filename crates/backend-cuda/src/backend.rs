@@ -121,8 +121,14 @@ impl Backend for Cuda {
         copy::read_page(&self.device, &self.common.copy, kv, slot, target)
     }
 
-    fn write_page(&self, kv: &mut CudaKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        copy::write_page(&self.device, &self.common.copy, kv, slot, source)
+    fn write_page(
+        &self,
+        kv: &mut CudaKv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
+        copy::write_page(&self.device, &self.common.copy, kv, slot, (start, source))
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {

@@ -355,6 +355,9 @@ pub(crate) struct EngineArgs {
     /// threads; with ,direct around the system's page cache
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub(crate) kv_disk_io: DiskIo,
+    /// Wait for all layers of stored pages before anything is computed with them: to compare
+    #[arg(long, hide = true)]
+    pub(crate) kv_disk_whole: bool,
     /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
     /// gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, redis://HOST:PORT or file:///FOLDER
     #[arg(long, value_name = "URL")]

@@ -186,13 +186,18 @@ impl<E: Execute> Engine<E> {
         self.take_loaded()?;
         let Some(plan) = self.scheduler.plan() else { return self.await_loads() };
         let result = self.execute(&plan)?;
+        self.finish_step(result, begin)?;
+        Ok(true)
+    }
+
+    /// Takes in what a step computed that began then.
+    fn finish_step(&mut self, result: StepResult, begin: Duration) -> Result<(), DeviceError> {
         let news = self.scheduler.commit(result);
         self.route(news);
         self.tell_listener();
         let took = self.clock.now().saturating_sub(begin);
         self.step_time += took;
-        self.tend_tier(took)?;
-        Ok(true)
+        self.tend_tier(took)
     }
 
     /// Ends a request at once, all its answers. Nothing happens if it has already ended.

@@ -18,7 +18,7 @@ use nuthatch_types::{
 
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
-use crate::{Attachment, Capacity, Pages, SharedClock, TopKStats};
+use crate::{Arrivals, Attachment, Capacity, Pages, SharedClock, TopKStats};
 
 use self::ahead::Ahead;
 
@@ -35,6 +35,14 @@ pub trait Execute: Pages {
     /// [`StepResult::failed`], and the others are as if it were not there. An error is the device's:
     /// everything the device held is lost, and the executor does no more work.
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError>;
+
+    /// The same while pages that the plan's sequences read still come, layer by layer; only where
+    /// [`Pages::page_image`] has layers. `None` if they do not come: then no token was computed.
+    fn run_awaiting(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<Option<StepResult>, DeviceError>;
 
     /// Gives a sequence that will come something of its own. It outlives preemptions.
     fn attach(&mut self, seq: SeqId, attachment: Attachment);
@@ -65,6 +73,17 @@ pub trait Forward: Pages {
     /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
     /// `[n_outputs, V]`.
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
+    /// The same while keys and values of earlier tokens still come, layer by layer; only where
+    /// [`Pages::page_image`] has layers. False if they do not come: then nothing was computed.
+    fn forward_awaiting(
+        &mut self,
+        layout: &BatchLayout,
+        logits: &mut [f32],
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<bool, DeviceError> {
+        let _ = (layout, logits, arrivals);
+        Err(DeviceError::Fault("pages do not come layer by layer here".to_owned()))
+    }
     /// What top-k attention did so far, if there is such.
     fn topk(&self) -> Option<TopKStats> {
         None
@@ -215,7 +234,12 @@ impl<F: Forward> Executor<F> {
         &self.forward
     }
 
-    fn carry_out(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
+    /// Carries out a plan, while pages come if there are `arrivals`; `None` if they do not come.
+    fn carry_out(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: Option<&mut dyn Arrivals>,
+    ) -> Result<Option<StepResult>, DeviceError> {
         self.n_steps += 1;
         let ahead = self.ahead_of(plan)?;
         for &seq in &plan.ended {
@@ -232,7 +256,7 @@ impl<F: Forward> Executor<F> {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let copy_nanos = nanos(copied.saturating_sub(begin));
         if plan.seqs.is_empty() {
-            return Ok(StepResult { copy_nanos, ..StepResult::default() });
+            return Ok(Some(StepResult { copy_nanos, ..StepResult::default() }));
         }
         if !plan.shifts.is_empty() {
             self.shift_pages(&plan.shifts)?;
@@ -242,18 +266,44 @@ impl<F: Forward> Executor<F> {
             let row = self.change_table(step)?;
             self.batch.push(step, row);
         }
-        let drawn = match ahead {
-            Some(ahead) => Some(self.take_ahead(plan, &ahead)?),
-            None => self.compute(plan)?,
+        let is_awaiting = arrivals.is_some();
+        let drawn = match (ahead, arrivals) {
+            (Some(ahead), _) => Some(self.take_ahead(plan, &ahead)?),
+            (None, None) => self.compute(plan)?,
+            (None, Some(arrivals)) => {
+                let layout = self.batch.layout();
+                let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
+                let logits = &mut self.logits[..n_logits];
+                if !self.forward.forward_awaiting(layout, logits, arrivals)? {
+                    return Ok(None);
+                }
+                None
+            }
         };
-        let compute_nanos = nanos(self.now().saturating_sub(copied));
+        // Waiting says nothing of what computing takes.
+        let compute_nanos = if is_awaiting { 0 } else { nanos(self.now().saturating_sub(copied)) };
         self.show_hidden(plan)?;
         let (mut sampled, mut failed) = match drawn {
             Some(tokens) => self.take(plan, &tokens),
             None => self.sample(plan),
         };
         self.read_prompts(plan, (&mut sampled, &mut failed))?;
-        Ok(StepResult { sampled, failed, copy_nanos, compute_nanos })
+        Ok(Some(StepResult { sampled, failed, copy_nanos, compute_nanos }))
+    }
+
+    fn run_or_poison(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: Option<&mut dyn Arrivals>,
+    ) -> Result<Option<StepResult>, DeviceError> {
+        if let Some(fault) = &self.poison {
+            return Err(DeviceError::Fault(format!("the device failed before: {fault}")));
+        }
+        let result = self.carry_out(plan, arrivals);
+        if let Err(error) = &result {
+            self.poison = Some(error.to_string());
+        }
+        result
     }
 
     /// The time, or always zero without a clock.
@@ -444,14 +494,16 @@ impl<F: Forward> Execute for Executor<F> {
     }
 
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
-        if let Some(fault) = &self.poison {
-            return Err(DeviceError::Fault(format!("the device failed before: {fault}")));
-        }
-        let result = self.carry_out(plan);
-        if let Err(error) = &result {
-            self.poison = Some(error.to_string());
-        }
-        result
+        let result = self.run_or_poison(plan, None)?;
+        Ok(result.expect("only what waits does without a result"))
+    }
+
+    fn run_awaiting(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<Option<StepResult>, DeviceError> {
+        self.run_or_poison(plan, Some(arrivals))
     }
 
     fn attach(&mut self, seq: SeqId, mut attachment: Attachment) {
@@ -487,8 +539,8 @@ impl<F: Forward> Pages for Executor<F> {
         self.forward.read_page(slot, target)
     }
 
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) -> Result<(), DeviceError> {
         assert!(slot.0 < self.capacity.n_slots, "slot outside the arena");
-        self.forward.write_page(slot, source)
+        self.forward.write_page(slot, start, source)
     }
 }

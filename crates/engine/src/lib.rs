@@ -57,5 +57,5 @@ pub use nuthatch_store::remote::{ObjectError, Objects, RemoteCounters};
 pub use nuthatch_store::{KeyError, StoreKey};
 pub use options::EngineOptions;
 pub use output::{Hints, Output, Sink, Submission, Timings, best_of};
-pub use pages::Pages;
+pub use pages::{Arrivals, Pages, WritePage};
 pub use tier::{TierCounters, TierStats};

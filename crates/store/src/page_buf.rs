@@ -8,7 +8,7 @@ use nuthatch_backend::PageCodec;
 use nuthatch_types::{PageKey, TokenId};
 
 use crate::cipher::{Form, StoreKey};
-use crate::disk::{BLOCK, PageName, RecordShape};
+use crate::disk::{BLOCK, PageName, PartChecks, RecordShape};
 
 /// Memory of one tier's buffers.
 const BUFFER_BYTES: usize = 64 << 20;
@@ -71,10 +71,19 @@ pub struct PageBuf {
     pub(crate) body: Range<usize>,
     /// The page itself, if the record holds it in fewer bits.
     page: Option<Vec<u8>>,
+    /// What the parts of its page are checked by, if its record's header was read with a part.
+    pub(crate) checks: PartChecks,
+    /// Whether it is for parts of pages.
+    pub(crate) is_part: bool,
 }
 
 impl PageBuf {
-    /// The page.
+    /// What the other parts of its page are checked by, if this is the first.
+    pub fn checks(&self) -> PartChecks {
+        self.checks
+    }
+
+    /// The page, or the part of it that was read.
     pub fn page(&self) -> &[u8] {
         self.page.as_deref().unwrap_or(&self.bytes[self.body.clone()])
     }
@@ -111,6 +120,7 @@ pub(crate) struct Buffers {
     page_bytes: Option<usize>,
     /// Bytes of a record, or of a part of one.
     n_bytes: usize,
+    are_parts: bool,
 }
 
 impl Buffers {
@@ -128,7 +138,7 @@ impl Buffers {
         let page_bytes = codec.map(PageCodec::page_bytes);
         let n_bytes = shape.record_bytes();
         let n = (bytes_max / (n_bytes + page_bytes.unwrap_or(0))).clamp(least, most);
-        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes, n_bytes }
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes, n_bytes, are_parts: false }
     }
 
     /// Buffers for parts of pages, with the blocks that they begin and end in.
@@ -136,7 +146,7 @@ impl Buffers {
         let n_bytes = shape.header_bytes() + shape.part_bytes + 2 * BLOCK;
         let (least, most) = N_BUFFERS;
         let n = (BUFFER_BYTES / 2 / n_bytes).clamp(least, most);
-        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes: None, n_bytes }
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes: None, n_bytes, are_parts: true }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -150,7 +160,8 @@ impl Buffers {
         self.n_unmade = self.n_unmade.checked_sub(1)?;
         let bytes = Blocks::new(self.n_bytes);
         let page = self.page_bytes.map(|n| vec![0; n]);
-        Some(PageBuf { bytes, body: self.shape.body(), page })
+        let (checks, is_part) = (PartChecks::default(), self.are_parts);
+        Some(PageBuf { bytes, body: self.shape.body(), page, checks, is_part })
     }
 
     pub(crate) fn give_back(&mut self, buf: PageBuf) {

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::Salt;
-use nuthatch_store::disk::{DiskDir, DiskError, DiskIo, DiskTier, Files, RecordShape, SystemFiles};
+use nuthatch_cache::{LoadId, Salt};
+use nuthatch_store::disk::{
+    DiskDir, DiskError, DiskIo, DiskTier, Files, N_PARTS, RecordShape, SystemFiles,
+};
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_store::{RecordLayout, StoreKey};
@@ -33,6 +35,8 @@ pub struct SlowOptions {
     pub reuse: Option<u32>,
     /// Encrypts them.
     pub key: Option<StoreKey>,
+    /// Computes nothing with pages of which a part has not come yet: to compare.
+    pub waits_for_all: bool,
 }
 
 /// A directory for pages.
@@ -98,8 +102,14 @@ impl<E: Execute> Engine<E> {
         let namespace = xxh3_128(name.as_bytes());
         let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let is_encrypted = options.key.is_some();
-        let shape =
-            RecordShape { namespace, page_len, page_bytes, part_bytes: page_bytes, is_encrypted };
+        // What top-k attention learned in a pass cannot be undone.
+        let comes_early = codec.is_none() && !is_encrypted && self.executor.topk().is_none();
+        let part_layers = image.layer_bytes.filter(|_| comes_early).map(|layer_bytes| {
+            let n_layers = image.bytes / layer_bytes.max(1);
+            (n_layers.div_ceil(N_PARTS).max(1), layer_bytes.max(1))
+        });
+        let part_bytes = part_layers.map_or(page_bytes, |(n, layer_bytes)| n * layer_bytes);
+        let shape = RecordShape { namespace, page_len, page_bytes, part_bytes, is_encrypted };
         let layout = RecordLayout::new(shape, codec, options.key.as_ref());
         let clock = || SharedClock::clone(&self.clock);
         let disk = match (disk, dir) {
@@ -122,6 +132,9 @@ impl<E: Execute> Engine<E> {
         };
         let seed = cache.key_mark() as u64;
         let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
+        if let Some((n_layers, _)) = part_layers.filter(|_| !options.waits_for_all) {
+            tier.begin_early(n_layers as u32);
+        }
         if let Some(least) = options.reuse {
             let mover = self.executor.row_mover().ok_or(DiskError::NoRows)?;
             tier.reuse(Moved::new(page_len, least, mover, seed));
@@ -175,7 +188,31 @@ impl<E: Execute> Engine<E> {
         if !tier.is_loading() {
             return Ok(false);
         }
+        if let Some(id) = tier.early(&self.scheduler, self.clock.now()) {
+            return self.step_early(id);
+        }
         tier.pause(&mut self.executor, &self.clock)?;
+        Ok(true)
+    }
+
+    /// Computes a step while the pages of its only sequence come.
+    fn step_early(&mut self, id: LoadId) -> Result<bool, DeviceError> {
+        let begin = self.clock.now();
+        let plan = self.scheduler.plan_early(id).expect("one sequence alone has room");
+        let Some(tier) = &mut self.tier else { return Ok(false) };
+        for start in &plan.started {
+            self.requests.start(start.seq, begin);
+        }
+        let result = self.executor.run_awaiting(&plan, &mut tier.coming(id, &self.clock))?;
+        self.execute_time += self.clock.now().saturating_sub(begin);
+        let n_lost = tier.end_early(id, &mut self.scheduler);
+        match result {
+            Some(result) => {
+                assert_eq!(n_lost, 0, "a pass has waited for all layers");
+                self.finish_step(result, begin)?;
+            }
+            None => self.scheduler.undo(n_lost),
+        }
         Ok(true)
     }
 

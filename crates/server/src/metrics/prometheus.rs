@@ -217,6 +217,8 @@ fn slow(page: &mut Page, tier: &TierStats, n_declined: u64) {
     let loads = [
         ("begun", tier.counters.loads),
         ("late", tier.counters.loads_late),
+        ("early", tier.counters.loads_early),
+        ("undone", tier.counters.loads_undone),
         ("guessed", tier.counters.guesses_missed),
     ];
     labelled(page, "disk_loads", "Loads from slower tiers.", "end", &loads);

@@ -84,6 +84,7 @@ pub(super) enum Done {
     },
     Read {
         tag: u64,
+        part: Option<usize>,
         place: Place,
         key: PageKey,
         result: Result<(), Miss>,
@@ -385,8 +386,9 @@ impl Worker {
             let nanos = now.saturating_sub(begin.max(last_end)).as_nanos();
             last_end = now;
             let ReadJob { tag, place, name, buf, .. } = job;
+            let (part, key) = (job.part.map(|(part, _)| part), name.key);
             let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
-            let _ = self.done.send(Done::Read { tag, place, key: name.key, result, nanos, buf });
+            let _ = self.done.send(Done::Read { tag, part, place, key, result, nanos, buf });
         }
     }
 
@@ -419,7 +421,10 @@ impl Worker {
         let bytes = job.buf.bytes.get_mut(read.clone()).ok_or(Defect::Torn)?;
         let Some((part, check)) = job.part else { return self.form.open(&name, bytes) };
         let (start, check) = match part {
-            0 => (shape.body().start, shape.open_header(&name, bytes)?[0]),
+            0 => {
+                job.buf.checks = shape.open_header(&name, bytes)?;
+                (shape.body().start, job.buf.checks[0])
+            }
             _ => (0, check),
         };
         let bytes = bytes.get(start..start + shape.part(part).len()).ok_or(Defect::Torn)?;

@@ -37,8 +37,8 @@ use nuthatch_types::{Clock, FastSet, PageKey};
 pub use files::{DiskIo, Files, IoEngine, SegmentFile, SystemFiles};
 pub use io::Miss;
 pub use queue::{Moved, Queue, SystemFile, Transfer};
-pub(crate) use record::{BLOCK, N_PARTS};
-pub use record::{Defect, PageName, PartChecks, RecordShape};
+pub(crate) use record::BLOCK;
+pub use record::{Defect, N_PARTS, PageName, PartChecks, RecordShape};
 pub use recover::{DiskDir, DiskError};
 pub use stats::{DiskCounters, DiskStats};
 
@@ -71,6 +71,8 @@ pub struct DiskTier {
     /// Buffers that are not on their way, for each direction.
     free_writes: Buffers,
     free_reads: Buffers,
+    /// The same for parts of pages.
+    free_parts: Buffers,
     /// Records that were written and not taken yet, if they are kept for somebody.
     records: Option<VecDeque<(OwnedName, PageBuf)>>,
     /// Writes that failed in a row, and saves that are refused because of that.
@@ -135,6 +137,7 @@ impl DiskTier {
             writing: FastSet::default(),
             free_writes,
             free_reads,
+            free_parts: Buffers::for_parts(shape),
             records: None,
             n_failures: 0,
             n_refusals: 0,
@@ -242,12 +245,38 @@ impl DiskTier {
 
     /// Asks for a page; `tag` is what it will be called by.
     pub fn read(&mut self, tag: u64, name: &PageName<'_>) -> Asked {
+        self.read_some(tag, name, None)
+    }
+
+    /// The form of records.
+    pub fn shape(&self) -> RecordShape {
+        self.segments.shape
+    }
+
+    /// Asks for a part of a page, which is not encrypted. `check` is among those that came with the
+    /// first part, which needs none.
+    pub fn read_part(
+        &mut self,
+        tag: u64,
+        name: &PageName<'_>,
+        (part, check): (usize, u64),
+    ) -> Asked {
+        assert!(!self.segments.shape.is_encrypted, "a part alone is not to be opened");
+        self.read_some(tag, name, Some((part, check)))
+    }
+
+    fn read_some(&mut self, tag: u64, name: &PageName<'_>, part: Option<(usize, u64)>) -> Asked {
         let Some((place, file)) = self.segments.find(name.key) else { return Asked::Missing };
         let file = Arc::clone(file);
-        let Some(buf) = self.free_reads.take() else { return Asked::Busy };
-        let is_direct = self.io.direct && !self.hinted.remove(&name.key);
+        let buffers = if part.is_some() { &mut self.free_parts } else { &mut self.free_reads };
+        let Some(buf) = buffers.take() else { return Asked::Busy };
+        let is_direct = self.io.direct && !self.hinted.contains(&name.key);
+        let n_parts = self.segments.shape.n_parts();
+        if part.is_none_or(|(part, _)| part + 1 == n_parts) {
+            self.hinted.remove(&name.key);
+        }
         let name = OwnedName::new(name);
-        self.threads.read(ReadJob { tag, place, file, name, buf, is_direct, part: None });
+        self.threads.read(ReadJob { tag, place, file, name, buf, is_direct, part });
         Asked::Begun
     }
 
@@ -269,7 +298,10 @@ impl DiskTier {
 
     /// Gives a buffer back.
     pub fn recycle(&mut self, buf: PageBuf) {
-        self.free_reads.give_back(buf);
+        match buf.is_part {
+            true => self.free_parts.give_back(buf),
+            false => self.free_reads.give_back(buf),
+        }
     }
 
     /// Keeps records that were written for [`DiskTier::take_record`].
@@ -340,12 +372,15 @@ impl DiskTier {
                 self.segments.removed(number, result.is_ok());
                 None
             }
-            Done::Read { tag, place, key, result, nanos, buf } => {
+            Done::Read { tag, part, place, key, result, nanos, buf } => {
                 let page = match result {
                     Ok(()) => {
-                        self.counters.pages_read += 1;
-                        self.counters.bytes_read += buf.bytes.len() as u64;
-                        self.segments.hit(place);
+                        if part.is_none_or(|part| part == 0) {
+                            self.counters.pages_read += 1;
+                            self.segments.hit(place);
+                        }
+                        let bytes = part.map_or(buf.bytes.len(), |_| buf.page().len());
+                        self.counters.bytes_read += bytes as u64;
                         Ok(buf)
                     }
                     Err(miss) => {

@@ -33,7 +33,7 @@ pub(crate) const BLOCK: usize = 4096;
 /// Pages of so many bytes have records of whole blocks; for smaller ones that would be a waste.
 const BLOCKS_FROM: usize = 2 * BLOCK;
 /// The most parts of a page.
-pub(crate) const N_PARTS: usize = 8;
+pub const N_PARTS: usize = 8;
 
 /// Bytes of a segment's header.
 pub(crate) const SEGMENT_HEADER_BYTES: usize = 64;
