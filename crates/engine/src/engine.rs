@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::{CachedPage, Event, Salt};
+use nuthatch_cache::{Event, Salt};
 use nuthatch_scheduler::{Output as News, Scheduler};
 use nuthatch_types::{
     BeamParams, Clock, FinishReason, Limits, Sampled, Sampling, SeqId, StepPlan, StepResult,
@@ -273,26 +273,12 @@ impl<E: Execute> Engine<E> {
         }
     }
 
-    /// A picture of the cache with the `n_branches` best beginnings and up to `n_tokens` tokens of
-    /// each. Linear in pages.
-    pub fn cache_picture(&self, n_branches: usize, n_tokens: usize) -> CachePicture {
-        let cache = self.scheduler.cache();
-        let mut device = cache.slot_uses();
-        let host = device.split_off(cache.config().n_pages as usize);
-        CachePicture { device, host, branches: cache.hottest(n_branches, n_tokens) }
-    }
-
     /// Tells `listener` what changes in the cache from now on, instead of whom it told so far. What
     /// there is already, [`Engine::cached_pages`] says.
     pub fn listen(&mut self, listener: CacheListener) {
         self.scheduler.watch_cache();
         self.tell_listener();
         self.listener = Some(listener);
-    }
-
-    /// Everything that can be found by its tokens. Linear in pages.
-    pub fn cached_pages(&self) -> Vec<CachedPage> {
-        self.scheduler.cache().cached_pages()
     }
 
     /// Tells who listens what has changed in the cache.

@@ -16,6 +16,7 @@
 
 mod early;
 mod loading;
+mod stats;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -23,8 +24,7 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{Findable, Load, LoadId, Outcome, Salt};
 use nuthatch_scheduler::{Scheduler, Source, StoredPages};
-use nuthatch_store::disk::{Asked, DiskStats, Loaded, PageName};
-use nuthatch_store::remote::RemoteCounters;
+use nuthatch_store::disk::{Asked, Loaded, PageName};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_types::{PageId, PageKey, TokenId};
 
@@ -33,6 +33,7 @@ use crate::executor::Execute;
 use crate::moved::{Moved, Wanted};
 use crate::pages::WritePage;
 use loading::{Loading, Parts};
+pub use stats::{TierCounters, TierStats};
 
 /// The share of the time of steps that copying pages for saves may have.
 const SAVE_SHARE: f64 = 0.02;
@@ -72,38 +73,6 @@ pub(crate) struct Tier {
     moved: Option<Moved>,
     /// Layers of each part of a page, if passes can begin while pages come part by part.
     part_layers: Option<u32>,
-}
-
-/// What was done beside the slower tiers' own work.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierCounters {
-    /// Loads that were begun.
-    pub loads: u64,
-    /// Loads that asked for pages of which nobody knew, and found none of them.
-    pub guesses_missed: u64,
-    /// Loads that took too long and ended with a part of their pages.
-    pub loads_late: u64,
-    /// Loads whose sequences were computed while they came, layer by layer.
-    pub loads_early: u64,
-    /// Those of them that did not come, so that the step was undone.
-    pub loads_undone: u64,
-    /// Pages that were brought to the device.
-    pub pages_loaded: u64,
-    /// Those of them that were made of rows of others.
-    pub pages_moved: u64,
-    /// Pages that were gone before they were saved.
-    pub saves_missed: u64,
-}
-
-/// What the slower tiers hold and did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierStats {
-    /// The files, if there is a disk tier.
-    pub disk: Option<DiskStats>,
-    /// The store somewhere else, if there is one.
-    pub remote: Option<RemoteCounters>,
-    /// The moves between them and the device.
-    pub counters: TierCounters,
 }
 
 impl Tier {
@@ -367,11 +336,9 @@ impl Tier {
         // While others are computed, nobody is in a hurry.
         let is_alone = scheduler.early_tokens(load.id).is_some();
         let is_here = n_known == n_pages && keys[1..].iter().all(|&key| self.slow.is_on_disk(key));
-        let parts = self
-            .slow
-            .parts()
-            .filter(|_| self.part_layers.is_some() && is_alone && is_here && !self.loads_others());
-        let parts = parts.map(|shape| Parts::new(shape.n_parts(), n_pages));
+        let comes_in_parts = self.part_layers.is_some() && is_alone && is_here;
+        let shape = self.slow.parts().filter(|_| comes_in_parts && self.loads.is_empty());
+        let parts = shape.map(|shape| Parts::new(shape, n_pages));
         let n_reads = match &parts {
             Some(parts) => parts.shape.n_parts() * n_pages,
             None => first_moved + moved.reads.len(),
