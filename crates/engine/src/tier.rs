@@ -149,7 +149,7 @@ impl Tier {
             PageName { key, parent: all_keys[page], tokens }
         };
         let names: Vec<PageName<'_>> = keys[..n_asked].iter().enumerate().map(name).collect();
-        self.slow.prefetch(&names, n_known);
+        self.slow.prefetch(&names, n_known, !scheduler.is_idle());
         ((n_cached + n_stored as u32) * self.page_len, n_remote)
     }
 

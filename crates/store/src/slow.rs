@@ -84,11 +84,11 @@ impl SlowTiers {
 
     /// Says that these pages will be read soon, so that they are fetched: from the disk by the
     /// system, and from the store what comes after the pages that the disk has. The first `n_known`
-    /// are stored for all that is known.
-    pub fn prefetch(&mut self, names: &[PageName<'_>], n_known: usize) {
+    /// are stored for all that is known; `waits` says whether something else comes before them.
+    pub fn prefetch(&mut self, names: &[PageName<'_>], n_known: usize, waits: bool) {
         let keys: Vec<PageKey> = names[..n_known].iter().map(|name| name.key).collect();
         if let Some(disk) = &mut self.disk {
-            disk.prefetch(&keys);
+            disk.prefetch(&keys, waits);
         }
         let n_disk = keys.iter().take_while(|&&key| self.is_on_disk(key)).count();
         if let Some(remote) = &mut self.remote {

@@ -180,10 +180,15 @@ impl DiskTier {
         }
     }
 
-    /// Says that these pages will be read soon, so that the system fetches them.
-    pub fn prefetch(&mut self, keys: &[PageKey]) {
+    /// Says that these pages will be read, at once or after something for which they wait, so that the
+    /// system fetches them.
+    pub fn prefetch(&mut self, keys: &[PageKey], waits: bool) {
         let shape = self.segments.shape;
         if self.io.direct {
+            // What is read at once needs no page cache.
+            if !waits {
+                return;
+            }
             if self.hinted.len() > N_HINTED_MAX {
                 self.hinted.clear();
             }

@@ -159,7 +159,7 @@ fn what_was_saved_is_there_after_a_restart() {
     assert_eq!(tier.stats().counters.pages_recovered, 9);
     let keys: Vec<PageKey> = (0..20).map(|n| Page(n).key()).collect();
     assert_eq!(tier.n_stored(&keys), 9);
-    tier.prefetch(&keys);
+    tier.prefetch(&keys, true);
     assert_eq!(tier.stats().bytes, bytes_of(&path));
 }
 
@@ -179,7 +179,7 @@ fn all_ways_read_what_all_have_written() {
             assert_eq!(tier.stats().io.engine, files.io().engine);
             for n in 0..n {
                 if n == 1 {
-                    tier.prefetch(&[Page(n).key()]);
+                    tier.prefetch(&[Page(n).key()], true);
                 }
                 assert_eq!(read(&mut tier, Page(n)), Some(Page(n).bytes_of(&shape)), "{way}");
                 if !shape.is_encrypted {
