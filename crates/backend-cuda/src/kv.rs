@@ -204,9 +204,8 @@ impl CudaKv {
     pub(crate) fn page_image(&self, arch: &str, is_exact: bool) -> PageImage {
         let bytes = self.page_bytes();
         let layout = format!("cuda 1, {arch}, exact {is_exact}, {:?}", self.shape);
-        let is_even = self.shape.dtype.wide_layers().is_empty();
-        let layer_bytes = is_even.then(|| bytes / self.shape.n_layers.max(1) as usize);
-        PageImage { bytes, layer_bytes, layout }
+        // Each piece would be waited for at the gate.
+        PageImage { bytes, layer_bytes: None, layout }
     }
 
     /// Heads of all layers.

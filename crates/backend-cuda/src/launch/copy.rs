@@ -1,7 +1,5 @@
 //! `copy.cu`: whole pages inside a tier and between tiers.
 
-use std::ops::Range;
-
 use nuthatch_backend::DeviceError;
 use nuthatch_types::{PageCopy, Slot};
 
@@ -77,7 +75,7 @@ pub(crate) fn read_page(
 ) -> Result<(), DeviceError> {
     assert_eq!(target.len(), kv.page_bytes(), "a page's bytes");
     if slot.0 < kv.slots.device {
-        pass_gate(device, kernel, kv, (slot, 0..target.len()), true)?;
+        pass_gate(device, kernel, kv, slot, true)?;
         kv.gate.read(0, target);
         return Ok(());
     }
@@ -89,61 +87,42 @@ pub(crate) fn read_page(
     Ok(())
 }
 
-/// Writes a page, or whole heads of it from the byte `start` on, from bytes of the host, and waits.
+/// Writes a page from bytes of the host, and waits.
 pub(crate) fn write_page(
     device: &Device,
     kernel: &Kernel,
     kv: &mut CudaKv,
     slot: Slot,
-    (start, source): (usize, &[u8]),
+    source: &[u8],
 ) -> Result<(), DeviceError> {
-    let bytes = start..start + source.len();
-    assert!(bytes.end <= kv.page_bytes(), "a page's bytes");
+    assert_eq!(source.len(), kv.page_bytes(), "a page's bytes");
     if slot.0 < kv.slots.device {
         // Nothing that uses the gate is queued, because everything that did was waited for.
-        kv.gate.write(start, source);
-        pass_gate(device, kernel, kv, (slot, bytes), false)?;
+        kv.gate.write(0, source);
+        pass_gate(device, kernel, kv, slot, false)?;
         return kv.forget_near(device, std::iter::once(slot));
     }
     device.wait()?;
     let parts = kv.host_parts(slot);
     let host = kv.host.as_mut().expect("a slot of the arena");
-    for (part, place) in parts {
-        if bytes.start <= part.start && part.end <= bytes.end {
-            host.write(place, &source[part.start - start..part.end - start]);
-        }
+    for (part, start) in parts {
+        host.write(start, &source[part]);
     }
     Ok(())
 }
 
-/// Copies the heads of a page of the device that are these bytes to the gate, or from it, and waits.
+/// Copies a page of the device to the gate, or from it, and waits.
 fn pass_gate(
     device: &Device,
     kernel: &Kernel,
     kv: &CudaKv,
-    (slot, bytes): (Slot, Range<usize>),
+    slot: Slot,
     is_out: bool,
 ) -> Result<(), DeviceError> {
     let gate = Slot(kv.slots.device);
     let (source, target) = if is_out { (slot, gate) } else { (gate, slot) };
     let copy = PageCopy { source, target };
-    for run in kv.runs() {
-        // Of the run's heads, those that are among the bytes.
-        let page_bytes = run.page.bytes();
-        let head = |byte: usize| (byte.saturating_sub(run.before) / page_bytes).min(run.n);
-        let (first, end) = (head(bytes.start), head(bytes.end));
-        if first == end {
-            continue;
-        }
-        let n_device = kv.slots.device;
-        let tiers = Tiers {
-            device: run.address + (first * page_bytes) as u64 * u64::from(n_device),
-            n_device,
-            host: kv.gate.address() + (run.before + first * page_bytes) as u64,
-            n_host: 1,
-            page_bytes,
-            n_heads: end - first,
-        };
+    for tiers in Tiers::of(kv, (kv.gate.address(), 1)) {
         copy_between(device, kernel, tiers, &[copy])?;
     }
     device.wait()
