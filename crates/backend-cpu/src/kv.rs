@@ -235,7 +235,9 @@ impl CpuKv {
         for digest in &self.digests {
             layout += &format!(", {}", digest.encoder.mark());
         }
-        PageImage { bytes, layout }
+        let is_even = self.digests.is_empty() && self.shape.dtype.wide_layers().is_empty();
+        let layer_bytes = is_even.then(|| bytes / self.shape.n_layers.max(1) as usize);
+        PageImage { bytes, layer_bytes, layout }
     }
 
     /// Where the numbers of a page of so many bytes are, if they are floats.
@@ -266,9 +268,13 @@ impl CpuKv {
         assert!(rest.is_empty(), "a page's bytes are as many as its image has");
     }
 
-    pub(crate) fn write_page(&mut self, slot: Slot, source: &[u8]) {
-        let mut rest = source;
+    pub(crate) fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) {
+        let (mut rest, mut before) = (source, 0);
         for (arena, range) in self.parts(slot) {
+            before += range.len();
+            if before <= start || rest.is_empty() {
+                continue;
+            }
             let (part, after) = rest.split_at(range.len());
             match arena.checked_sub(1) {
                 None => self.bytes[range].copy_from_slice(part),

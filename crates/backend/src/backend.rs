@@ -109,9 +109,16 @@ pub trait Backend: Sized + Send + Sync + 'static {
         self.lacks("pages that can leave it", (kv, slot, target))
     }
     /// Writes one page from bytes that [`Backend::read_page`] gave, of a device and an arena with the
-    /// same layout.
-    fn write_page(&self, kv: &mut Self::Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        self.lacks("pages that can leave it", (kv, slot, source))
+    /// same layout; or some whole layers of it, where the page's image has layers, which begin at the
+    /// byte `start` of it.
+    fn write_page(
+        &self,
+        kv: &mut Self::Kv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
+        self.lacks("pages that can leave it", (kv, slot, start, source))
     }
     /// Writes whole pages from others inside the arena, in order, all layers and heads: values as they
     /// are, keys turned by `by` more positions of the plan's rotation. The plan need not be prepared.

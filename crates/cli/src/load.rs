@@ -138,6 +138,7 @@ impl Prepared {
                 None => None,
             },
             cold: config.cold.clone(),
+            waits_for_all: config.waits_for_all,
             reuse: config.reuse,
             key: config.key_file.as_deref().map(read_key).transpose()?,
         };

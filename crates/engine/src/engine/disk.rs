@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::Salt;
-use nuthatch_store::disk::{DiskDir, DiskError, DiskTier, Files, RecordShape, SystemFiles};
+use nuthatch_cache::{LoadId, Salt};
+use nuthatch_store::disk::{
+    DiskDir, DiskError, DiskIo, DiskTier, Files, N_PARTS, RecordShape, SystemFiles,
+};
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_store::{RecordLayout, StoreKey};
@@ -33,6 +35,8 @@ pub struct SlowOptions {
     pub reuse: Option<u32>,
     /// Encrypts them.
     pub key: Option<StoreKey>,
+    /// Computes nothing with pages of which a part has not come yet: to compare.
+    pub waits_for_all: bool,
 }
 
 /// A directory for pages.
@@ -42,6 +46,8 @@ pub struct DiskOptions {
     pub dir: PathBuf,
     /// Most bytes of it.
     pub bytes_max: u64,
+    /// How its files are read and written.
+    pub io: DiskIo,
 }
 
 /// How long the end of an engine waits for saves.
@@ -51,7 +57,9 @@ impl<E: Execute> Engine<E> {
     /// Keeps pages from now on, and finds what an engine before this one kept. Nothing may be cached
     /// yet.
     pub fn keep_pages(&mut self, options: &SlowOptions) -> Result<(), DiskError> {
-        self.keep_pages_in(options, Arc::new(SystemFiles))
+        let io = options.disk.as_ref().map_or(DiskIo::default(), |disk| disk.io);
+        let files = SystemFiles::new(io).map_err(DiskError::NoRing)?;
+        self.keep_pages_in(options, Arc::new(files))
     }
 
     /// The same with file operations of the caller's.
@@ -94,12 +102,24 @@ impl<E: Execute> Engine<E> {
         let namespace = xxh3_128(name.as_bytes());
         let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let is_encrypted = options.key.is_some();
-        let shape = RecordShape { namespace, page_len, page_bytes, is_encrypted };
+        // What top-k attention learned in a pass cannot be undone.
+        let comes_early = codec.is_none() && !is_encrypted && self.executor.topk().is_none();
+        let part_layers = image.layer_bytes.filter(|_| comes_early).map(|layer_bytes| {
+            let n_layers = image.bytes / layer_bytes.max(1);
+            (n_layers.div_ceil(N_PARTS).max(1), layer_bytes.max(1))
+        });
+        let part_bytes = part_layers.map_or(page_bytes, |(n, layer_bytes)| n * layer_bytes);
+        let shape = RecordShape { namespace, page_len, page_bytes, part_bytes, is_encrypted };
         let layout = RecordLayout::new(shape, codec, options.key.as_ref());
         let clock = || SharedClock::clone(&self.clock);
         let disk = match (disk, dir) {
             (Some(disk), Some(dir)) => {
-                Some(DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?)
+                let tier = DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?;
+                let stats = tier.stats();
+                tracing::info!(
+                    dir = %disk.dir.display(), io = %stats.io, pages = stats.pages, "disk tier"
+                );
+                Some(tier)
             }
             _ => None,
         };
@@ -112,6 +132,9 @@ impl<E: Execute> Engine<E> {
         };
         let seed = cache.key_mark() as u64;
         let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
+        if let Some((n_layers, _)) = part_layers.filter(|_| !options.waits_for_all) {
+            tier.begin_early(n_layers as u32);
+        }
         if let Some(least) = options.reuse {
             let mover = self.executor.row_mover().ok_or(DiskError::NoRows)?;
             tier.reuse(Moved::new(page_len, least, mover, seed));
@@ -165,7 +188,31 @@ impl<E: Execute> Engine<E> {
         if !tier.is_loading() {
             return Ok(false);
         }
+        if let Some(id) = tier.early(&self.scheduler, self.clock.now()) {
+            return self.step_early(id);
+        }
         tier.pause(&mut self.executor, &self.clock)?;
+        Ok(true)
+    }
+
+    /// Computes a step while the pages of its only sequence come.
+    fn step_early(&mut self, id: LoadId) -> Result<bool, DeviceError> {
+        let begin = self.clock.now();
+        let plan = self.scheduler.plan_early(id).expect("one sequence alone has room");
+        let Some(tier) = &mut self.tier else { return Ok(false) };
+        for start in &plan.started {
+            self.requests.start(start.seq, begin);
+        }
+        let result = self.executor.run_awaiting(&plan, &mut tier.coming(id, &self.clock))?;
+        self.execute_time += self.clock.now().saturating_sub(begin);
+        let n_lost = tier.end_early(id, &mut self.scheduler);
+        match result {
+            Some(result) => {
+                assert_eq!(n_lost, 0, "a pass has waited for all layers");
+                self.finish_step(result, begin)?;
+            }
+            None => self.scheduler.undo(n_lost),
+        }
         Ok(true)
     }
 
