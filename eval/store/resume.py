@@ -287,7 +287,7 @@ def narrowed(binary, redis, rates, n_tokens=1000, n_prompts=4):
     return table
 
 
-def both_sides(binary, redis, rate=10_000_000, lengths=(400, 4000)):
+def both_sides(binary, redis, rate=10_000_000, lengths=(400, 5500)):
     """Through a way so narrow that computing short prompts and loading long ones is faster: what the
     engine does with both, after it has measured both."""
     table = []
