@@ -190,15 +190,15 @@ def ways(binary, folder, n_tokens, rounds, n_new=40):
     for i in range(rounds):
         for io in ("threads", "uring", "threads,direct", "uring,direct"):
             for is_cold in (False, True):
-                for words in ([], ["--kv-disk-whole"]):
+                for layers in ("true", "false"):
                     if is_cold:
                         forget_files(where)
-                    with Server(binary, *disk, "--kv-disk-io", io, *words) as server:
+                    with Server(binary, *disk, "--kv-disk-io", io, "--kv-disk-layers", layers) as server:
                         server.first_token(prompt_of(("c", i), 300))
                         took, cached = server.first_token(prompt + prompt_of(("d", i), n_new))
                         early = server.metrics().get("nuthatch:disk_loads_total:early", 0)
                     assert cached >= n_tokens - PAGE_LEN, cached
-                    name = f"{io}, {'cold' if is_cold else 'cached'}, {'whole' if words else 'layers'}"
+                    name = f"{io}, {'cold' if is_cold else 'cached'}, {'layers' if layers == 'true' else 'whole'}"
                     table.setdefault(name, []).append((round(took, 4), int(early)))
     return {
         name: {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{LoadId, Salt};
 use nuthatch_store::disk::{
-    DiskDir, DiskError, DiskIo, DiskTier, Files, N_PARTS, RecordShape, SystemFiles,
+    DiskDir, DiskError, DiskIo, DiskTier, Files, IoEngine, N_PARTS, RecordShape, SystemFiles,
 };
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
@@ -35,8 +35,9 @@ pub struct SlowOptions {
     pub reuse: Option<u32>,
     /// Encrypts them.
     pub key: Option<StoreKey>,
-    /// Computes nothing with pages of which a part has not come yet: to compare.
-    pub waits_for_all: bool,
+    /// Whether the first layers are computed while the others come. `None` does so where it was
+    /// measured to help: with direct I/O by io_uring, which needs no core of its own.
+    pub by_layers: Option<bool>,
 }
 
 /// A directory for pages.
@@ -130,9 +131,13 @@ impl<E: Execute> Engine<E> {
             }
             None => None,
         };
+        let is_apart = disk.as_ref().is_some_and(|disk| {
+            let io = disk.stats().io;
+            io.direct && io.engine == IoEngine::Uring
+        });
         let seed = cache.key_mark() as u64;
         let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
-        if let Some((n_layers, _)) = part_layers.filter(|_| !options.waits_for_all) {
+        if let Some((n_layers, _)) = part_layers.filter(|_| options.by_layers.unwrap_or(is_apart)) {
             tier.begin_early(n_layers as u32);
         }
         if let Some(least) = options.reuse {
