@@ -12,7 +12,6 @@ were left out. Needs nothing but Python; the machine should be quiet.
 import argparse
 import json
 import math
-import os
 import pathlib
 import platform
 import random
@@ -168,48 +167,6 @@ def turns(binary, folder, n_tokens, lengths=(1, 40, 100)):
     return table
 
 
-def forget_files(folder):
-    """Lets the system write files out and forget what it has of them."""
-    for path in pathlib.Path(folder).glob("*.kvseg"):
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def ways(binary, folder, n_tokens, rounds, n_new=40):
-    """Seconds to the first token of a conversation that goes on with a few new tokens, by how its files
-    are read, by whether the system has them in its page cache, and by whether the first layers are
-    computed while the others come."""
-    where = f"{folder}/ways"
-    disk = ["--kv-disk", f"{where}:4GiB"]
-    prompt = prompt_of("a", n_tokens)
-    with Server(binary, *disk) as server:
-        server.first_token(prompt)
-        server.settle()
-    table = {}
-    for i in range(rounds):
-        for io in ("threads", "uring", "threads,direct", "uring,direct"):
-            for is_cold in (False, True):
-                for words in ([], ["--kv-disk-whole"]):
-                    if is_cold:
-                        forget_files(where)
-                    with Server(binary, *disk, "--kv-disk-io", io, *words) as server:
-                        server.first_token(prompt_of(("c", i), 300))
-                        took, cached = server.first_token(prompt + prompt_of(("d", i), n_new))
-                        early = server.metrics().get("nuthatch:disk_loads_total:early", 0)
-                    assert cached >= n_tokens - PAGE_LEN, cached
-                    name = f"{io}, {'cold' if is_cold else 'cached'}, {'whole' if words else 'layers'}"
-                    table.setdefault(name, []).append((round(took, 4), int(early)))
-    return {
-        name: {
-            "first_token_s": median(took for took, _ in all),
-            "all_s": [took for took, _ in all],
-            "early": sum(n for _, n in all),
-        }
-        for name, all in table.items()
-    }
-
-
 def crossover(binary, folder, lengths, rounds):
     """For each length: seconds when computed and when loaded, and what the engine chose."""
     table = []
@@ -287,7 +244,7 @@ def narrowed(binary, redis, rates, n_tokens=1000, n_prompts=4):
     return table
 
 
-def both_sides(binary, redis, rate=10_000_000, lengths=(400, 4000)):
+def both_sides(binary, redis, rate=10_000_000, lengths=(400, 5500)):
     """Through a way so narrow that computing short prompts and loading long ones is faster: what the
     engine does with both, after it has measured both."""
     table = []
@@ -490,7 +447,6 @@ def main():
         "narrow_store": lambda: narrowed(args.binary, port, RATES),
         "crossover": lambda: crossover(args.binary, folder, LENGTHS, args.rounds),
         "turns": lambda: turns(args.binary, folder, args.tokens),
-        "ways": lambda: ways(args.binary, folder, args.tokens, args.rounds),
         "both_sides": lambda: both_sides(args.binary, port),
         "waiting": lambda: waiting(args.binary, port, args.rounds),
         "shifted": lambda: shifted(args.binary, folder, args.rounds),

@@ -355,9 +355,10 @@ pub(crate) struct EngineArgs {
     /// threads; with ,direct around the system's page cache
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub(crate) kv_disk_io: DiskIo,
-    /// Wait for all layers of stored pages before anything is computed with them: to compare
-    #[arg(long, hide = true)]
-    pub(crate) kv_disk_whole: bool,
+    /// Compute the first layers while the others of stored pages still come; unless it is said, with
+    /// --kv-disk-io uring,direct only
+    #[arg(long, value_name = "BOOL")]
+    pub(crate) kv_disk_layers: Option<bool>,
     /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
     /// gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, redis://HOST:PORT or file:///FOLDER
     #[arg(long, value_name = "URL")]

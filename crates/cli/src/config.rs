@@ -139,7 +139,7 @@ pub(crate) struct EngineConfig {
     pub(crate) disk: Option<DiskOptions>,
     pub(crate) remote: Option<String>,
     pub(crate) cold: Option<ColdKv>,
-    pub(crate) waits_for_all: bool,
+    pub(crate) by_layers: Option<bool>,
     pub(crate) reuse: Option<u32>,
     pub(crate) key_file: Option<std::path::PathBuf>,
     /// Tokens of one step.
@@ -308,7 +308,7 @@ impl EngineConfig {
             disk: args.kv_disk.clone().map(|disk| DiskOptions { io: args.kv_disk_io, ..disk }),
             remote: args.kv_remote.clone(),
             cold: args.cold_kv(),
-            waits_for_all: args.kv_disk_whole,
+            by_layers: args.kv_disk_layers,
             reuse: args.cache_reuse.filter(|n| *n > 0),
             key_file: args.kv_key_file.clone(),
             max_rows: batch.max_rows,

@@ -138,7 +138,7 @@ impl Prepared {
                 None => None,
             },
             cold: config.cold.clone(),
-            waits_for_all: config.waits_for_all,
+            by_layers: config.by_layers,
             reuse: config.reuse,
             key: config.key_file.as_deref().map(read_key).transpose()?,
         };

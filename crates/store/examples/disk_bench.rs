@@ -9,13 +9,13 @@ use std::error::Error;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nuthatch_store::RecordLayout;
 use nuthatch_store::disk::{
     Asked, DiskDir, DiskTier, Files as _, PageName, RecordShape, SystemFiles,
 };
-use nuthatch_types::{PageKey, SystemClock, TokenId};
+use nuthatch_types::{Clock as _, PageKey, SystemClock, TokenId};
 
 const SHAPE: RecordShape = RecordShape {
     namespace: 1,
@@ -35,8 +35,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         let files = Arc::new(SystemFiles::new(way.parse()?)?);
         let layout = RecordLayout::new(SHAPE, None, None);
         let clock = Arc::new(SystemClock::start());
+        let watch = SystemClock::start();
         let mut tier = DiskTier::open(DiskDir::open(&dir)?, 64 << 30, &layout, files, clock)?;
-        let begin = Instant::now();
+        let begin = watch.now();
         for page in 0..n_pages {
             while !tier.may_save() {
                 tier.wait(Duration::from_secs(1));
@@ -49,7 +50,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             tier.wait(Duration::from_secs(1));
         }
         drop_cache(&dir)?;
-        let written = begin.elapsed();
+        let written = watch.now() - begin;
         let cold = read(&mut tier, n_pages, 1)?;
         let warm = read(&mut tier, n_pages, 1)?;
         drop_cache(&dir)?;
@@ -74,7 +75,7 @@ fn with_name<T>(page: u32, take: impl FnOnce(&PageName<'_>) -> T) -> T {
 
 /// Reads all pages, whole or the first parts of all and then the next ones.
 fn read(tier: &mut DiskTier, n_pages: u32, n_parts: usize) -> Result<Duration, Box<dyn Error>> {
-    let begin = Instant::now();
+    let watch = SystemClock::start();
     let mut checks = vec![None; n_pages as usize];
     let (mut n_asked, mut n_read, n_all) = (0, 0, n_pages as usize * n_parts);
     while n_read < n_all {
@@ -106,7 +107,7 @@ fn read(tier: &mut DiskTier, n_pages: u32, n_parts: usize) -> Result<Duration, B
         tier.recycle(buf);
         n_read += 1;
     }
-    Ok(begin.elapsed())
+    Ok(watch.now())
 }
 
 /// Writes the files out, and lets the system forget what it has of them.

@@ -72,7 +72,7 @@ pub struct PageBuf {
     /// The page itself, if the record holds it in fewer bits.
     page: Option<Vec<u8>>,
     /// What the parts of its page are checked by, if its record's header was read with a part.
-    pub(crate) checks: PartChecks,
+    pub(crate) checks: Box<PartChecks>,
     /// Whether it is for parts of pages.
     pub(crate) is_part: bool,
 }
@@ -80,7 +80,7 @@ pub struct PageBuf {
 impl PageBuf {
     /// What the other parts of its page are checked by, if this is the first.
     pub fn checks(&self) -> PartChecks {
-        self.checks
+        *self.checks
     }
 
     /// The page, or the part of it that was read.
@@ -160,7 +160,7 @@ impl Buffers {
         self.n_unmade = self.n_unmade.checked_sub(1)?;
         let bytes = Blocks::new(self.n_bytes);
         let page = self.page_bytes.map(|n| vec![0; n]);
-        let (checks, is_part) = (PartChecks::default(), self.are_parts);
+        let (checks, is_part) = (Box::default(), self.are_parts);
         Some(PageBuf { bytes, body: self.shape.body(), page, checks, is_part })
     }
 

@@ -7,12 +7,12 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{LoadId, Salt};
 use nuthatch_store::disk::{
-    DiskDir, DiskError, DiskIo, DiskTier, Files, N_PARTS, RecordShape, SystemFiles,
+    DiskDir, DiskError, DiskIo, DiskTier, Files, IoEngine, N_PARTS, RecordShape, SystemFiles,
 };
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_store::{RecordLayout, StoreKey};
-use nuthatch_types::{ColdKv, TokenId};
+use nuthatch_types::{ColdKv, PageImage, TokenId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Engine;
@@ -35,8 +35,9 @@ pub struct SlowOptions {
     pub reuse: Option<u32>,
     /// Encrypts them.
     pub key: Option<StoreKey>,
-    /// Computes nothing with pages of which a part has not come yet: to compare.
-    pub waits_for_all: bool,
+    /// Whether the first layers are computed while the others come. `None` does so where it was
+    /// measured to help: with direct I/O by io_uring, which needs no core of its own.
+    pub by_layers: Option<bool>,
 }
 
 /// A directory for pages.
@@ -92,7 +93,7 @@ impl<E: Execute> Engine<E> {
         let cache = self.scheduler.cache();
         let (page_len, n_pages) = (cache.config().page_len, cache.config().slots().total());
         // The key names the model and its policy, the layout all else that decides a page's bytes.
-        let mut name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
+        let mut name = format!("2 {:032x} {page_len} {}", cache.key_mark(), image.layout);
         if let Some(cold) = &options.cold {
             name += &format!(", {cold}, 1");
         }
@@ -104,10 +105,7 @@ impl<E: Execute> Engine<E> {
         let is_encrypted = options.key.is_some();
         // What top-k attention learned in a pass cannot be undone.
         let comes_early = codec.is_none() && !is_encrypted && self.executor.topk().is_none();
-        let part_layers = image.layer_bytes.filter(|_| comes_early).map(|layer_bytes| {
-            let n_layers = image.bytes / layer_bytes.max(1);
-            (n_layers.div_ceil(N_PARTS).max(1), layer_bytes.max(1))
-        });
+        let part_layers = if comes_early { part_layers(&image) } else { None };
         let part_bytes = part_layers.map_or(page_bytes, |(n, layer_bytes)| n * layer_bytes);
         let shape = RecordShape { namespace, page_len, page_bytes, part_bytes, is_encrypted };
         let layout = RecordLayout::new(shape, codec, options.key.as_ref());
@@ -115,10 +113,7 @@ impl<E: Execute> Engine<E> {
         let disk = match (disk, dir) {
             (Some(disk), Some(dir)) => {
                 let tier = DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?;
-                let stats = tier.stats();
-                tracing::info!(
-                    dir = %disk.dir.display(), io = %stats.io, pages = stats.pages, "disk tier"
-                );
+                tracing::info!(io = %tier.stats().io, "the disk tier is open");
                 Some(tier)
             }
             _ => None,
@@ -130,9 +125,13 @@ impl<E: Execute> Engine<E> {
             }
             None => None,
         };
+        let is_apart = disk.as_ref().is_some_and(|disk| {
+            let io = disk.stats().io;
+            io.direct && io.engine == IoEngine::Uring
+        });
         let seed = cache.key_mark() as u64;
         let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
-        if let Some((n_layers, _)) = part_layers.filter(|_| !options.waits_for_all) {
+        if let Some((n_layers, _)) = part_layers.filter(|_| options.by_layers.unwrap_or(is_apart)) {
             tier.begin_early(n_layers as u32);
         }
         if let Some(least) = options.reuse {
@@ -224,4 +223,10 @@ impl<E: Execute> Engine<E> {
         tier.save(&mut self.executor, &mut self.scheduler, &self.clock, step_time)?;
         Ok(())
     }
+}
+
+/// Layers of each part of a page, and bytes of a layer, if parts can come alone.
+fn part_layers(image: &PageImage) -> Option<(usize, usize)> {
+    let layer_bytes = image.layer_bytes.filter(|&bytes| bytes > 0)?;
+    Some(((image.bytes / layer_bytes).div_ceil(N_PARTS).max(1), layer_bytes))
 }

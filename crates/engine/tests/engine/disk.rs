@@ -42,7 +42,7 @@ fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle
     });
     let options = EngineOptions::default();
     let mut engine = load_topk(&folder(name), pool, &options, 10, topk.as_ref());
-    engine.keep_pages(&disk(dir)).unwrap();
+    engine.keep_pages(&SlowOptions { by_layers: Some(true), ..disk(dir) }).unwrap();
     engine.spawn().unwrap()
 }
 
@@ -293,7 +293,8 @@ fn a_lone_request_begins_before_its_pages_are_there() {
         let system = SystemFiles::new("threads".parse().unwrap()).unwrap();
         let files = FaultyFiles::new(Arc::new(system), FaultRates::default(), seed);
         let (mut engine, _) = engine_with(CAPACITY, Script::default(), Options::default());
-        engine.keep_pages_in(&disk(dir.path()), Arc::new(files.clone())).unwrap();
+        let options = SlowOptions { by_layers: Some(true), ..disk(dir.path()) };
+        engine.keep_pages_in(&options, Arc::new(files.clone())).unwrap();
         for round in 0..3 {
             let request = submission(seed + round, 40, 3);
             let expected = Answer::of(&request, CAPACITY.max_context);

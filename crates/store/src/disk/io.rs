@@ -422,7 +422,7 @@ impl Worker {
         let Some((part, check)) = job.part else { return self.form.open(&name, bytes) };
         let (start, check) = match part {
             0 => {
-                job.buf.checks = shape.open_header(&name, bytes)?;
+                *job.buf.checks = shape.open_header(&name, bytes)?;
                 (shape.body().start, job.buf.checks[0])
             }
             _ => (0, check),

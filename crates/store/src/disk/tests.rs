@@ -352,7 +352,7 @@ fn faulty_rounds(seed: u64, rates: FaultRates) -> (DiskCounters, u64) {
     let dir = TempDir::new().unwrap();
     let way = WAYS[seed as usize % WAYS.len()];
     // Faults are alike whether records are encrypted or not, whole blocks or not.
-    let shape = if seed % 3 == 0 { LARGE } else { SHAPE };
+    let shape = if seed.is_multiple_of(3) { LARGE } else { SHAPE };
     let shape = RecordShape { is_encrypted: seed % 12 >= 6, ..shape };
     let files = FaultyFiles::new(system(way), rates, seed);
     let mut random = seed;
