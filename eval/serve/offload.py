@@ -95,7 +95,8 @@ def main():
     parser.add_argument("--prompts", type=int, default=12)
     args = parser.parse_args()
     words = ["--model", args.model, "--sparse", args.sparse, *args.words.split()]
-    far = ["--kv-offload", "host"]
+    # Also where there would be room for all pages on the device.
+    far = ["--kv-offload", "host", "--kv-resident", "off"]
     common, n = story(args.sentences, 0), args.prompts
     ask = "{} Question {}: whose is lamp {}? Answer:"
     sets = {

@@ -3,15 +3,13 @@
 //
 //   [ pages of 0 .. n_first ][ pages of the working set ][ pages of cut .. kv_len )
 //
-// A task is a chunk of pages of one head, a longer one if the head sees many. A warp takes every n-th task, and needs nobody: its pages
-// come through a ring of its own, the next step's while one is computed. `sparse_merge` brings the
+// A task is a chunk of pages of one head, a longer one if the head sees many. A warp takes every n-th task,
+// and needs nobody: its pages come through a ring of its own, the next step's while one is computed. `sparse_merge` brings the
 // chunks of a head together. Chunks are counted from the list's beginning, so that a row has the same
 // bits in any company. Reads each page once. Reference: backend-cpu/src/attend/picks.rs; conformance:
 // picks_match, picks_rows_agree.
 
 #define SHORT_CHUNK 4  // pages
-#define LONG_CHUNK 8
-#define MANY_PAGES 256
 #define SPARSE_STAGES 2
 #define MAX_NUMBERS 1024  // rows and heads of a batch
 
@@ -26,6 +24,8 @@ struct SparseParams {
     u32* tasks;       // [row][G] + 1: the first task of each
     u32 q_stride;     // floats
     float scale;      // times log2(e)
+    u32 head_tasks;   // that a head should have at most, if chunks are not short then
+    u32 padding;
 };
 static_assert(sizeof(SparseParams) == SPARSE_PARAMS_SIZE, "the host's SparseParams differs");
 
@@ -77,8 +77,12 @@ DEVICE SeenPage page_at(const SparseParams& p, const SparseRow& row, const HeadS
 
 #if KV != KV_F32
 
-// Pages of a task: of many pages fewer chunks are to be brought together.
-DEVICE u32 chunk_of(const Seen& seen) { return seen.n_pages < MANY_PAGES ? SHORT_CHUNK : LONG_CHUNK; }
+// Pages of a task, whole steps: of many pages fewer chunks are to be brought together. What others see
+// does not matter, so that a row has the same bits in any company.
+DEVICE u32 chunk_of(const SparseParams& p, const Seen& seen) {
+    const u32 pages = (seen.n_pages + p.head_tasks - 1) / p.head_tasks;
+    return max((pages + STEP_PAGES - 1) / STEP_PAGES * STEP_PAGES, (u32)SHORT_CHUNK);
+}
 
 // Works out the first task of each head, and how many there are.
 DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
@@ -86,7 +90,7 @@ DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
         const SparseRow row = p.heads.rows[i / p.heads.n_kv_heads];
         const Seen seen = seen_by(row, *state_of(p.heads, row, i % p.heads.n_kv_heads));
-        tasks[i + 1] = (seen.n_pages + chunk_of(seen) - 1) / chunk_of(seen);
+        tasks[i + 1] = (seen.n_pages + chunk_of(p, seen) - 1) / chunk_of(p, seen);
     }
     if (threadIdx.x == 0) tasks[0] = 0;
     __syncthreads();
@@ -146,7 +150,8 @@ struct Sparse {
     // Brings one step of a task; tokens that are seen go beside it.
     DEVICE void bring(const SparseParams& p, const SparseTask& task, u32 tasks_before, u32 step, u8* own,
                       u32 stage) {
-        const u32 lane = threadIdx.x % 32, first = (task.index - tasks_before) * chunk_of(task.seen) + step * STEP_PAGES;
+        const u32 lane = threadIdx.x % 32;
+        const u32 first = (task.index - tasks_before) * chunk_of(p, task.seen) + step * STEP_PAGES;
         const u32 ring = shared_address(own), target = ring + stage * STAGE_BYTES;
         SeenPage pages[STEP_PAGES];
         u32 tokens = 0, n_bytes = 0;
@@ -238,7 +243,7 @@ struct Sparse {
             if (task.number != number) take_lines(p, task, lines, queries);
             number = task.number;
             begin_chunk(lines);
-            const u32 n_steps = chunk_of(task.seen) / STEP_PAGES;
+            const u32 n_steps = chunk_of(p, task.seen) / STEP_PAGES;
             for (u32 step = 0; step < n_steps; step++) {
                 const u32 turn = n_brought, stage = turn % SPARSE_STAGES;
                 n_brought++;

@@ -1,11 +1,12 @@
 // Brings rows from the arena, on the device or on the host, to the working sets.
 //
 // moves [row][G][stride]: places that come, which ascend, and beside them rows of the working set that
-// are free: the first moves take those, the others the rows behind the last. A thread copies pieces of
-// sixteen bytes, several at a time, because each is on its way for long. If threads of the host were
-// asked for rows (`sparse_post`), they are waited for, and rows come from where they were staged.
-// Afterwards the places are marked, if there are marks, and the tallies of `decide` are zero again. Grid: as many blocks as may be busy with it. Reads and writes two row
-// pieces, K and V, for each move. Conformance: picks_match.
+// are free: the first moves take those, the others the rows behind the last. A warp finds the ways of 32
+// moves, one in each lane, and then copies their pieces of sixteen bytes, several at a time, because each
+// is on its way for long. If threads of the host were asked for rows (`sparse_post`), they are waited for,
+// and rows come from where they were staged. The places are marked, if there are marks, and afterwards
+// the tallies of `decide` are zero again. Grid: as many blocks as may be busy with it. Reads and writes
+// two rows, K and V, for each move. Conformance: picks_match.
 
 struct GatherRowsParams {
     SparseHeads heads;
@@ -16,6 +17,7 @@ struct GatherRowsParams {
     u64 mark_stride;
     const u8* staged;  // [n_staged] rows that threads of the host have brought, or null
     u32* tickets;      // of what was asked for, and of what has come
+    u32* is_closed;    // in memory of the host: whether nobody brings rows any more
     u32 n_staged;
     u32 first_head;    // of the layer, of all heads of the model
     u32 stride;        // of moves
@@ -23,16 +25,12 @@ struct GatherRowsParams {
 };
 static_assert(sizeof(GatherRowsParams) == GATHER_ROWS_PARAMS_SIZE, "the host's params differ");
 
-#define GATHER_THREADS 512
-#define GATHER_PIECES 8  // of a thread that are on their way: eight blocks fill the link
+#define GATHER_THREADS 256
+// Of a thread that are on their way: 128 KiB of eight blocks, which fill the link. More of them only wait,
+// and others that use it wait behind them.
+#define GATHER_PIECES 4
 #define GATHER_NUMBERS 1024  // rows and heads; `MAX_NUMBERS` of sparse_attend.cu
 #define MOVE_PIECES (2 * ROW_PIECES)
-
-// A sixteenth of a row, or so, on its way.
-struct Flight {
-    uint4 bits;
-    u8* target;
-};
 
 // The last head whose first row is not behind this one; heads without rows are passed over.
 DEVICE u32 head_at(const u32* firsts, u32 n, u32 index) {
@@ -45,28 +43,70 @@ DEVICE u32 head_at(const u32* firsts, u32 n, u32 index) {
     return low;
 }
 
-DEVICE Flight take_off(const GatherRowsParams& p, const u32* firsts, u32 at, bool is_staged) {
-    const u32 index = at / MOVE_PIECES, piece = at % MOVE_PIECES;
+// One row on its way: where its key is and where it goes, each without what its place in the page
+// does to the order of its pieces.
+struct Way {
+    const u8* source;
+    u8* target;
+    u32 tokens;  // of its page, and of the page that it goes to
+};
+
+// Finds the way of a move, and marks its place.
+DEVICE Way way_of(const GatherRowsParams& p, const u32* firsts, u32 index, bool is_staged) {
     const u32 low = head_at(firsts, p.heads.n_rows * p.heads.n_kv_heads, index);
-    const u32 head = low % p.heads.n_kv_heads;
+    const u32 head = low % p.heads.n_kv_heads, number = index - firsts[low];
+    const uint2 move = p.moves[(u64)low * p.stride + number];
     const SparseRow& row = p.heads.rows[low / p.heads.n_kv_heads];
     const HeadState* state = state_of(p.heads, row, head);
-    const u32 number = index - firsts[low];
-    const uint2 move = p.moves[(u64)low * p.stride + number];
-    const u32 half = piece / ROW_PIECES * HALF_PAGE_BYTES, part = piece % ROW_PIECES;
-    const u32 token = move.x % PAGE;
-    // A staged row has its key and its value, each as in its page.
-    const u8* source = is_staged ? p.staged + ((u64)index * 2 + piece / ROW_PIECES) * ROW_BYTES -
-                                       token * ROW_BYTES
-                                 : page_of(p.pages, head, row.table_row, move.x / PAGE) + half;
-    Flight flight;
-    flight.bits = *(const uint4*)(source + piece_at(token, part) * 16);
     const u32 to = number < state->n_gone ? move.y : state->n_members - state->n_moves + number;
-    const u32 page = state->first_page + to / PAGE;
-    flight.target = row.pages + (u64)page * HEAD_PAGE_BYTES + half + piece_at(to % PAGE, part) * 16;
-    if (piece == 0 && row.marks)
+    const u32 page = state->first_page + to / PAGE, token = move.x % PAGE;
+    Way way;
+    way.source = is_staged ? p.staged + (u64)index * 2 * ROW_BYTES
+                           : page_of(p.pages, head, row.table_row, move.x / PAGE) + token * ROW_BYTES;
+    way.target = row.pages + (u64)page * HEAD_PAGE_BYTES + to % PAGE * ROW_BYTES;
+    way.tokens = token | to % PAGE << 16;
+    if (row.marks)
         row.marks[(p.first_head + head) * p.mark_stride + move.x] = make_uint2(state->now, to);
-    return flight;
+    return way;
+}
+
+// Where a piece is, from the beginning of its token's row on, in bytes.
+DEVICE u32 piece_from(u32 token, u32 piece) { return (piece_at(token, piece) - token * ROW_PIECES) * 16; }
+
+// Which piece of which of 32 rows.
+struct Piece {
+    u32 row, half, part;
+};
+
+DEVICE Piece piece_of(u32 at) {
+    const u32 piece = at % MOVE_PIECES;
+    return Piece{at / MOVE_PIECES % 32, piece / ROW_PIECES, piece % ROW_PIECES};
+}
+
+// Copies up to 32 rows whose ways the lanes know: the warp takes pieces in order, several in each lane
+// before the first is put down.
+DEVICE void copy_rows(Way way, u32 n_rows, u32 half_bytes) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 first = 0; first < n_rows * MOVE_PIECES; first += 32 * GATHER_PIECES) {
+        uint4 bits[GATHER_PIECES];
+        UNROLL
+        for (int i = 0; i < GATHER_PIECES; i++) {
+            const Piece piece = piece_of(first + i * 32 + lane);
+            const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, piece.row);
+            const u32 token = __shfl_sync(~0u, way.tokens, piece.row) & 0xFFFF;
+            if (first + i * 32 + lane < n_rows * MOVE_PIECES)
+                bits[i] = *(const uint4*)(source + piece.half * half_bytes + piece_from(token, piece.part));
+        }
+        // Ways are asked for again, because registers are few: the kernel has to find room beside others.
+        UNROLL
+        for (int i = 0; i < GATHER_PIECES; i++) {
+            const Piece piece = piece_of(first + i * 32 + lane);
+            u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, piece.row);
+            const u32 token = __shfl_sync(~0u, way.tokens, piece.row) >> 16;
+            if (first + i * 32 + lane < n_rows * MOVE_PIECES)
+                *(uint4*)(target + piece.half * HALF_PAGE_BYTES + piece_from(token, piece.part)) = bits[i];
+        }
+    }
 }
 
 // Works out how many rows the heads before each have to bring, and as bits whether a head has chosen;
@@ -101,32 +141,52 @@ DEVICE u32 count_moves(const GatherRowsParams& p, u32* firsts, u32* chosen) {
     return firsts[n];
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS) sparse_gather(GatherRowsParams p) {
+#define MAX_POLLS (1u << 22)  // some seconds
+
+// Waits for rows from the host; false if nobody brings them. The whole block.
+DEVICE bool have_come(const GatherRowsParams& p) {
+    __shared__ bool has_come;
+    if (threadIdx.x == 0) {
+        bool is_closed = false;
+        u32 came = 0;
+        for (u32 n = 1; !is_closed; n++) {
+            asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(came) : "l"(p.tickets + 1) : "memory");
+            if (came == p.tickets[0]) break;
+            // The host's memory is far.
+            if (n % 1024 == 0) is_closed = *(volatile u32*)p.is_closed;
+            if (n == MAX_POLLS) *(volatile u32*)p.is_closed = is_closed = true;
+        }
+        has_come = !is_closed;
+    }
+    __syncthreads();
+    return has_come;
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather(GatherRowsParams p) {
     begin();
     __shared__ u32 firsts[GATHER_NUMBERS + 1], chosen[GATHER_NUMBERS / 32];
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads, n_all = count_moves(p, firsts, chosen);
-    const u32 stride = gridDim.x * GATHER_THREADS, thread = blockIdx.x * GATHER_THREADS + threadIdx.x;
-    const u32 end = n_all * MOVE_PIECES;
-    const bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
-    if (is_staged && threadIdx.x == 0) {
-        u32 came;
-        do {
-            asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(came) : "l"(p.tickets + 1) : "memory");
-        } while (came != p.tickets[0]);
-    }
-    __syncthreads();
-    for (u32 first = thread; first < end; first += GATHER_PIECES * stride) {
-        Flight flights[GATHER_PIECES];
-        UNROLL
-        for (int i = 0; i < GATHER_PIECES; i++)
-            if (first + i * stride < end) flights[i] = take_off(p, firsts, first + i * stride, is_staged);
-        UNROLL
-        for (int i = 0; i < GATHER_PIECES; i++)
-            if (first + i * stride < end) *(uint4*)flights[i].target = flights[i].bits;
+    const u32 lane = threadIdx.x % 32;
+    bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
+    if (is_staged) is_staged = have_come(p);
+    // A warp takes runs of 32 rows.
+    const u32 stride = gridDim.x * GATHER_THREADS, half_bytes = is_staged ? ROW_BYTES : HALF_PAGE_BYTES;
+    const u32 thread = threadIdx.x * gridDim.x + blockIdx.x;
+    u32 first = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32;
+    Way next = {nullptr, nullptr, 0};
+    if (first + lane < n_all) next = way_of(p, firsts, first + lane, is_staged);
+    while (first < n_all) {
+        const Way way = next;
+        const u32 n_rows = min(n_all - first, 32u);
+        first += stride;
+        // Known before it is needed: a chain of loads.
+        if (first + lane < n_all) next = way_of(p, firsts, first + lane, is_staged);
+        copy_rows(way, n_rows, half_bytes);
     }
     // The second word of the first counts blocks, whoever has chosen.
     if (p.tallies && thread == 0) p.tallies[1] = 0;
     for (u32 number = 0; p.tallies && number < n; number++)
         if (chosen[number / 32] >> number % 32 & 1)
-            for (u32 i = thread; i < p.n_zeros; i += stride) p.tallies[number * p.tally_words + i] = 0;
+            for (u32 i = thread; i < p.n_zeros / 4; i += stride)
+                *(uint4*)(p.tallies + number * p.tally_words + i * 4) = make_uint4(0, 0, 0, 0);
 }

@@ -9,7 +9,8 @@
 struct Order {
     u32 ticket;
     u32 n;
-    u32 padding[14];
+    u32 is_closed;
+    u32 padding[13];
     u64 rows[1];  // where keys of rows are; values are HALF_PAGE_BYTES behind
 };
 

@@ -14,12 +14,9 @@ use nuthatch_backend::DeviceError;
 
 use crate::device::Device;
 
-/// Blocks that bring rows over the link: 0.88 to 0.92 of the copy engine's rate from 4 MiB on, where
-/// eight reach 0.55, and more hardly more (`cuda_bench bring host`, one H200).
-pub(crate) const LINK_BLOCKS: u32 = 16;
-/// The same where nothing else runs meanwhile: with 32 of them a step of 128K tokens took 9.9 ms instead of
-/// 10.3 (`cuda_bench topk 131072 host`).
-pub(crate) const LINK_BLOCKS_ALONE: u32 = 32;
+/// Blocks that bring rows over the link: 0.86 of the copy engine's rate for 4 MiB, 0.92 for 16 and 0.97 for
+/// 64, and more blocks bring hardly more (`cuda_bench bring host`, one H200).
+pub(crate) const LINK_BLOCKS: u32 = 8;
 
 /// Streams beside the first, and the events that tie them to it.
 pub(crate) struct Branch {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use cudarc::driver::{CudaContext, result, sys};
 use nuthatch_backend::{DeviceError, Pass};
@@ -157,7 +158,8 @@ impl Cuda {
         if is_beside {
             plan.begin_beside(&self.device)?;
         }
-        if self.is_eager || self.device.timing.is_on() || !plan.is_decode() {
+        if self.is_eager.load(Ordering::Relaxed) || self.device.timing.is_on() || !plan.is_decode()
+        {
             return Ok(Pass::Needed);
         }
         let key = PassKey {

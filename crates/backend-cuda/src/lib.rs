@@ -42,6 +42,7 @@ mod virtual_memory;
 mod weight;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use nuthatch_backend::WeightType;
@@ -59,7 +60,7 @@ use nvrtc::Compiler;
 pub use open::CudaConfig;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
-pub use sparse::{DecidingShape, deciding_bytes};
+pub use sparse::{Beside, DecidingShape, Threads, deciding_bytes};
 pub use timing::KernelTime;
 use weight::WeightKernels;
 pub use weight::{CudaWeight, weight_bytes};
@@ -75,7 +76,7 @@ pub struct Cuda {
     attention: Mutex<BTreeMap<(PageShape, bool), Arc<AttendKernels>>>,
     is_exact: bool,
     l2_prefetch: u32,
-    is_eager: bool,
+    is_eager: AtomicBool,
     far: Option<FarPages>,
     scratch: Mutex<Scratch>,
 }

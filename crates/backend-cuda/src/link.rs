@@ -10,6 +10,9 @@
 //! Everybody polls: the threads a ticket in memory of the host, the device a ticket of its own. A thread
 //! takes its share of each order, queues the copy of it, and the last one queues the ticket behind all
 //! copies; so a desk has one order at a time.
+//!
+//! A thread that ends before its time says so at both desks, and a device that has waited for seconds does
+//! too. Whoever reads it brings the rows of that step without the threads, and the next step is an error.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,11 +24,14 @@ use cudarc::driver::{CudaStream, DriverError, sys};
 use nuthatch_backend::DeviceError;
 
 use crate::device::{Device, Memory};
+use crate::launch::sparse::{GatherRowsParams, PostParams};
 use crate::pinned::PinnedMemory;
 
 const WHAT: &str = "rows on their way";
-/// Words of an order before its rows; `Order` of `sparse_post.cu`.
+/// Bytes of an order before its rows; `Order` of `sparse_post.cu`.
 const ORDER_HEAD: usize = 64;
+/// Where it says that nobody serves the desk.
+const IS_CLOSED: usize = 8;
 /// Bytes of rows that an order may have; the device brings more than that by itself. Guessed.
 const STAGED_BYTES: usize = 32 << 20;
 /// Polls without an order after which a thread sleeps between polls.
@@ -33,7 +39,7 @@ const POLLS: u32 = 200_000;
 const NAP: Duration = Duration::from_micros(50);
 
 /// Where orders of every other layer go.
-pub(crate) struct Desk {
+struct Desk {
     order: PinnedMemory,
     staged_here: PinnedMemory,
     staged: Memory,
@@ -54,20 +60,24 @@ impl Desk {
         })
     }
 
-    pub(crate) fn order(&self) -> u64 {
-        self.order.address()
+    /// The word that says that nobody serves the desk.
+    fn is_closed_at(&self) -> u64 {
+        self.order.address() + IS_CLOSED as u64
     }
 
-    pub(crate) fn staged(&self) -> u64 {
-        self.staged.address()
+    fn is_closed(&self) -> bool {
+        let mut word = [0; 4];
+        self.order.read(IS_CLOSED, &mut word);
+        word != [0; 4]
     }
 
-    pub(crate) fn tickets(&self) -> u64 {
-        self.tickets.address()
-    }
-
-    pub(crate) fn n_ended(&self) -> u64 {
-        self.tickets.address() + 8
+    fn close(&self) {
+        let word = self.is_closed_at() as *mut u32;
+        #[expect(unsafe_code, reason = "memory that the device reads")]
+        // SAFETY: a word of the desk's own memory, which everybody only sets.
+        unsafe {
+            word.write_volatile(1);
+        }
     }
 }
 
@@ -75,7 +85,7 @@ impl Desk {
 pub(crate) struct Link {
     desks: Arc<[Desk; 2]>,
     /// Rows that an order may have.
-    pub(crate) n_staged: u32,
+    n_staged: u32,
     is_over: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -114,9 +124,24 @@ impl Link {
         Ok(Link { desks, n_staged, is_over, threads })
     }
 
-    /// The desk of a layer.
-    pub(crate) fn desk(&self, idx: usize) -> &Desk {
-        &self.desks[idx % 2]
+    /// An error if the threads do not serve the desks any more.
+    pub(crate) fn check(&self) -> Result<(), DeviceError> {
+        if self.desks.iter().any(Desk::is_closed) {
+            let why = "a thread that brings KV rows from the host has failed, or took seconds";
+            return Err(DeviceError::Fault(why.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Has the rows of a layer come by the threads: what asks for them, and in `gather` what waits for them.
+    pub(crate) fn ask(&self, idx: usize, gather: &mut GatherRowsParams) -> PostParams {
+        let desk = &self.desks[idx % 2];
+        gather.staged = desk.staged.address();
+        gather.tickets = desk.tickets.address();
+        gather.is_closed = desk.is_closed_at();
+        gather.n_staged = self.n_staged;
+        let n_ended = desk.tickets.address() + 8;
+        PostParams { gather: *gather, order: desk.order.address(), n_ended }
     }
 }
 
@@ -145,12 +170,25 @@ struct Worker {
     half_page: usize,
 }
 
+/// Closes the desks when its thread ends before its time, by an error or a panic.
+struct Alarm<'a>(&'a Worker);
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        if !self.0.is_over.load(Ordering::Relaxed) {
+            self.0.desks.iter().for_each(Desk::close);
+        }
+    }
+}
+
 impl Worker {
     fn run(self) {
+        let _alarm = Alarm(&self);
         if self.stream.context().bind_to_thread().is_err() {
             return;
         }
         let (mut tickets, mut n_idle) = ([0; 2], 0);
+        let mut addresses = Vec::with_capacity(8 * (STAGED_BYTES / (2 * self.half_bytes)));
         while !self.is_over.load(Ordering::Relaxed) {
             let mut is_idle = true;
             for (i, last) in tickets.iter_mut().enumerate() {
@@ -159,8 +197,7 @@ impl Worker {
                     continue;
                 }
                 (*last, is_idle) = (ticket, false);
-                // After a fault nobody waits for the rows.
-                if self.serve(i, ticket).is_err() {
+                if self.serve(i, ticket, &mut addresses).is_err() {
                     return;
                 }
             }
@@ -186,7 +223,7 @@ impl Worker {
     }
 
     /// Takes this thread's share of an order.
-    fn serve(&self, desk: usize, ticket: u32) -> Result<(), DriverError> {
+    fn serve(&self, desk: usize, ticket: u32, addresses: &mut Vec<u8>) -> Result<(), DriverError> {
         let at = &self.desks[desk];
         let row_bytes = 2 * self.half_bytes;
         let mut n = [0; 4];
@@ -194,8 +231,8 @@ impl Worker {
         let n = (u32::from_ne_bytes(n) as usize).min(STAGED_BYTES / row_bytes);
         let part = |i: u32| n * i as usize / self.n_shares as usize;
         let (first, end) = (part(self.share), part(self.share + 1));
-        let mut addresses = vec![0u8; 8 * (end - first)];
-        at.order.read(ORDER_HEAD + 8 * first, &mut addresses);
+        addresses.resize(8 * (end - first), 0);
+        at.order.read(ORDER_HEAD + 8 * first, addresses);
         let (addresses, _) = addresses.as_chunks::<8>();
         for (row, &address) in (first..end).zip(addresses) {
             let key = u64::from_ne_bytes(address);
@@ -214,7 +251,7 @@ impl Worker {
             }
         }
         let offset = (first * row_bytes) as u64;
-        let (target, source) = (at.staged() + offset, at.staged_here.address() + offset);
+        let (target, source) = (at.staged.address() + offset, at.staged_here.address() + offset);
         let bytes = (end - first) * row_bytes;
         if bytes > 0 {
             #[expect(unsafe_code, reason = "raw device memory")]
@@ -233,7 +270,12 @@ impl Worker {
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: the second ticket, in live memory; the value is written after all copies.
         unsafe {
-            sys::cuStreamWriteValue32_v2(self.stream.cu_stream(), at.tickets() + 4, ticket, 0)
+            sys::cuStreamWriteValue32_v2(
+                self.stream.cu_stream(),
+                at.tickets.address() + 4,
+                ticket,
+                0,
+            )
         }
         .result()
     }

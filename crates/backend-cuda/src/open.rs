@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use nuthatch_backend::DeviceError;
@@ -56,7 +57,7 @@ impl Cuda {
             attention: Mutex::new(BTreeMap::new()),
             is_exact: config.is_exact,
             l2_prefetch: config.l2_prefetch,
-            is_eager: config.is_eager,
+            is_eager: config.is_eager.into(),
             far: config.far,
             scratch: Mutex::new(Scratch::default()),
         })
@@ -87,6 +88,11 @@ impl Cuda {
     /// anything takes that has to read as much. `out` may be changed.
     pub fn read_all(&self, source: &CudaBuf, out: &mut CudaBuf) -> Result<(), DeviceError> {
         roof::read_all(&self.device, &self.common.read_all, source, out)
+    }
+
+    /// Whether decode passes are recorded and replayed from now on, or queued kernel by kernel.
+    pub fn record_passes(&self, is_on: bool) {
+        self.is_eager.store(!is_on, Ordering::Relaxed);
     }
 
     /// From now on every kernel is timed, and queued by itself.

@@ -9,8 +9,9 @@ use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
 use nuthatch_engine::topk::{NearPlan, Policy, Stats};
 use nuthatch_engine::{
-    Arrivals, Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, LoadedModel,
-    NearSizes, Pages, SharedClock, Sizes, TopKOptions, TopKStats,
+    Arrivals, Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, Forecast,
+    ForecastRequest, LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes, TopKOptions,
+    TopKStats,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles, topk_shape};
 use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
@@ -170,6 +171,33 @@ impl Device {
             ),
             keeps_layers: topk.offload.is_some_and(|offload| offload.keeps_heads),
         })
+    }
+
+    /// What a step takes with pages here and with pages on the host, if some may leave a GPU.
+    pub(crate) fn forecast(
+        &self,
+        files: &ModelFiles,
+        topk: Option<&TopKOptions>,
+        (sizes, kv, digest_page_bytes): (&Sizes, KvShape, u64),
+    ) -> Result<Option<Forecast>, DeviceError> {
+        let (Device::Cuda(cuda), Some(topk), Some(_)) = (self, topk, &sizes.near) else {
+            return Ok(None);
+        };
+        let (read, link) = cuda.rates()?;
+        let shape = topk_shape(files.config());
+        let policy = &topk.policies[0];
+        let heads = u64::from(kv.n_layers) * u64::from(kv.n_kv_heads);
+        let always = heads * u64::from(policy.sinks + policy.recent);
+        Ok(Some(Forecast::new(&ForecastRequest {
+            rates: Rates { read: read as f64, link: link as f64 },
+            weights: sizes.weights,
+            kv,
+            n_seqs: sizes.max_seqs,
+            context: sizes.max_context,
+            seen_rows: topk.working_rows(&shape, sizes.max_context) + always,
+            digest_page_bytes,
+            is_ahead: policy.speculates,
+        })))
     }
 
     /// Pages are far; nobody else has the device yet.

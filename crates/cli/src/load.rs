@@ -7,8 +7,8 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use nuthatch_engine::topk::{NearPlan, digest_page_bytes};
 use nuthatch_engine::{
-    Budget, DiskOptions, EngineOptions, SharedClock, SizeRequest, Sizes, SlowOptions, StoreKey,
-    TopKOptions,
+    Budget, DiskOptions, EngineOptions, Forecast, SharedClock, SizeRequest, Sizes, SlowOptions,
+    StoreKey, TopKOptions,
 };
 use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
@@ -18,6 +18,7 @@ use crate::device::{AnyEngine, Device, DeviceConfig};
 use crate::env::Env;
 use crate::size::{Bytes, Tokens};
 use crate::sparse;
+use crate::table::{Align, Table};
 
 /// Share of the available memory that is used unless the user says otherwise. The rest is for the
 /// file cache that loading fills, and for everybody else.
@@ -84,7 +85,7 @@ impl Prepared {
         })?;
         // Where the system does not tell, allocation itself has to fail.
         let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
-        let topk = sparse::options(&files, &config.sparse, env)?;
+        let mut topk = sparse::options(&files, &config.sparse, env)?;
         let kv = kv_shape(files.config(), config.kv_dtype);
         let policies = topk.as_ref().map_or(&[][..], |topk| &topk.policies);
         let context = config.max_context.unwrap_or(files.config().max_context);
@@ -124,6 +125,17 @@ impl Prepared {
         if config.kv_virtual {
             reserve_tables(&mut sizes, config.may_run_fewer)?;
         }
+        let of = (&sizes, kv, request.digest_page_bytes);
+        if let Some(forecast) = device.forecast(&files, topk.as_ref(), of)? {
+            say(&describe_forecast(&forecast, &sizes, kv.n_layers));
+            // Where nothing leaves the device, the faster of both ways is taken.
+            if sizes.host_kv == 0
+                && let Some(topk) = &mut topk
+            {
+                let least = forecast.break_even.min(sizes.max_context);
+                topk.policies.iter_mut().for_each(|policy| policy.from = policy.from.max(least));
+            }
+        }
         if let Some(near) = &sizes.near {
             anyhow::ensure!(
                 config.sparse.kv_file().is_none(),
@@ -158,12 +170,8 @@ impl Prepared {
         let (device, threads) = (self.device.name(), self.device.threads());
         let model = describe_model(self.files.path(), self.files.config());
         let memory = describe_memory(&self.sizes);
-        tracing::info!("model: {model}");
-        tracing::info!("memory: {memory}; {device}");
-        if std::io::stderr().is_terminal() && !tracing::enabled!(tracing::Level::INFO) {
-            // A closed stderr is no reason to stop.
-            let _ = writeln!(std::io::stderr(), "{model}\n{memory}; {device}");
-        }
+        say(&format!("model: {model}"));
+        say(&format!("memory: {memory}; {device}"));
         let clock: SharedClock = Arc::new(SystemClock::start());
         let mut engine = self
             .device
@@ -202,6 +210,15 @@ impl Prepared {
             tracing::info!("disk: {} pages, {bytes} of {bytes_max} in {dir}", held.pages);
         }
         Ok(())
+    }
+}
+
+/// Tells people what was decided: in the log, or if it does not say so, on a terminal.
+fn say(text: &str) {
+    tracing::info!("{text}");
+    if std::io::stderr().is_terminal() && !tracing::enabled!(tracing::Level::INFO) {
+        // A closed stderr is no reason to stop.
+        let _ = writeln!(std::io::stderr(), "{text}");
     }
 }
 
@@ -273,6 +290,39 @@ fn describe_near(near: &NearPlan) -> String {
     )
 }
 
+/// What a step takes in either place, and where pages therefore are.
+fn describe_forecast(forecast: &Forecast, sizes: &Sizes, n_layers: u32) -> String {
+    let mut table = Table::new([
+        ("decode step", Align::Left),
+        ("expected", Align::Right),
+        ("taken", Align::Left),
+    ]);
+    let is_far = sizes.host_kv > 0;
+    let from = forecast.break_even;
+    let taken = |is_taken: bool| if is_taken { "yes" } else { "" };
+    let short = format!("below {from} tokens");
+    for (name, seconds, taken) in [
+        ("full attention, pages on the device", forecast.full, if is_far { "" } else { &short }),
+        ("top-k attention, pages on the device", forecast.here, taken(!is_far)),
+        ("top-k attention, pages on the host", forecast.far, taken(is_far)),
+    ] {
+        table.push([name.to_owned(), format!("{:.2} ms", seconds * 1e3), taken.to_owned()]);
+    }
+    let stay = sizes.near.map_or(0, |near| near.n_layers);
+    let why = match is_far {
+        true => format!(
+            "{} of KV leave the device; {stay} of {n_layers} layers stay, the link needs {} of them \
+             to; rows of {} heads come while a layer is computed",
+            Bytes(sizes.host_kv),
+            forecast.n_layers,
+            forecast.n_in_time,
+        ),
+        false => "nothing leaves the device: there is room for all KV".to_owned(),
+    };
+    let (n, context) = (sizes.max_seqs, Tokens(sizes.max_context));
+    format!("plan for {n} x {context} tokens: {why}\n{}", table.plain())
+}
+
 fn describe_memory(sizes: &Sizes) -> String {
     let deciding = match sizes.deciding {
         0 => String::new(),
@@ -315,13 +365,13 @@ fn describe_memory(sizes: &Sizes) -> String {
 
 #[cfg(test)]
 mod tests {
+    use nuthatch_engine::NearSizes;
     use nuthatch_types::{HostReads, KvDtype};
 
     use super::*;
 
-    #[test]
-    fn virtual_pages_have_room_for_whole_tables() {
-        let sizes = Sizes {
+    fn some_sizes() -> Sizes {
+        Sizes {
             n_pages: 35,
             n_host_pages: 0,
             host_reads: HostReads::Never,
@@ -337,7 +387,32 @@ mod tests {
             near: None,
             working: 0,
             deciding: 0,
+        }
+    }
+
+    #[test]
+    fn a_plan_says_why() {
+        let forecast = Forecast {
+            full: 0.008,
+            here: 0.005,
+            far: 0.0055,
+            n_in_time: 11,
+            n_layers: 2,
+            break_even: 30_000,
         };
+        let near = NearSizes { n_pages: 9, copies: 1, n_layers: 3, layers: 1, digests: 1 };
+        let here = Sizes { near: Some(near), ..some_sizes() };
+        let text = describe_forecast(&forecast, &here, 32);
+        assert!(text.contains("nothing leaves") && text.contains("below 30000 tokens"), "{text}");
+        let far = Sizes { host_kv: 1 << 30, ..here };
+        let text = describe_forecast(&forecast, &far, 32);
+        assert!(text.contains("1.00 GiB of KV leave") && text.contains("3 of 32 layers"), "{text}");
+        assert!(text.contains("on the host     5.50 ms  yes"), "{text}");
+    }
+
+    #[test]
+    fn virtual_pages_have_room_for_whole_tables() {
+        let sizes = some_sizes();
         let mut fewer = sizes;
         reserve_tables(&mut fewer, true).unwrap();
         assert_eq!((fewer.max_seqs, fewer.n_pages, fewer.kv), (3, 30, 3000));

@@ -43,7 +43,10 @@ pub use error::{EngineError, SubmitError};
 pub use executor::{Execute, Executor, Forward, PromptReader, PromptScores, ScoredToken};
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::{LoadedModel, Offload, TopKOptions};
-pub use memory::{Budget, Capacity, FarRequest, MemoryError, NearSizes, SizeRequest, Sizes};
+pub use memory::{
+    Budget, Capacity, FarRequest, Forecast, ForecastRequest, MemoryError, NearSizes, Rates,
+    SizeRequest, Sizes,
+};
 pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{
     Branch, CachedPage, ContentId, Event as CacheEvent, Eviction, Retention, SlotUse,

@@ -9,6 +9,7 @@
 //! is submitted. How much memory there is, the caller says; nothing is read from the machine.
 
 mod far;
+mod forecast;
 
 use std::fmt;
 
@@ -16,6 +17,7 @@ use nuthatch_model::{ModelFiles, kv_shape};
 use nuthatch_types::{HostReads, KvDtype, KvShape, Window};
 
 pub use far::{FarRequest, NearSizes};
+pub use forecast::{Forecast, ForecastRequest, Rates};
 
 use far::FarRoom;
 

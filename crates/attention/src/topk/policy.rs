@@ -176,6 +176,8 @@ pub struct Policy {
     pub recent: u32,
     /// First layers that attend to everything.
     pub dense_layers: u32,
+    /// Tokens of a sequence from which on tokens are chosen; a shorter one is attended whole.
+    pub from: u32,
     /// Whether the query of the layer before is used, projected by this layer's weights.
     pub speculates: bool,
 }
@@ -192,6 +194,7 @@ impl Default for Policy {
             sinks: 16,
             recent: 64,
             dense_layers: 0,
+            from: 0,
             speculates: false,
         }
     }

@@ -289,8 +289,8 @@ impl TopK {
                 known.forget();
             }
             let rules = &self.policies[known.policy];
-            if n_rows != 1 || kv_len <= known.n_prompt || rules.policy.retriever == Retriever::Full
-            {
+            let is_short = kv_len <= known.n_prompt || kv_len < rules.policy.from;
+            if n_rows != 1 || is_short || rules.policy.retriever == Retriever::Full {
                 continue;
             }
             if known.heads.is_empty() {

@@ -30,6 +30,7 @@ RETRIEVER[,OPTION=VALUE]...
   sinks        N                first tokens, always attended [16]
   recent       N                last tokens, always attended [64]
   dense_layers N                first layers that attend to everything [0]
+  from         N                tokens of a sequence from which on tokens are chosen [0]
   speculate    on or off        choose by the query of the layer before [off]";
 
 /// What `auto` stands for: small selections that add up to a tenth of the context, more of it for
@@ -149,6 +150,7 @@ fn set(policy: &mut Policy, key: &str, value: &str) -> Result<(), String> {
         "sinks" => policy.sinks = number(key, value, 0, u32::MAX)?,
         "recent" => policy.recent = number(key, value, 1, u32::MAX)?,
         "dense_layers" => policy.dense_layers = number(key, value, 0, u32::MAX)?,
+        "from" => policy.from = number(key, value, 0, u32::MAX)?,
         "speculate" => {
             policy.speculates = match value {
                 "on" => true,
@@ -270,6 +272,7 @@ impl fmt::Display for Policy {
             ("sinks", self.sinks, default.sinks),
             ("recent", self.recent, default.recent),
             ("dense_layers", self.dense_layers, default.dense_layers),
+            ("from", self.from, default.from),
         ] {
             if value != usual {
                 write!(f, ",{key}={value}")?;
@@ -325,7 +328,7 @@ mod tests {
             "streaming,recent=256",
             "exact,k=512,refresh=whole",
             "hata:128,k=5%,k_min=0,k_max=4096,reuse=lru(page=8,capacity=3)",
-            "quest,dense_layers=2",
+            "quest,dense_layers=2,from=32768",
             "loki:32,reuse=qsac(eta=0.75,p=2,max_age=64,thresholds=fixed,aggregate=min)",
             "ds:8,refresh=whole,sinks=0,speculate=on",
             "hata:256,reuse=qsac(eta=0.8,p=3,aggregate=mean)",

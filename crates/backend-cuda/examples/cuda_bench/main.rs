@@ -115,7 +115,10 @@ fn main() -> Outcome {
         topk::steps(&cuda, &mut report, &words)?;
     }
     if has("bring") {
-        topk::bring(&cuda, &mut report)?;
+        topk::bring(&cuda, &mut report, &words)?;
+    }
+    if has("beside") {
+        topk::beside(&cuda, &mut report, &words)?;
     }
     if let Some(path) = std::env::args().nth(1) {
         let (device, kernels) = (cuda.name(), report.text);

@@ -4,7 +4,7 @@ use std::error::Error;
 
 use nuthatch_backend::{Backend, HostMatrix, Norm, Pass, WeightType};
 use nuthatch_backend_cuda::Cuda;
-use nuthatch_types::{KvDtype, KvShape, LayerIdx};
+use nuthatch_types::{Clock as _, KvDtype, KvShape, LayerIdx, SystemClock};
 
 use crate::rig::{Rig, spec};
 use crate::{Outcome, Report, random, time};
@@ -196,6 +196,34 @@ impl Model {
             }
         }
         Ok(())
+    }
+
+    /// Times a step of one sequence, the median of several, after each of which something else has begun.
+    pub(crate) fn time_beside(
+        &self,
+        cuda: &Cuda,
+        (kv, depth): (KvShape, usize),
+        begin: &dyn Fn(usize) -> Outcome,
+    ) -> Result<f64, Box<dyn Error>> {
+        let mut rig = Rig::new(cuda, (kv, self.shape.n_heads), (1, depth, 1))?;
+        let mut acts = Acts::new(cuda, &self.shape, 1)?;
+        let clock = SystemClock::start();
+        let mut seconds = Vec::new();
+        for i in 0..20 {
+            cuda.wait()?;
+            begin(i)?;
+            let start = clock.now();
+            rig.lay_out(&[(0, depth - 1, 1)])?;
+            if cuda.begin_pass(&mut rig.plan, &rig.kv)? == Pass::Needed {
+                self.pass(cuda, &mut rig, &mut acts, None)?;
+                cuda.end_pass(&mut rig.plan)?;
+            }
+            cuda.wait()?;
+            seconds.push((clock.now() - start).as_secs_f64());
+        }
+        seconds.drain(..4);
+        seconds.sort_by(f64::total_cmp);
+        Ok(seconds[seconds.len() / 2])
     }
 
     /// Bytes that a stage must read in one step.

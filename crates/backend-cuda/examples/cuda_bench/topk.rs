@@ -17,7 +17,8 @@ use crate::{Outcome, Report, number, random, time};
 
 /// Steps that are timed.
 const STEPS: usize = 24;
-/// A query that stays has this cosine with the one before, and one that turns away this one.
+/// A query that stays has this cosine with the one before, and one that turns away this one, unless
+/// `cosine=PERCENT` says another.
 const STAYS: f32 = 0.995;
 const TURNS: f32 = 0.7;
 
@@ -33,6 +34,13 @@ impl Random {
     fn bell(&mut self) -> f32 {
         (0..12).map(|_| self.unit()).sum::<f32>() - 6.0
     }
+}
+
+/// How queries change from step to step: so many heads in a hundred turn away, to this cosine.
+#[derive(Clone, Copy)]
+struct Turn {
+    percent: u32,
+    cosine: f32,
 }
 
 /// The queries of one row.
@@ -51,10 +59,11 @@ impl Queries {
         Queries { random, heads }
     }
 
-    /// The next step's, of which `turned` heads in a hundred turn away.
-    fn next(&mut self, turned: u32) -> Vec<f32> {
+    /// The next step's.
+    fn next(&mut self, turn: Turn) -> Vec<f32> {
         for head in &mut self.heads {
-            let cosine = if self.random.unit() * 100.0 < turned as f32 { TURNS } else { STAYS };
+            let turns = self.random.unit() * 100.0 < turn.percent as f32;
+            let cosine = if turns { turn.cosine } else { STAYS };
             let sine = (1.0 - cosine * cosine).sqrt();
             for x in head.iter_mut() {
                 *x = cosine * *x + sine * self.random.bell();
@@ -123,6 +132,29 @@ const POLICIES: [Named; 6] = [
     },
 ];
 
+/// One line of the ablation: what decides, and how many heads in a hundred turn.
+struct Part {
+    of: Named,
+    turned: u32,
+    has_graph: bool,
+}
+
+/// The parts of LiteCache, taken away one after the other (figures 10 and 12 of the papers). What thresholds
+/// and aggregation do to hits is what they did on a real text (docs/sparse.md): 69, 48 and 35 %.
+fn parts() -> Vec<Part> {
+    let part = |name, turned, of: Named| Part { of: Named { name, ..of }, turned, has_graph: true };
+    let now = Named { ahead: &[false], ..QSAC };
+    let whole = Named { is_whole: true, ..now };
+    vec![
+        part("all parts", 28, Named { ahead: &[true], ..QSAC }),
+        part("without prefetch", 28, now),
+        part("and without delta", 28, whole),
+        part("and without thresholds", 50, whole),
+        part("and without aggregation", 63, whole),
+        Part { has_graph: false, ..part("and without the graph", 63, whole) },
+    ]
+}
+
 fn rules(shape: &Shape, of: &Named) -> Rules {
     let group = (shape.n_heads / shape.n_kv_heads) as usize;
     let head = HeadNumbers { threshold: 0.85, weight: 1.0, importances: vec![1.0; group] };
@@ -162,7 +194,8 @@ fn digests(shape: &Shape) -> [Digest; 2] {
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
-/// rates, or, with `turn=N`, at that one. With `breakdown`, kernels are also timed one by one.
+/// rates, or, with `turn=N`, at that one. With `ablation` LiteCache's parts are taken away one by one; with
+/// `breakdown`, kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let has = |name: &str| words.iter().any(|word| word == name);
     let n_seqs = number(words, "batch").unwrap_or(1);
@@ -170,18 +203,28 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     let depths = if named.is_empty() { vec![32_768, 131_072] } else { named };
     let model = Model::new(cuda, step::named(words))?;
     let shape = &model.shape;
-    let all = if has("policies") { &POLICIES[..] } else { &POLICIES[..1] };
-    let n_digests = if has("policies") { 2 } else { 1 };
-    let turns = number(words, "turn").map_or(vec![100, 45, 25, 10, 0], |n| vec![n as u32]);
+    let percents = number(words, "turn").map_or(vec![100, 45, 25, 10, 0], |n| vec![n as u32]);
+    let lines: Vec<Part> = match (has("ablation"), has("policies")) {
+        (true, _) => parts(),
+        (_, is_all) => {
+            let of = &POLICIES[..if is_all { POLICIES.len() } else { 1 }];
+            let turns =
+                |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
+            let part = |of: Named| move |turned| Part { of, turned, has_graph: true };
+            of.iter().flat_map(|of| turns(of).into_iter().map(part(*of))).collect()
+        }
+    };
+    let n_digests = if lines.iter().any(|line| line.of.by == SIGNS) { 2 } else { 1 };
+    let cosine = number(words, "cosine").map_or(TURNS, |n| n as f32 / 100.0);
     for depth in depths {
         let (free, _) = cuda.memory()?;
         let mut rig = Rig::with(
             cuda,
             (kv_of(shape), shape.n_heads),
-            (n_seqs, depth, 2 * all.len() * turns.len() * (STEPS + 10)),
+            (n_seqs, depth, 2 * lines.len() * (STEPS + 10)),
             (false, Some(&digests(shape)[..n_digests])),
         )?;
-        let all_rules: Vec<Rules> = all.iter().map(|of| rules(shape, of)).collect();
+        let all_rules: Vec<Rules> = lines.iter().map(|line| rules(shape, &line.of)).collect();
         let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &all_rules, n_seqs as u32)?;
         assert!(decides, "this device decides");
         let used = (free - cuda.memory()?.0) as f64;
@@ -190,12 +233,12 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         let model = &model;
         let mut run =
             Run { cuda, model, n_seqs, depth, n_done: 0, rules: 0, is_ahead: false, has_kernels };
-        for (i, of) in all.iter().enumerate() {
-            for &turned in turns.iter().take(if of.reuses { turns.len() } else { 1 }) {
-                for &is_ahead in of.ahead {
-                    (run.rules, run.is_ahead) = (i as u32, is_ahead);
-                    run.time(&mut rig, report, (of.name, turned))?;
-                }
+        for (i, line) in lines.iter().enumerate() {
+            cuda.record_passes(line.has_graph);
+            for &is_ahead in line.of.ahead {
+                (run.rules, run.is_ahead) = (i as u32, is_ahead);
+                let turn = Turn { percent: line.turned, cosine };
+                run.time(&mut rig, report, (line.of.name, turn))?;
             }
         }
     }
@@ -222,7 +265,7 @@ impl Run<'_> {
         &mut self,
         rig: &mut Rig<'_>,
         report: &mut Report,
-        (name, turned): (&str, u32),
+        (name, turn): (&str, Turn),
     ) -> Outcome {
         let shape = &self.model.shape;
         let mut queries: Vec<Queries> =
@@ -234,7 +277,7 @@ impl Run<'_> {
         let clock = SystemClock::start();
         let (mut seconds, mut n_lookups, mut n_hits, mut n_moved) = (Vec::new(), 0u64, 0u64, 0u64);
         for step in 0..STEPS + 5 {
-            self.turn(&mut query_buf, &mut queries, turned)?;
+            self.turn(&mut query_buf, &mut queries, turn)?;
             self.cuda.wait()?;
             let begin = clock.now();
             self.step(rig, (&query_buf, &mut acts))?;
@@ -259,23 +302,23 @@ impl Run<'_> {
         let moved = 100.0 * n_moved as f64 / n_lookups as f64 / self.depth as f64;
         let ahead = if self.is_ahead { ", ahead" } else { "" };
         let name = format!(
-            "topk {}, {name}{ahead}, {} x {}, {turned} turn: {hits:.0} % hits, {moved:.2} % moved",
-            shape.name, self.n_seqs, self.depth
+            "topk {}, {name}{ahead}, {} x {}, {} turn: {hits:.0} % hits, {moved:.2} % moved",
+            shape.name, self.n_seqs, self.depth, turn.percent
         );
         report.add(&name, median, self.model.bytes(&kv_of(shape), 0), 0.0);
         if self.is_ahead || !self.has_kernels {
             return Ok(());
         }
-        self.kernels(rig, report, (&mut query_buf, &mut acts), &mut queries, turned)
+        self.kernels(rig, report, (&mut query_buf, &mut acts), &mut queries, turn)
     }
 
     /// The next queries of all sequences.
-    fn turn(&self, query_buf: &mut Buf, queries: &mut [Queries], turned: u32) -> Outcome {
+    fn turn(&self, query_buf: &mut Buf, queries: &mut [Queries], turn: Turn) -> Outcome {
         let shape = &self.model.shape;
         let keys = (2 * shape.n_kv_heads * shape.head_dim) as usize;
         // Keys and values of a row lie behind its queries.
         let next = |queries: &mut Queries| {
-            let mut row = queries.next(turned);
+            let mut row = queries.next(turn);
             row.resize(row.len() + keys, 0.0);
             row
         };
@@ -307,12 +350,12 @@ impl Run<'_> {
         report: &mut Report,
         (query_buf, acts): (&mut Buf, &mut Acts),
         queries: &mut [Queries],
-        turned: u32,
+        turn: Turn,
     ) -> Outcome {
         const N: usize = 3;
         let mut sums: BTreeMap<&'static str, (f64, usize)> = BTreeMap::new();
         for _ in 0..N {
-            self.turn(query_buf, queries, turned)?;
+            self.turn(query_buf, queries, turn)?;
             self.cuda.begin_timing();
             self.step(rig, (query_buf, acts))?;
             for kernel in self.cuda.end_timing()? {
@@ -324,7 +367,8 @@ impl Run<'_> {
             let is_ours =
                 ["decide", "sparse_", "digest", "rope_"].iter().any(|s| name.starts_with(s));
             if is_ours {
-                report.add(&format!("    {name}, {turned} turn"), seconds / n as f64, 0.0, 0.0);
+                let name = format!("    {name}, {} turn", turn.percent);
+                report.add(&name, seconds / n as f64, 0.0, 0.0);
             }
         }
         Ok(())
@@ -341,29 +385,72 @@ fn kv_of(shape: &Shape) -> KvShape {
     }
 }
 
-/// Times bringing rows of random places, in order, to working sets, by several numbers of blocks, and
-/// copies of as many bytes by the copy engine.
-pub(crate) fn bring(cuda: &Cuda, report: &mut Report) -> Outcome {
+/// Times steps of one sequence of 8192 tokens alone, and while rows come over the link; with as many
+/// resident layers as the shape has.
+pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
+    const DEPTH: usize = 32_768;
+    let model = Model::new(cuda, step::named(words))?;
+    let kv = kv_of(&model.shape);
+    // The last ones are far.
+    let all = KvShape { n_layers: kv.n_layers + 4, ..kv };
+    let mut far = Rig::with(cuda, (all, model.shape.n_heads), (1, DEPTH, 1), (false, Some(&[])))?;
+    far.lay_out(&[(0, DEPTH - 1, 1)])?;
+    let places: Vec<u32> = (0..16_384).map(|i| 2 * i + i % 2).collect();
+    cuda.bring_rows(&far.plan, LayerIdx(0), &far.kv, &places, 8)?;
+    let beside = cuda.beside()?;
+    for n_blocks in [0, 8, 16] {
+        let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
+            // For longer than a step takes.
+            for at in 0..if n_blocks > 0 { 8 } else { 0 } {
+                let layer = LayerIdx(kv.n_layers + (at + i as u32) % 4);
+                cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &places, n_blocks)?;
+            }
+            Ok(())
+        })?;
+        let name = format!("step {}, 1 x 8192, {n_blocks} blocks bring rows", model.shape.name);
+        report.add(&name, seconds, model.bytes(&kv, 8192), 0.0);
+    }
+    Ok(())
+}
+
+/// Times bringing rows of random places, in order, to working sets: by several numbers of blocks, by threads
+/// of the host if there are any (`threads=8`), and copies of as many bytes by the copy engine; rows of 512
+/// bytes, with `widths` also of half and twice. 4096 to 131072 rows are a figure of the CLO paper.
+pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     const DEPTH: usize = 131_072;
-    for head_dim in [64, 128, 256] {
+    let has_widths = words.iter().any(|word| word == "widths");
+    for head_dim in if has_widths { vec![64, 128, 256] } else { vec![128] } {
         let kv =
             KvShape { n_layers: 4, n_kv_heads: 8, head_dim, page_len: 16, dtype: KvDtype::F16 };
         let mut rig = Rig::with(cuda, (kv, 32), (1, DEPTH, 1), (false, Some(&[])))?;
         rig.lay_out(&[(0, DEPTH - 1, 1)])?;
+        let threads = cuda.threads(&rig.kv)?;
         let row_bytes = 4 * head_dim as usize;
-        for n in [64, 256, 1024, 4096, 16_384] {
+        for n in [64, 256, 512, 1024, 2048, 4096, 8192, 16_384] {
             let mut random = Random(n as u64);
             let mut places: Vec<u32> =
                 (0..n).map(|_| (random.unit() * (DEPTH - 1) as f32) as u32).collect();
             places.sort_unstable();
             let bytes = (8 * n * row_bytes) as f64;
-            for blocks in [4, 8, 16, 32] {
+            let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
+            for blocks in [4, 8, 16] {
                 let seconds = time(cuda, |i| {
-                    let layer = LayerIdx(i as u32 % kv.n_layers);
-                    Ok(cuda.bring_rows(&rig.plan, layer, &rig.kv, &places, blocks)?)
+                    Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &places, blocks)?)
                 })?;
-                let name = format!("bring 8 x {n} rows of {row_bytes}, {blocks} blocks");
+                let name = format!("bring {} rows of {row_bytes}, {blocks} blocks", 8 * n);
                 report.add(&name, seconds, bytes, 0.0);
+            }
+            if let Some(threads) = &threads {
+                let seconds = time(cuda, |i| {
+                    let from = (&rig.plan, &rig.kv);
+                    Ok(cuda.bring_by(threads, from, layer(i), &places, 8)?)
+                })?;
+                report.add(
+                    &format!("bring {} rows of {row_bytes}, threads", 8 * n),
+                    seconds,
+                    bytes,
+                    0.0,
+                );
             }
             let seconds = time(cuda, |_| Ok(cuda.copy_pages_of(&rig.kv, 8 * n * row_bytes)?))?;
             report.add(&format!("copy engine, {} KiB", bytes / 1024.0), seconds, bytes, 0.0);

@@ -139,6 +139,7 @@ params! {
         mark_stride: u64,
         staged: Address,
         tickets: Address,
+        is_closed: Address,
         n_staged: u32,
         first_head: u32,
         stride: u32,
@@ -163,7 +164,7 @@ pub(crate) const MAX_WIDTH: usize = 1024;
 const DIGEST_TOKENS: usize = 8;
 const DIGEST_THREADS: u32 = 128;
 const READ_THREADS: u32 = 128;
-const GATHER_THREADS: u32 = 512;
+const GATHER_THREADS: u32 = 256;
 /// Blocks that write addresses of rows; few, because they wait for nothing.
 const POST_BLOCKS: u32 = 8;
 

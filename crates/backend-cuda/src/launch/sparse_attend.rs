@@ -21,6 +21,8 @@ params! {
         tasks: Address,
         q_stride: u32,
         scale: f32,
+        head_tasks: u32,
+        padding: u32,
     }
 }
 
@@ -31,6 +33,11 @@ pub(crate) const MAX_NUMBERS: usize = 1024;
 /// Static shared memory of a block: the tasks.
 const STATIC_BYTES: usize = 4 * (MAX_NUMBERS + 1) + 128;
 const MERGE_THREADS: u32 = 1024;
+/// Shared memory that a block leaves to one of `decide`, which runs beside it if a layer is decided about
+/// before its turn.
+const LEFT_BYTES: usize = 47 * 1024;
+/// Unless fewer warps would have room then: so many keep the memory busy.
+const WARPS_LEAST: usize = 4;
 
 /// Most tasks of a head that sees so many places, in up to three runs.
 pub(crate) fn max_tasks(n_places: usize) -> usize {
@@ -49,8 +56,9 @@ impl SparseShape {
     pub(crate) fn fitting(attend: AttendShape, shared_bytes_max: usize) -> [Self; 2] {
         [8, 16].map(|lines| {
             let one = SparseShape { lines, warps: 1 }.shared_bytes(attend);
-            let room = shared_bytes_max.saturating_sub(STATIC_BYTES) / one;
-            SparseShape { lines, warps: room.clamp(1, 8) }
+            let room = |left| shared_bytes_max.saturating_sub(STATIC_BYTES + left) / one;
+            let warps = if room(LEFT_BYTES) < WARPS_LEAST { room(0) } else { room(LEFT_BYTES) };
+            SparseShape { lines, warps: warps.clamp(1, 8) }
         })
     }
 
@@ -99,6 +107,10 @@ pub(crate) fn attend(
         SparseAttend::Mma { splits: [small, large], merge } => {
             let (shape, kernel) = if group <= 8 { small } else { large };
             let (grid, threads) = ((device.n_multiprocessors(), 1), count(32 * shape.warps));
+            // One for each warp if a single sequence sees many pages.
+            let n_warps = device.n_multiprocessors() * count(shape.warps);
+            let head_tasks = (n_warps / n_kv_heads).max(1);
+            let params = &SparseParams { head_tasks, ..*params };
             #[expect(unsafe_code, reason = "a kernel")]
             // SAFETY: as above; there is room for the partial results of all tasks.
             unsafe {

@@ -14,7 +14,7 @@ mod frames;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{Backend as _, DeviceError};
 use nuthatch_types::{Clock as _, KvSlots, PageCopy, Slot, SystemClock};
 
 use crate::Cuda;
@@ -123,8 +123,19 @@ impl Near {
 
 /// Bytes that the copy engine brings from memory of the host in a second.
 fn link_rate(device: &Device, from: &PinnedMemory, to: &Memory) -> Result<u64, DeviceError> {
-    const BYTES: usize = 64 << 20;
-    let bytes = BYTES.min(from.run_bytes()).min(to.bytes());
+    let bytes = RATE_BYTES.min(from.run_bytes()).min(to.bytes());
+    best_rate(device, bytes, || from.copy_to(device, to, bytes))
+}
+
+/// Bytes of which something is measured.
+const RATE_BYTES: usize = 64 << 20;
+
+/// Bytes a second of the best of a few times.
+fn best_rate(
+    device: &Device,
+    bytes: usize,
+    mut queue: impl FnMut() -> Result<(), DeviceError>,
+) -> Result<u64, DeviceError> {
     if bytes == 0 {
         return Ok(0);
     }
@@ -133,7 +144,7 @@ fn link_rate(device: &Device, from: &PinnedMemory, to: &Memory) -> Result<u64, D
     for _ in 0..3 {
         device.wait()?;
         let begin = clock.now();
-        from.copy_to(device, to, bytes)?;
+        queue()?;
         device.wait()?;
         best = best.max(bytes as f64 / (clock.now() - begin).as_secs_f64().max(1e-9));
     }
@@ -163,6 +174,16 @@ impl State {
 }
 
 impl Cuda {
+    /// Bytes a second that the device reads from its memory, and that come over the link: measured now.
+    pub fn rates(&self) -> Result<(u64, u64), DeviceError> {
+        const FLOATS: usize = 1 << 26;
+        let far = PinnedMemory::whole(&self.device, RATE_BYTES, "rates")?;
+        let link = link_rate(&self.device, &far, &self.device.alloc(RATE_BYTES, "rates")?)?;
+        let (source, mut out) = (self.alloc(FLOATS)?, self.alloc(1)?);
+        let read = best_rate(&self.device, 4 * FLOATS, || self.read_all(&source, &mut out))?;
+        Ok((read, link))
+    }
+
     /// Gives copies to the pages that a batch wants near; once for each batch.
     pub(crate) fn prepare_near(&self, plan: &CudaPlan, kv: &CudaKv) -> Result<(), DeviceError> {
         // Only kernels for pages of rows know of copies.

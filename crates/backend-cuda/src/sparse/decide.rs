@@ -8,6 +8,7 @@
 //! What is remembered of a sequence lies in the seat of its table's row (`room`). Rows that are decided
 //! about by the same rules are decided about together, and all of them attend together.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
@@ -15,13 +16,13 @@ use nuthatch_backend::topk::Found;
 use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
 
 use crate::Cuda;
-use crate::branch::{Branch, LINK_BLOCKS, LINK_BLOCKS_ALONE};
+use crate::branch::{Branch, LINK_BLOCKS};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
 use crate::launch::attend::Attention;
 use crate::launch::sparse::{
-    GatherRowsParams, HeadState, PostParams, SparseHeads, SparseRow, gather_rows, post_rows,
+    GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows, post_rows,
 };
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
@@ -188,7 +189,7 @@ impl Cuda {
         let (n_heads, d) = (kv.shape.n_kv_heads as usize, kv.page.head_dim as usize);
         let group = plan.group();
         let Some(sparse) = &kv.sparse else { return Ok(false) };
-        if self.is_eager || group > sparse.group || n_heads > MAX_NUMBERS {
+        if self.is_eager.load(Ordering::Relaxed) || group > sparse.group || n_heads > MAX_NUMBERS {
             return Ok(false);
         }
         // A function has one limit, whoever launches it.
@@ -229,6 +230,7 @@ impl Cuda {
         rows: &[Deciding],
     ) -> Result<(), DeviceError> {
         let decider = decider_of(kv);
+        decider.link.as_ref().map_or(Ok(()), Link::check)?;
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
         let list = rows
@@ -274,7 +276,8 @@ impl Cuda {
             decider.branch.join(&self.device, idx)?;
         }
         for &turn in turns.iter().filter(|_| !is_decided) {
-            self.decide_some(at, (decider, idx), turn, None)?;
+            self.decide_turn(at, (decider, idx), turn, None)?;
+            self.bring_turn(at, (decider, idx), turn, None)?;
         }
         // Rows that pick are one behind the other, except for those of rules that do not pick here.
         let mut runs: Vec<(usize, usize)> = Vec::new();
@@ -308,22 +311,23 @@ impl Cuda {
         }
         let branch = decider.branch.fork(&self.device, idx)?;
         for &turn in &turns {
-            self.decide_some(at, (decider, idx), turn, Some(branch))?;
+            self.decide_turn(at, (decider, idx), turn, Some(branch))?;
+            self.bring_turn(at, (decider, idx), turn, Some(branch))?;
         }
         decider.branch.end(&self.device, idx)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }
 
-    /// Decides, and brings rows; on a branch if there is one.
-    fn decide_some(
+    /// Decides; on a branch if there is one.
+    fn decide_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
         branch: Option<&CudaStream>,
     ) -> Result<(), DeviceError> {
-        let (sparse, n_heads) = (at.sparse(), at.n_kv_heads());
+        let n_heads = at.n_kv_heads();
         let (tallies, moves) = (&decider.tallies[idx % 2], &decider.moves[idx % 2]);
         let (by, first_head) = (&decider.rules[rules], idx * n_heads);
         let rules = &by.rules;
@@ -361,9 +365,21 @@ impl Cuda {
         // Of those that may run at once; two layers may, or one alone.
         let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
         let most = by.n_at_once / if is_alone { 1 } else { 2 };
-        decide(&self.device, &by.kernel, &params, (most, branch))?;
+        decide(&self.device, &by.kernel, &params, (most, branch))
+    }
+
+    /// Brings the rows that were decided about; on a branch if there is one.
+    fn bring_turn(
+        &self,
+        at: &SparseLayer<'_>,
+        (decider, idx): (&Decider, usize),
+        Turn { first, n, .. }: Turn,
+        branch: Option<&CudaStream>,
+    ) -> Result<(), DeviceError> {
+        let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
+        let (tallies, moves) = (&decider.tallies[idx % 2], &decider.moves[idx % 2]);
         let mut gather = GatherRowsParams {
-            heads,
+            heads: decider.heads(at, idx, (first, n)),
             pages: at.pages(),
             moves: moves.address(),
             tallies: tallies.address(),
@@ -371,6 +387,7 @@ impl Cuda {
             mark_stride: decider.room.stride as u64,
             staged: 0,
             tickets: 0,
+            is_closed: 0,
             n_staged: 0,
             first_head: count(first_head),
             stride: count(decider.room.stride),
@@ -378,18 +395,10 @@ impl Cuda {
         };
         let is_far = at.kv.is_far(at.layer.0);
         if let Some(link) = decider.link.as_ref().filter(|_| is_far) {
-            let desk = link.desk(idx);
-            gather.staged = desk.staged();
-            gather.tickets = desk.tickets();
-            gather.n_staged = link.n_staged;
-            let params = PostParams { gather, order: desk.order(), n_ended: desk.n_ended() };
+            let params = link.ask(idx, &mut gather);
             post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
         }
-        let blocks = match (is_far, branch) {
-            (true, Some(_)) => LINK_BLOCKS,
-            (true, None) => LINK_BLOCKS_ALONE,
-            (false, _) => self.device.n_multiprocessors(),
-        };
+        let blocks = if is_far { LINK_BLOCKS } else { self.device.n_multiprocessors() };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 
@@ -411,6 +420,8 @@ impl Cuda {
             tasks: decider.tasks.address(),
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
+            head_tasks: 0,
+            padding: 0,
         };
         attend(&self.device, &at.sparse().kernels.attend, &params, is_early)
     }

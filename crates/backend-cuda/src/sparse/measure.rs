@@ -2,21 +2,66 @@
 
 use std::sync::PoisonError;
 
-use cudarc::driver::sys;
+use cudarc::driver::{CudaStream, sys};
 use nuthatch_backend::DeviceError;
 use nuthatch_types::LayerIdx;
 
 use crate::Cuda;
+use crate::branch::Branch;
 use crate::kv::{CudaKv, PAGE_LEN};
 use crate::launch::count;
 use crate::launch::sparse::{
-    GatherRowsParams, HeadState, SparseHeads, SparsePages, SparseRow, gather_rows,
+    GatherRowsParams, HeadState, SparseHeads, SparsePages, SparseRow, gather_rows, post_rows,
 };
+use crate::link::Link;
 use crate::plan::CudaPlan;
 
 use super::scratch::PickedSizes;
 
+/// A stream beside the first one, for what is measured meanwhile.
+pub struct Beside(Branch);
+
+/// Threads of the host that bring rows.
+pub struct Threads(Link);
+
 impl Cuda {
+    /// A stream beside the first one.
+    pub fn beside(&self) -> Result<Beside, DeviceError> {
+        Ok(Beside(Branch::new(&self.device, true)?))
+    }
+
+    /// Threads that bring rows of an arena, if its device was opened so.
+    pub fn threads(&self, kv: &CudaKv) -> Result<Option<Threads>, DeviceError> {
+        Ok(kv.start_link(&self.device)?.map(Threads))
+    }
+
+    /// [`Cuda::bring_rows`] by threads of the host.
+    pub fn bring_by(
+        &self,
+        threads: &Threads,
+        (plan, kv): (&CudaPlan, &CudaKv),
+        layer: LayerIdx,
+        places: &[u32],
+        n_blocks: u32,
+    ) -> Result<(), DeviceError> {
+        threads.0.check()?;
+        self.bring(plan, layer, kv, places, (n_blocks, None, Some(&threads.0)))
+    }
+
+    /// [`Cuda::bring_rows`] of the lists that were last uploaded, beside what comes next.
+    pub fn bring_beside(
+        &self,
+        beside: &Beside,
+        (plan, kv): (&CudaPlan, &CudaKv),
+        layer: LayerIdx,
+        places: &[u32],
+        n_blocks: u32,
+    ) -> Result<(), DeviceError> {
+        assert!(layer.0 > 0, "nothing is uploaded meanwhile");
+        let branch = beside.0.fork(&self.device, 0)?;
+        self.bring(plan, layer, kv, places, (n_blocks, Some(branch), None))
+    }
+
     /// Brings the rows of some places of the batch's first sequence to working sets, for all heads of a
     /// layer, by so many blocks. The lists are uploaded when the first layer is brought.
     pub fn bring_rows(
@@ -26,6 +71,17 @@ impl Cuda {
         kv: &CudaKv,
         places: &[u32],
         n_blocks: u32,
+    ) -> Result<(), DeviceError> {
+        self.bring(plan, layer, kv, places, (n_blocks, None, None))
+    }
+
+    fn bring(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        kv: &CudaKv,
+        places: &[u32],
+        (n_blocks, branch, link): (u32, Option<&CudaStream>, Option<&Link>),
     ) -> Result<(), DeviceError> {
         let sparse = kv.sparse.as_ref().expect("an arena that keeps digests");
         let (n_heads, seq) = (kv.shape.n_kv_heads as usize, &plan.seqs[0]);
@@ -80,7 +136,7 @@ impl Cuda {
             table_len: plan.table_len,
             padding: 0,
         };
-        let params = GatherRowsParams {
+        let mut params = GatherRowsParams {
             heads,
             pages,
             moves: room.moves.address(),
@@ -89,12 +145,17 @@ impl Cuda {
             mark_stride: 0,
             staged: 0,
             tickets: 0,
+            is_closed: 0,
             n_staged: 0,
             first_head: 0,
             stride: count(places.len()),
             n_zeros: 0,
         };
-        gather_rows(&self.device, &sparse.kernels.gather, &params, (n_blocks, None))
+        if let Some(link) = link {
+            let params = link.ask(layer.0 as usize, &mut params);
+            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
+        }
+        gather_rows(&self.device, &sparse.kernels.gather, &params, (n_blocks, branch))
     }
 
     /// Copies the first bytes of the arena to the device by the copy engine: what bringing rows is

@@ -41,6 +41,7 @@ use crate::plan::{CudaPlan, Seq};
 use crate::program::Program;
 use decide::Decider;
 use digest::DigestArena;
+pub use measure::{Beside, Threads};
 pub use room::{DecidingShape, deciding_bytes};
 use scratch::Scratch;
 
@@ -366,6 +367,7 @@ impl Cuda {
             mark_stride: 0,
             staged: 0,
             tickets: 0,
+            is_closed: 0,
             n_staged: 0,
             first_head: 0,
             stride: count(picked.stride),
@@ -385,6 +387,8 @@ impl Cuda {
             tasks: room.tasks.address(),
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
+            head_tasks: 0,
+            padding: 0,
         };
         attend(&self.device, &sparse.kernels.attend, &params, true)
     }

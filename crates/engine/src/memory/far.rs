@@ -18,7 +18,8 @@ pub struct FarRequest {
     pub near_budget: Option<u64>,
     /// Pages of each decoding sequence that should have copies.
     pub pages_per_seq: u32,
-    /// Whether the pages of the first layers stay on the device, of as many as the budget allows.
+    /// Whether the pages of the first layers stay on the device, of as many as the budget allows; without a
+    /// budget, of all if there is room for them.
     pub keeps_layers: bool,
 }
 
@@ -108,7 +109,7 @@ impl FarRoom {
             near_most: budget - deciding,
             least,
             usual: least + pages_per_seq(request, max_context),
-            keeps_layers: far.keeps_layers && far.near_budget.is_some(),
+            keeps_layers: far.keeps_layers,
             has_budget: far.near_budget.is_some(),
         })
     }
@@ -122,7 +123,8 @@ impl FarRoom {
         // A prompt's copies come first: it is read by every chunk of it.
         let usual = self.usual.min(n_pages);
         let fits = |n: &u64| n_pages * layer * n + usual * layer * (all - n) <= room;
-        let n_layers = (0..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
+        let least = if self.has_budget { 0 } else { all };
+        let n_layers = (least..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
         let layers = n_pages * layer * n_layers;
         let far_bytes = layer * (all - n_layers);
         let n_room = (room - layers).checked_div(far_bytes).unwrap_or(0);
@@ -181,23 +183,28 @@ mod tests {
     #[test]
     fn first_layers_stay_as_far_as_the_budget_goes() {
         let with = |near_budget| {
-            let mut request = far(Some(near_budget));
+            let mut request = far(near_budget);
             request.far = request.far.map(|far| FarRequest { keeps_layers: true, ..far });
             Sizes::compute(&SizeRequest { available: 128 * GIB, ..request }).unwrap()
         };
         // A layer's pages are 781 MiB, and copies of a sequence's 12.3 GiB.
-        let few = with(12 * GIB).near.unwrap();
+        let few = with(Some(12 * GIB)).near.unwrap();
         assert_eq!((few.n_layers, few.layers), (0, 0));
-        let sizes = with(20 * GIB);
+        let sizes = with(Some(20 * GIB));
         let near = sizes.near.unwrap();
         assert_eq!((near.n_layers, near.layers), (13, (13 * 12_500) << 16));
         assert_eq!(near.copies, u64::from(near.n_pages) * (19 << 16));
         assert_eq!(sizes.host_kv, 12_500 * (19 << 16));
         let used = sizes.deciding + sizes.kv;
         assert!(near.n_pages >= 6312 && used <= 20 * GIB, "{near:?}");
-        // With room for everything nothing is far.
-        let all = with(40 * GIB);
+        // With room for everything nothing is far, and without a budget all or nothing is.
+        let all = with(Some(40 * GIB));
         assert_eq!((all.near.unwrap().n_layers, all.host_kv), (32, 0));
+        assert_eq!(with(None), Sizes { kv: all.kv, ..all });
+        let mut small = far(None);
+        small.far = small.far.map(|far| FarRequest { keeps_layers: true, ..far });
+        let none = Sizes::compute(&SizeRequest { available: 40 * GIB, ..small }).unwrap();
+        assert_eq!(none.near.unwrap().n_layers, 0);
     }
 
     #[test]
