@@ -43,8 +43,8 @@ fn gpu((is_exact, far): (bool, Option<FarPages>)) -> Option<Cuda> {
 /// Judges the device, opened in each of some ways.
 fn on_the_gpu(name: &str, ways: Range<usize>, check: Check<Cuda>) {
     static SHARED: [OnceLock<Option<Cuda>>; 4] = [const { OnceLock::new() }; 4];
-    let part = std::env::var("PART").ok().and_then(|part| part.parse::<usize>().ok());
-    for n in ways.filter(|&n| part.is_none_or(|part| part == n)) {
+    let part = std::env::var_os("PART");
+    for n in ways.filter(|n| part.as_ref().is_none_or(|part| *part == *n.to_string())) {
         let own = OnceLock::new();
         let is_shared = std::env::var_os("ONE_DEVICE").is_some();
         let place = if is_shared { &SHARED[n] } else { &own };
