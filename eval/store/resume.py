@@ -244,7 +244,7 @@ def narrowed(binary, redis, rates, n_tokens=1000, n_prompts=4):
     return table
 
 
-def both_sides(binary, redis, rate=10_000_000, lengths=(400, 5000)):
+def both_sides(binary, redis, rate=10_000_000, lengths=(400, 5500)):
     """Through a way so narrow that computing short prompts and loading long ones is faster: what the
     engine does with both, after it has measured both."""
     table = []
@@ -256,7 +256,7 @@ def both_sides(binary, redis, rate=10_000_000, lengths=(400, 5000)):
     way = Narrow(redis, rate)
     with Server(binary, "--kv-remote", f"redis://127.0.0.1:{way.port}") as server:
         # What computing takes, at the beginning and far on, and what the way gives.
-        server.first_token(prompt_of("other", 3000))
+        server.first_token(prompt_of("other", 2500))
         server.first_token(prompt_of("known", 400))
         for n in lengths:
             asked = [server.first_token(prompt) for prompt in prompts[n]]

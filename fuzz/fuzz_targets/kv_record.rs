@@ -6,7 +6,7 @@ use nuthatch_store::disk::{PageName, RecordShape};
 use nuthatch_types::{PageKey, TokenId};
 
 const SHAPE: RecordShape =
-    RecordShape { namespace: 7, page_len: 4, page_bytes: 64, is_encrypted: false };
+    RecordShape { namespace: 7, page_len: 4, page_bytes: 64, part_bytes: 9, is_encrypted: false };
 const TOKENS: [TokenId; 4] = [TokenId(1), TokenId(2), TokenId(3), TokenId(u32::MAX)];
 
 fuzz_target!(|bytes: &[u8]| {

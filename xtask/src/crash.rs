@@ -20,6 +20,8 @@ use crate::shell;
 /// Rounds of the lane, and of the chore unless it is told otherwise.
 const ROUNDS_CI: u32 = 20;
 const ROUNDS: u32 = 500;
+/// How lives read and write, in turn (`--kv-disk-io`); where there is no io_uring, by threads.
+const WAYS: [&str; 4] = ["auto", "threads", "auto,direct", "threads,direct"];
 /// Bytes of the directory: some dozens of the model's pages, so that segments go all the time.
 const BYTES_MAX: u64 = 400_000;
 /// The longest that a child lives after it has begun to answer.
@@ -54,7 +56,8 @@ fn rounds_of(rounds: u32, seed: u64) -> Result<()> {
     let (mut n_answers, mut n_cached, mut n_recovered) = (0_u64, 0_u64, 0_u64);
     for round in 0..rounds {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
-        let mut life = Life::begin(&child, &model, &dir, random >> 1)?;
+        let io = WAYS[round as usize % WAYS.len()];
+        let mut life = Life::begin(&child, &model, &dir, (random >> 1, io))?;
         n_recovered += life.check_directory(&dir).with_context(|| format!("round {round}"))?;
         life.go()?;
         std::thread::sleep(Duration::from_millis((random >> 40) % LIFE_MAX));
@@ -103,9 +106,10 @@ struct Life {
 }
 
 impl Life {
-    fn begin(program: &Path, model: &Path, dir: &Path, seed: u64) -> Result<Self> {
+    fn begin(program: &Path, model: &Path, dir: &Path, how: (u64, &str)) -> Result<Self> {
         let mut command = shell::command(program);
-        command.arg(model).arg(dir).arg(BYTES_MAX.to_string()).arg(seed.to_string());
+        let (seed, io) = how;
+        command.arg(model).arg(dir).arg(BYTES_MAX.to_string()).arg(seed.to_string()).arg(io);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().context("the child has no output")?;
         let (sender, lines) = channel();

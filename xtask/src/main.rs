@@ -37,7 +37,7 @@ cargo xtask CHORE
   test      unit, integration and doc tests; further words go to the test runner
   smoke     the binary on the real default model [--release]
   clients   OpenAI's Python package, a reader of KV events and rude clients [--release]
-  remote    the remote tier: its tests, and engines that share Redis and S3 servers
+  remote    the remote tier: its tests, and engines that share stores on this machine [--release]
   crash     [--rounds 500] [--seed 1]: kills an engine with a disk tier, and checks what is left
   peer      llama-cpp | greedy: nuthatch beside llama.cpp, in one run
   kernels   compiles every CUDA kernel, without a GPU

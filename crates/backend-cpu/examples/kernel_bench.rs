@@ -204,7 +204,8 @@ fn attend(
     Ok(())
 }
 
-/// One selection of 4 % at a time, by turns of all heads, so that each finds its digest far away.
+/// One selection of 4 % at a time, by turns of all heads and with a product of 8 MiB between them, so
+/// that each finds its digest and its memory as far away as in a step of a model.
 fn choose(
     cpu: &Cpu,
     kind: DigestKind,
@@ -218,8 +219,14 @@ fn choose(
     let (mut scores, mut chosen) = (vec![0; depth], Vec::new());
     let (mut turn, clock) = (0, SystemClock::start());
     let (mut scoring, mut selecting) = (Vec::new(), Vec::new());
+    let (rows, cols) = (8192, 1024);
+    let between = vec![0; rows * cols / 32 * 34];
+    let matrix = HostMatrix { dtype: WeightType::Q8_0, rows, cols, bytes: &between, bias: None };
+    let weight = cpu.load(&[matrix])?;
+    let (x, mut y) = (cpu.alloc(cols)?, cpu.alloc(rows)?);
     while scoring.len() < 90 * 20 {
         turn += 1;
+        cpu.matmul(&weight, &x, 1, &mut y)?;
         let (layer, head) = (LayerIdx(turn % LAYERS), turn / LAYERS % 3);
         let ask = Ask { seq: 0, head, by: ScoreBy::Digest(0), n: depth as u32, at: 0 };
         let begin = clock.now();

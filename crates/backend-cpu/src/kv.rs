@@ -46,6 +46,19 @@ pub struct CpuKv {
     pub(crate) digests: Vec<DigestPages>,
 }
 
+/// The rows of one head, `[slot][16]`. What a row's place takes is computed once for many of them.
+pub(crate) struct HeadRows<'a> {
+    bytes: &'a [u8],
+    row_bytes: usize,
+}
+
+impl HeadRows<'_> {
+    #[inline]
+    pub(crate) fn address(&self, slot: usize, offset: usize) -> *const u8 {
+        self.bytes[(slot * PAGE + offset) * self.row_bytes..][..self.row_bytes].as_ptr()
+    }
+}
+
 impl CpuKv {
     /// Pages in memory, or in a file of their own.
     pub(crate) fn new(
@@ -180,6 +193,13 @@ impl CpuKv {
         self.head_starts[head] + slot * self.head_page_bytes(head)
     }
 
+    /// The rows of one head's pages, if they are in memory.
+    pub(crate) fn head_rows(&self, head: usize) -> Option<HeadRows<'_>> {
+        let (start, row_bytes) = (self.head_starts[head], self.row_bytes(head));
+        let bytes = self.bytes.get(start..start + self.n_slots * PAGE * row_bytes)?;
+        Some(HeadRows { bytes, row_bytes })
+    }
+
     /// First byte of a row, where pages hold rows.
     pub(crate) fn row_start(&self, head: usize, slot: usize, offset: usize) -> usize {
         self.page_start(head, slot) + offset * self.row_bytes(head)
@@ -215,7 +235,9 @@ impl CpuKv {
         for digest in &self.digests {
             layout += &format!(", {}", digest.encoder.mark());
         }
-        PageImage { bytes, layout }
+        let is_even = self.digests.is_empty() && self.shape.dtype.wide_layers().is_empty();
+        let layer_bytes = is_even.then(|| bytes / self.shape.n_layers.max(1) as usize);
+        PageImage { bytes, layer_bytes, layout }
     }
 
     /// Where the numbers of a page of so many bytes are, if they are floats.
@@ -246,9 +268,13 @@ impl CpuKv {
         assert!(rest.is_empty(), "a page's bytes are as many as its image has");
     }
 
-    pub(crate) fn write_page(&mut self, slot: Slot, source: &[u8]) {
-        let mut rest = source;
+    pub(crate) fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) {
+        let (mut rest, mut before) = (source, 0);
         for (arena, range) in self.parts(slot) {
+            before += range.len();
+            if before <= start || rest.is_empty() {
+                continue;
+            }
             let (part, after) = rest.split_at(range.len());
             match arena.checked_sub(1) {
                 None => self.bytes[range].copy_from_slice(part),

@@ -234,8 +234,14 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn write_page(&self, kv: &mut CpuKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        kv.write_page(slot, source);
+    fn write_page(
+        &self,
+        kv: &mut CpuKv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
+        kv.write_page(slot, start, source);
         Ok(())
     }
 

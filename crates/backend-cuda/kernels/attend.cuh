@@ -23,23 +23,24 @@
 #define TILES (2 * PAIRS)
 
 // Chunks are short at the beginning, so that short sequences have many: SMALL_CHUNK keys each up to
-// `small_end`, MIDDLE_CHUNK up to `middle_end`, then LARGE_CHUNK. Both are whole chunks from the end before.
+// `small_end`, MIDDLE_CHUNK up to `middle_end`, then `large`, which is LARGE_CHUNK at most. Both are whole
+// chunks from the end before.
 struct Cuts {
-    u32 small_end, middle_end;
+    u32 small_end, middle_end, large;
 };
 static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
               "chunks are whole steps");
 
 DEVICE u32 chunk_of(const Cuts& cuts, u32 key) {
     const u32 small = min(key, cuts.small_end), middle = min(key, cuts.middle_end);
-    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (key - middle) / LARGE_CHUNK;
+    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (key - middle) / cuts.large;
 }
 
 DEVICE u32 chunk_start(const Cuts& cuts, u32 chunk) {
     const u32 n_small = cuts.small_end / SMALL_CHUNK;
     const u32 n_middle = (cuts.middle_end - cuts.small_end) / MIDDLE_CHUNK;
     const u32 small = min(chunk, n_small), middle = min(chunk - small, n_middle);
-    return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + (chunk - small - middle) * LARGE_CHUNK;
+    return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + (chunk - small - middle) * cuts.large;
 }
 
 struct AttendParams {
@@ -214,10 +215,34 @@ DEVICE void rotate_query(const AttendParams& p, u64 row, float (&x)[KT][8]) {
         }
 }
 
-// Splits the lines' queries into operands in shared memory; rotates them first if ROTATES and there are
-// angles.
-template <int R, bool ROTATES = false>
-DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) {
+// Queries as operands, of which a lane sees its own: in shared memory.
+struct SharedQueries {
+    u32* operands;
+
+    __device__ SharedQueries(u32* room) : operands(room) {}
+    __device__ void set(u32 at, u32 reg, u32 bits) {
+        operands[(at * 32 + threadIdx.x % 32) * 4 + reg] = bits;
+    }
+    __device__ uint4 operator[](u32 at) const {
+        return *(const uint4*)(operands + (at * 32 + threadIdx.x % 32) * 4);
+    }
+};
+
+// The same in registers.
+template <int N>
+struct OwnQueries {
+    u32 operands[N][4];
+
+    __device__ OwnQueries(u32*) {}
+    __device__ void set(u32 at, u32 reg, u32 bits) { operands[at][reg] = bits; }
+    __device__ uint4 operator[](u32 at) const {
+        return make_uint4(operands[at][0], operands[at][1], operands[at][2], operands[at][3]);
+    }
+};
+
+// Splits the lines' queries into operands; rotates them first if ROTATES and there are angles.
+template <int R, bool ROTATES = false, typename Queries>
+DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, Queries& queries) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     UNROLL
     for (int r = 0; r < R; r++) {
@@ -256,20 +281,11 @@ DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, u32* operands) 
                     const u32 bits = part < PARTS ? take_part(a, b) : 0;
                     const u32 set = R == 1 ? part / 2 : part;
                     const u32 reg = pair % 2 * 2 + (R == 1 ? part % 2 : r);
-                    operands[((step * Lines<R>::SETS + set) * 32 + lane) * 4 + reg] = bits;
+                    queries.set(step * Lines<R>::SETS + set, reg, bits);
                 }
             }
     }
 }
-
-// Queries as `load_queries` leaves them.
-struct SharedQueries {
-    const u32* operands;
-
-    __device__ uint4 operator[](u32 at) const {
-        return *(const uint4*)(operands + (at * 32 + threadIdx.x % 32) * 4);
-    }
-};
 
 // Four matrices of eight rows of sixteen bytes each, of which each lane names a row: a lane gets of each
 // the elements 2t and 2t + 1 of row g.

@@ -25,7 +25,6 @@ struct MergeParams {
     u32 n_kv_heads;
     u32 group;
     u32 window;
-    u32 padding;
     Cuts cuts;
 };
 static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
@@ -38,7 +37,6 @@ static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams 
 template <int COLUMNS, int DEPTH, int SHARED>
 struct Merger {
     static const int BATCH = MERGE_BATCH_FLOATS / COLUMNS;  // chunks
-    static_assert((DEPTH * MERGE_BATCH_FLOATS + 3 * MERGE_SPAN) * 4 == SHARED, "the host's memory");
     static_assert(MERGE_SPAN % BATCH == 0 && BATCH % MERGE_EIGHT == 0, "whole batches and eights");
 
     // A piece of the chunks of one head of one row.
@@ -48,10 +46,13 @@ struct Merger {
         u32 column, n_columns;
     };
 
-    // How each chunk of a span, and all before it, are weighed; and the chunk's sum.
+    // How each chunk of a span, and all before it, are weighed; the chunk's sum; and of which eights the
+    // maximum moves.
     struct Weighed {
         float before[MERGE_SPAN], after[MERGE_SPAN], sum[MERGE_SPAN];
+        u8 is_moved[MERGE_SPAN / MERGE_EIGHT];
     };
+    static_assert(DEPTH * MERGE_BATCH_FLOATS * 4 + sizeof(Weighed) == SHARED, "the host's memory");
 
     // Brings the results of a batch, or nothing if there is none.
     DEVICE void load(const MergeParams& p, const Piece& piece, u32 batch, u32 ring) {
@@ -102,20 +103,27 @@ struct Merger {
         }
         const float inside = __shfl_up_sync(~0u, upto, 1);
         if (lane > 0) left = fmaxf(left, inside);
+        bool is_moved = false;
         UNROLL
         for (int i = 0; i < MERGE_OWN; i++) {
             const Weights w = weigh(left, own[i].x);
             const u32 at = threadIdx.x * MERGE_OWN + i;
             weighed.before[at] = w.before, weighed.after[at] = w.after;
             weighed.sum[at] = own[i].y;
+            is_moved |= w.before != 1.0f;
             left = w.m;
         }
+        const u32 THREADS = MERGE_EIGHT / MERGE_OWN;  // of an eight
+        const u32 moved = __ballot_sync(~0u, is_moved) >> lane / THREADS * THREADS;
+        if (lane % THREADS == 0)
+            weighed.is_moved[threadIdx.x / THREADS] = (moved & ((1u << THREADS) - 1)) != 0;
         __syncthreads();
     }
 
     // Chunks that are looked at together.
     struct Eight {
-        float x[MERGE_EIGHT], before[MERGE_EIGHT], after[MERGE_EIGHT], sum[MERGE_EIGHT];
+        float x[MERGE_EIGHT], after[MERGE_EIGHT], sum[MERGE_EIGHT];
+        u32 is_moved;
     };
 
     DEVICE void load_four(const float* source, float* target) {
@@ -129,40 +137,43 @@ struct Merger {
         for (int i = 0; i < MERGE_EIGHT; i++) eight.x[i] = column[(c + i) * COLUMNS];
         UNROLL
         for (int i = 0; i < MERGE_EIGHT; i += 4) {
-            load_four(weighed.before + at + i, eight.before + i);
             load_four(weighed.after + at + i, eight.after + i);
             load_four(weighed.sum + at + i, eight.sum + i);
+        }
+        eight.is_moved = weighed.is_moved[at / MERGE_EIGHT];
+    }
+
+    DEVICE void add_eight(const Eight& eight, const float* before, float& o, float& l) {
+        if (eight.is_moved) {
+            UNROLL
+            for (int i = 0; i < MERGE_EIGHT; i++) {
+                o = __fmaf_rn(eight.x[i], eight.after[i], __fmul_rn(o, before[i]));
+                l = __fmaf_rn(eight.sum[i], eight.after[i], __fmul_rn(l, before[i]));
+            }
+            return;
+        }
+        UNROLL
+        for (int i = 0; i < MERGE_EIGHT; i++) {
+            o = __fmaf_rn(eight.x[i], eight.after[i], o);
+            l = __fmaf_rn(eight.sum[i], eight.after[i], l);
         }
     }
 
     // Adds a batch of `n` chunks, whose weights begin at `at`, to a column.
     DEVICE void add(const float* column, u32 n, const Weighed& weighed, u32 at, float& o, float& l) {
-        Eight next;
-        if (n >= MERGE_EIGHT) load_eight(column, 0, weighed, at, next);
-        u32 c = 0;
-        for (; c + MERGE_EIGHT <= n; c += MERGE_EIGHT) {
-            const Eight eight = next;
-            if (c + 2 * MERGE_EIGHT <= n)
-                load_eight(column, c + MERGE_EIGHT, weighed, at + c + MERGE_EIGHT, next);
-            float all = eight.before[0];
-            UNROLL
-            for (int i = 1; i < MERGE_EIGHT; i++) all *= eight.before[i];
-            // None is above one.
-            if (all == 1.0f) {
-                UNROLL
-                for (int i = 0; i < MERGE_EIGHT; i++) {
-                    o = __fmaf_rn(eight.x[i], eight.after[i], o);
-                    l = __fmaf_rn(eight.sum[i], eight.after[i], l);
-                }
-            } else {
-                UNROLL
-                for (int i = 0; i < MERGE_EIGHT; i++) {
-                    o = __fmaf_rn(eight.x[i], eight.after[i], __fmul_rn(o, eight.before[i]));
-                    l = __fmaf_rn(eight.sum[i], eight.after[i], __fmul_rn(l, eight.before[i]));
-                }
-            }
+        const u32 n_eights = n / MERGE_EIGHT;
+        Eight one, other;
+        if (n_eights > 0) load_eight(column, 0, weighed, at, one);
+        for (u32 i = 0; i < n_eights; i += 2) {
+            const u32 c = i * MERGE_EIGHT;
+            const u32 second = c + MERGE_EIGHT, third = second + MERGE_EIGHT;
+            if (i + 1 < n_eights) load_eight(column, second, weighed, at + second, other);
+            add_eight(one, weighed.before + at + c, o, l);
+            if (i + 1 == n_eights) break;
+            if (i + 2 < n_eights) load_eight(column, third, weighed, at + third, one);
+            add_eight(other, weighed.before + at + second, o, l);
         }
-        for (; c < n; c++) {
+        for (u32 c = n_eights * MERGE_EIGHT; c < n; c++) {
             const float before = weighed.before[at + c], after = weighed.after[at + c];
             o = __fmaf_rn(column[c * COLUMNS], after, __fmul_rn(o, before));
             l = __fmaf_rn(weighed.sum[at + c], after, __fmul_rn(l, before));

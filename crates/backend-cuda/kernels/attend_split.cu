@@ -241,11 +241,22 @@ struct Fresh {
     }
 };
 
+// Queries are in registers where there is room for them.
+#define OWNS_QUERIES(R) (R == 1 && PARTS == 1 && WIDTH <= 128 && !CODED)
+template <bool IS_OWN>
+struct SplitQueries {
+    typedef SharedQueries Type;
+};
+template <>
+struct SplitQueries<true> {
+    typedef OwnQueries<KT * 2> Type;
+};
+
 // One warp of a split: 8 R lines at a time, a ring of STAGES halves of steps.
 template <int R, int STAGES>
 struct Splitter {
     static const int RING = STAGES * HALF_BYTES;
-    static const int QUEUE_AT = RING + Lines<R>::Q_BYTES;
+    static const int QUEUE_AT = RING + (OWNS_QUERIES(R) ? 0 : Lines<R>::Q_BYTES);
     static const int BARRIERS = QUEUE_AT + QUEUE * 32;
     static const int WARP_BYTES = BARRIERS + 64;
     static_assert(STAGES <= 8 && sizeof(Work) <= 32, "room for barriers and tasks");
@@ -284,6 +295,12 @@ struct Splitter {
             Feed<R>::begin_next(p, feed, (Work*)(own + QUEUE_AT));
         else if (feed.known < 3)
             Feed<R>::look(p, feed);
+    }
+
+    // The same into the half that all lanes have read.
+    DEVICE void bring_next(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring) {
+        __syncwarp();
+        bring(p, feed, own, ring);
     }
 
     // All pages of a step are seen.
@@ -339,12 +356,12 @@ struct Splitter {
         u32 stage, phase;
     };
 
-    // Waits for half a step, and gives its place. Afterwards no lane reads the half before.
+    // Waits for half a step, and gives its place.
     DEVICE u8* await(u8* own, u32 ring, const Place& place) {
 #if HAS_BULK
         barrier_wait(ring + BARRIERS + place.stage * 8, place.phase);
 #else
-        copy_wait<STAGES - 2>();
+        copy_wait<STAGES - 1>();
 #endif
         __syncwarp();
         return own + place.stage * HALF_BYTES;
@@ -356,7 +373,8 @@ struct Splitter {
     }
 
     // Makes the lines those of a task.
-    DEVICE void take_lines(const AttendParams& p, const Work& work, Lines<R>& lines, u32* operands) {
+    template <typename Queries>
+    DEVICE void take_lines(const AttendParams& p, const Work& work, Lines<R>& lines, Queries& queries) {
         const u32 g = threadIdx.x % 32 / 4, n_keys = work.part.n_keys;
         const u32 sets = (p.group + 8 * R - 1) / (8 * R);
         lines.first_row = work.part.row_chunk & 0xFFFF, lines.kv_head = work.lines / sets;
@@ -370,7 +388,7 @@ struct Splitter {
         }
         // Nobody reads the queries before, and then these are there.
         __syncwarp();
-        load_queries<R, true>(p, lines, operands);
+        load_queries<R, true>(p, lines, queries);
         __syncwarp();
     }
 
@@ -394,7 +412,6 @@ struct Splitter {
         extern __shared__ __align__(128) u8 shared[];
         allow_next();
         u8* own = shared + threadIdx.x / 32 * WARP_BYTES;
-        u32* operands = (u32*)(own + RING);
         const Work* queue = (const Work*)(own + QUEUE_AT);
         const u32 ring = shared_address(own);
 #if HAS_BULK
@@ -406,29 +423,32 @@ struct Splitter {
         // from each other, so that few tasks meet many blocks.
         Feed<R> feed;
         feed.is_done = feed.is_values = false, feed.stage = 0, feed.n_begun = 0;
+        const u32 first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+        // There is room for as many as there are warps: this need not wait for their number.
+        feed.next.part = ((const Part*)p.tasks)[first / n_sets<R>(p)];
         feed.n_works = *p.n_tasks * n_sets<R>(p);
-        Feed<R>::load_work(p, threadIdx.x / 32 * gridDim.x + blockIdx.x, feed);
+        feed.next.lines = first < feed.n_works ? first % n_sets<R>(p) : ~0u;
         feed.next_slot = Feed<R>::slot_of(p, feed.next);
         // The kernels before this one in the same pass write only the pages that the rows end in, if
         // this one does not: others are brought before those have ended. Which task comes next is known
         // afterwards.
         bool is_early = false;
         if (feed.next.lines != ~0u) {
-            const u32 first = Work::first_step(p, feed.next), early = STAGES / 2;
-            is_early = first + early < Work::end_step(p, feed.next) &&
-                       (p.angles || (first + early) * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE);
+            const u32 end = Work::first_step(p, feed.next) + (STAGES + 1) / 2;
+            is_early = end < Work::end_step(p, feed.next) + STAGES % 2 &&
+                       (p.angles || end * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE);
         }
         if (!is_early) wait_for_previous();
         feed.known = 3;
         Feed<R>::begin_next(p, feed, (Work*)queue);
         if (is_early) feed.known = 3;
-        for (u32 i = 0; i < STAGES - 1; i++) bring(p, feed, own, ring);
+        for (u32 i = 0; i < STAGES; i++) bring(p, feed, own, ring);
         if (is_early) {
             wait_for_previous();
             feed.known = 0;
         }
         Lines<R> lines;
-        const SharedQueries queries = {operands};
+        typename SplitQueries<OWNS_QUERIES(R)>::Type queries = {(u32*)(own + RING)};
         Place place = {0, 0};
         u32 n_done = 0, last = ~0u;
         for (;;) {
@@ -441,31 +461,30 @@ struct Splitter {
             const u32 sets = (p.group + 8 * R - 1) / (8 * R);
             Fresh fresh;
             Fresh::fetch(p, work, sets, fresh);
-            if (same != last) take_lines(p, work, lines, operands);
+            if (same != last) take_lines(p, work, lines, queries);
             last = same;
             begin_chunk(lines);
             const u32 end_step = Work::end_step(p, work);
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
-                // Once a half is there, the one before it is free.
                 u8* keys = await(own, ring, place);
                 go_on(place);
-                bring(p, feed, own, ring);
                 const bool is_fresh = fresh.is_here && step + 1 == end_step;
                 if (is_fresh) Fresh::put(p, work, sets, fresh, false, keys);
                 score<R, HALF_PAGE>(keys, queries, s);
 #if CODED
                 scale_scores<R, HALF_PAGE>(keys, s);
 #endif
+                bring_next(p, feed, own, ring);
                 soften<R>(step * STEP, lines, s, down);
                 u8* values = await(own, ring, place);
                 go_on(place);
-                bring(p, feed, own, ring);
                 if (is_fresh) Fresh::put(p, work, sets, fresh, true, values);
 #if CODED
                 weigh_values<R, HALF_PAGE>(values, s, down, lines.unit);
 #endif
                 mix_values<R, HALF_PAGE>(values, s, down, lines.o);
+                bring_next(p, feed, own, ring);
             }
 #if CODED
             end_chunk(lines);

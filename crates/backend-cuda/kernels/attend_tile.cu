@@ -177,9 +177,9 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM) attend_tile(AttendParams
 #endif
     wait_for_previous();
     for (u32 i = 0; i < TILE_STAGES - 1; i++) load_step(p, pages, ring, i, first_step + i, end_step);
-    load_queries(p, lines, operands);
+    SharedQueries queries = {operands};
+    load_queries(p, lines, queries);
     __syncthreads();
-    const SharedQueries queries = {operands};
 #if PARTS == 1 && WIDTH <= 128
     // There is room for them in registers.
     uint4 q[2 * KT];

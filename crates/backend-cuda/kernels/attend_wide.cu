@@ -90,11 +90,12 @@ DEVICE void attend_spans(const AttendParams& p, const Task& task, u8* shared, u3
     const Spans spans = spans_of(p, task);
     TileLines lines = tile_lines(p, task, warp);
     u32* operands = (u32*)(shared + WIDE_QUERIES + warp * TileLines::Q_BYTES);
-    load_queries(p, lines, operands);
+    SharedQueries queries = {operands};
+    load_queries(p, lines, queries);
     __syncwarp();
     uint4 q[2 * KT];
     UNROLL
-    for (int i = 0; i < 2 * KT; i++) q[i] = SharedQueries{operands}[i];
+    for (int i = 0; i < 2 * KT; i++) q[i] = queries[i];
 
     Total total[2] = {{-INFINITE, 0.0f}, {-INFINITE, 0.0f}};
     float all[TILES][4], s[SPAN / 2];

@@ -162,19 +162,30 @@ struct Many {
         }
         const u32 first_row = (blockIdx.x * TILES + warp % WM * MT) * 16 + g;
         const u32 first_column = blockIdx.y * COLUMNS + warp / WM * NT * 8 + t * 2;
+        // Each kind by itself: of what is unrolled, a launch then fetches only what it runs.
+        if (p.is_gated)
+            store_all<2>(p, first_row, first_column, total);
+        else
+            store_all<4>(p, first_row, first_column, total);
+    }
+
+    // Stores a lane's outputs; of gated ones the first two of four are the gates of the others.
+    template <int N>
+    DEVICE void store_all(const MatmulParams& p, u32 first_row, u32 first_column,
+                          const float (&total)[MT][NT][4]) {
         UNROLL
         for (int i = 0; i < MT; i++)
             UNROLL
             for (int j = 0; j < NT; j++)
                 UNROLL
-                for (int e = 0; e < 4; e++) {
+                for (int e = 0; e < N; e++) {
                     const u32 row = first_row + i * 16 + e / 2 * 8;
                     const u32 column = first_column + j * 8 + e % 2;
                     const float2 added = fetch_added(p, row, column);
-                    if (!p.is_gated)
+                    if (N == 2)
+                        store_gated(p, row, column, total[i][j][e], total[i][j][e + 2 & 3], added);
+                    else
                         store(p, row, column, total[i][j][e], added);
-                    else if (e < 2)
-                        store_gated(p, row, column, total[i][j][e], total[i][j][(e + 2) % 4], added);
                 }
     }
 };

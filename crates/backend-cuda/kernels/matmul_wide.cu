@@ -87,8 +87,9 @@ struct Wide {
         }
     }
 
-    // Nobody of this warp reads the stage any more.
+    // Nobody of this warp reads the stage any more: what its other lanes read comes before, too.
     DEVICE void release(u32 free) {
+        __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(free);
     }
 

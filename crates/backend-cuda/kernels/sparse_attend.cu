@@ -185,7 +185,8 @@ struct Sparse {
 #endif
     }
 
-    DEVICE void take_lines(const SparseParams& p, const SparseTask& task, Lines<R>& lines, u32* operands) {
+    DEVICE void take_lines(const SparseParams& p, const SparseTask& task, Lines<R>& lines,
+                           SharedQueries& operands) {
         AttendParams queries;
         queries.qkv = p.qkv, queries.q_stride = p.q_stride;
         queries.group = p.heads.group, queries.scale = p.scale;
@@ -235,11 +236,11 @@ struct Sparse {
         bool is_ahead = find_task(p, tasks, warp * gridDim.x + blockIdx.x, ahead);
         if (is_ahead) bring(p, ahead, tasks[ahead.number], 0, own, 0);
         Lines<R> lines;
-        const SharedQueries queries = {operands};
+        SharedQueries queries = {operands};
         u32 number = ~0u;
         while (is_ahead) {
             task = ahead;
-            if (task.number != number) take_lines(p, task, lines, operands);
+            if (task.number != number) take_lines(p, task, lines, queries);
             number = task.number;
             begin_chunk(lines);
             const u32 n_steps = chunk_of(p, task.seen) / STEP_PAGES;

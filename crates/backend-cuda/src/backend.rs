@@ -121,7 +121,14 @@ impl Backend for Cuda {
         copy::read_page(&self.device, &self.common.copy, kv, slot, target)
     }
 
-    fn write_page(&self, kv: &mut CudaKv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(
+        &self,
+        kv: &mut CudaKv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
+        assert_eq!(start, 0, "pages come whole");
         copy::write_page(&self.device, &self.common.copy, kv, slot, source)
     }
 

@@ -204,7 +204,8 @@ impl CudaKv {
     pub(crate) fn page_image(&self, arch: &str, is_exact: bool) -> PageImage {
         let bytes = self.page_bytes();
         let layout = format!("cuda 1, {arch}, exact {is_exact}, {:?}", self.shape);
-        PageImage { bytes, layout }
+        // Each piece would be waited for at the gate.
+        PageImage { bytes, layer_bytes: None, layout }
     }
 
     /// Heads of all layers.

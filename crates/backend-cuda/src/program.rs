@@ -10,8 +10,8 @@ use nuthatch_types::{KvDtype, LayerSet};
 use crate::compile::Extent;
 use crate::kv::PageShape;
 use crate::launch::{
-    attend, copy, draw, embed, gather, matmul, matmul_one, matmul_wide, merge, norm, pack, roof,
-    rope, round, shift, sparse, swiglu,
+    attend, attend_shape, copy, draw, embed, gather, matmul, matmul_one, matmul_wide, merge, norm,
+    pack, roof, rope, round, shift, sparse, swiglu,
 };
 
 /// One compilation.
@@ -100,14 +100,17 @@ impl Program {
     }
 
     /// Appending and attending for one KV type and head width.
-    pub(crate) fn attention(attend: attend::AttendShape, splits: [attend::SplitShape; 2]) -> Self {
-        let attend::AttendShape { page, parts, by_rows } = attend;
+    pub(crate) fn attention(
+        attend: attend_shape::AttendShape,
+        splits: [attend_shape::SplitShape; 2],
+    ) -> Self {
+        let attend_shape::AttendShape { page, parts, by_rows } = attend;
         let mut constants = page_constants(attend);
         constants.extend([
             ("SPLIT_ENTRIES", splits.map(|split| split.entry(attend)).join(" ")),
-            ("TILE_STAGES", attend::TILE_STAGES.to_string()),
+            ("TILE_STAGES", attend_shape::TILE_STAGES.to_string()),
             ("TILE_SHARED", attend.tile_shared_bytes().to_string()),
-            ("WIDE_STAGES", attend::WIDE_STAGES.to_string()),
+            ("WIDE_STAGES", attend_shape::WIDE_STAGES.to_string()),
             ("WIDE_SHARED", attend.wide_shared_bytes().to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
             ("WRITE_FAR_PARAMS_SIZE", size_of::<rope::WriteFarParams>().to_string()),
@@ -146,8 +149,8 @@ impl Program {
     }
 
     /// Top-k attention for one KV type and head width, on a device with so much shared memory.
-    pub(crate) fn sparse(attend: attend::AttendShape, shared_bytes_max: usize) -> Self {
-        let attend::AttendShape { page, parts, .. } = attend;
+    pub(crate) fn sparse(attend: attend_shape::AttendShape, shared_bytes_max: usize) -> Self {
+        let attend_shape::AttendShape { page, parts, .. } = attend;
         let mut constants = page_constants(attend);
         constants.extend(sparse::constants(attend, shared_bytes_max));
         let mut files = vec![("kv.cuh", include_str!("../kernels/kv.cuh"))];
@@ -198,9 +201,9 @@ impl Program {
             Extent::Every => (packed.collect(), [FEW, USUAL, EVERY].concat()),
         };
         let attention = |page: PageShape, is_exact: bool| {
-            let usual = attend::AttendShape::new(page, is_exact);
-            let rows = attend::AttendShape { by_rows: true, ..usual };
-            let splits = attend::SplitShape::fitting(usual, shared_bytes_max);
+            let usual = attend_shape::AttendShape::new(page, is_exact);
+            let rows = attend_shape::AttendShape { by_rows: true, ..usual };
+            let splits = attend_shape::SplitShape::fitting(usual, shared_bytes_max);
             let mut programs = vec![Program::attention(usual, splits)];
             if !page.dtype.is_coded() {
                 programs.push(Program::attention(rows, splits));
@@ -223,8 +226,8 @@ impl Program {
 }
 
 /// What every program about pages is told.
-fn page_constants(attend: attend::AttendShape) -> Vec<(&'static str, String)> {
-    let attend::AttendShape { page, parts, by_rows } = attend;
+fn page_constants(attend: attend_shape::AttendShape) -> Vec<(&'static str, String)> {
+    let attend_shape::AttendShape { page, parts, by_rows } = attend;
     let kv = match page.dtype {
         KvDtype::F32 => "KV_F32",
         KvDtype::F16 => "KV_F16",
@@ -238,9 +241,9 @@ fn page_constants(attend: attend::AttendShape) -> Vec<(&'static str, String)> {
         ("HEAD_PAGE_BYTES", page.bytes().to_string()),
         ("ROWS", u32::from(by_rows).to_string()),
         ("PARTS", parts.to_string()),
-        ("SMALL_CHUNK", attend::SMALL_CHUNK.to_string()),
-        ("MIDDLE_CHUNK", attend::MIDDLE_CHUNK.to_string()),
-        ("LARGE_CHUNK", attend::LARGE_CHUNK.to_string()),
+        ("SMALL_CHUNK", attend_shape::SMALL_CHUNK.to_string()),
+        ("MIDDLE_CHUNK", attend_shape::MIDDLE_CHUNK.to_string()),
+        ("LARGE_CHUNK", attend_shape::LARGE_CHUNK.to_string()),
         ("ATTEND_PARAMS_SIZE", size_of::<attend::AttendParams>().to_string()),
     ]
 }

@@ -1,22 +1,31 @@
 //! The suite that judges every device, on this machine's first GPU.
 //!
-//! Without a driver the tests say so and pass: nothing was judged, and the output shows it. With
-//! `FEW_CASES=1` checks take few of their cases: under `compute-sanitizer` that is enough. With `PART=n`
-//! a test opens the device in its `n`-th way only, so that parts can be judged at once.
+//! Without a driver the tests say so and pass: nothing was judged, and the output shows it.
+//!
+//! Under `compute-sanitizer` loading kernels takes most of the time, and few cases are enough: with
+//! `FEW_CASES=1` checks take few of theirs, with `ONE_DEVICE=1` and `--test-threads 1` tests share devices
+//! and their kernels, and with `PART=n` a test opens the device in its `n`-th way only, so that parts can be
+//! judged at once.
 
 #![expect(clippy::print_stdout, reason = "a skip must be seen")]
+
+use std::ops::Range;
+use std::sync::OnceLock;
 
 use nuthatch_backend::conformance::{self, Check, checks};
 use nuthatch_backend::{Backend as _, DeviceError, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 
-/// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.
-fn gpu(is_exact: bool) -> Option<Cuda> {
-    open(is_exact, None)
-}
+/// The ways to open the device: whether it is exact, and which pages are far.
+const WAYS: [(bool, Option<FarPages>); 4] = [
+    (false, None),
+    (true, None),
+    (false, Some(FarPages { n_near: 2, n_resident: 0, n_threads: 0 })),
+    (false, Some(FarPages { n_near: 7, n_resident: 1, n_threads: 0 })),
+];
 
-/// The same with pages that may be far.
-fn open(is_exact: bool, far: Option<FarPages>) -> Option<Cuda> {
+/// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.
+fn gpu((is_exact, far): (bool, Option<FarPages>)) -> Option<Cuda> {
     if std::env::var_os("FEW_CASES").is_some() {
         conformance::take_few_cases();
     }
@@ -31,16 +40,17 @@ fn open(is_exact: bool, far: Option<FarPages>) -> Option<Cuda> {
     }
 }
 
-/// Whether the `n`-th way to open the device is judged.
-fn is_part(n: usize) -> bool {
-    std::env::var_os("PART").is_none_or(|part| part == *n.to_string())
-}
-
-fn on_the_gpu(name: &str, check: Check<Cuda>) {
-    for is_exact in [false, true].into_iter().filter(|&is_exact| is_part(is_exact.into())) {
-        let Some(cuda) = gpu(is_exact) else { return };
-        println!("{name} on {}, exact: {is_exact}", cuda.name());
-        check(&cuda);
+/// Judges the device, opened in each of some ways.
+fn on_the_gpu(name: &str, ways: Range<usize>, check: Check<Cuda>) {
+    static SHARED: [OnceLock<Option<Cuda>>; 4] = [const { OnceLock::new() }; 4];
+    let part = std::env::var_os("PART");
+    for n in ways.filter(|n| part.as_ref().is_none_or(|part| *part == *n.to_string())) {
+        let own = OnceLock::new();
+        let is_shared = std::env::var_os("ONE_DEVICE").is_some();
+        let place = if is_shared { &SHARED[n] } else { &own };
+        let Some(cuda) = place.get_or_init(|| gpu(WAYS[n])) else { return };
+        println!("{name} on {}, exact, far: {:?}", cuda.name(), WAYS[n]);
+        check(cuda);
     }
 }
 
@@ -50,7 +60,7 @@ macro_rules! judged {
         $(
             #[test]
             fn $check() {
-                on_the_gpu(stringify!($check), conformance::$check);
+                on_the_gpu(stringify!($check), 0..2, conformance::$check);
             }
         )*
     };
@@ -101,16 +111,7 @@ macro_rules! judged_topk {
         $(
             #[test]
             fn $check() {
-                on_the_gpu(stringify!($check), conformance::$check);
-                for (n, (n_near, n_resident)) in [(2, (2, 0)), (3, (7, 1))] {
-                    if !is_part(n) {
-                        continue;
-                    }
-                    let far = FarPages { n_near, n_resident, n_threads: 0 };
-                    let Some(cuda) = open(false, Some(far)) else { return };
-                    println!("{}, {far:?}", stringify!($check));
-                    conformance::$check(&cuda);
-                }
+                on_the_gpu(stringify!($check), 0..4, conformance::$check);
             }
         )*
     };
@@ -138,7 +139,7 @@ fn a_device_that_is_not_there_is_an_error() {
 
 #[test]
 fn more_memory_than_there_is_is_an_error_and_no_fault() {
-    let Some(cuda) = gpu(false) else { return };
+    let Some(cuda) = gpu(WAYS[0]) else { return };
     let (_, total) = cuda.memory().unwrap();
     let error = cuda.alloc(total).err().unwrap();
     assert!(matches!(error, DeviceError::OutOfMemory { .. }), "{error}");
@@ -153,7 +154,7 @@ fn large_products_have_the_bits_of_small_ones() {
     /// Sixteen more than whole tiles, and more than one round of small ones on an H200.
     const OUT: usize = 4240;
     for is_exact in [false, true] {
-        let Some(cuda) = gpu(is_exact) else { return };
+        let Some(cuda) = gpu((is_exact, None)) else { return };
         let mut bytes = Vec::new();
         for row in numbers(OUT * COLS).chunks_exact(COLS) {
             quant::quantize_row(WeightType::BF16, row, &mut bytes);

@@ -45,8 +45,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
         false
     }
 
-    /// Says what the operations that follow are for, to a device that measures: a part of a layer, or of
-    /// the whole pass.
+    /// Says to a device that measures what follows: a part of a layer, or of the whole pass.
     fn begin_stage(&self, _stage: &'static str, _layer: Option<LayerIdx>) {}
 
     // Memory.
@@ -60,7 +59,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     /// Waits until everything queued is done.
     fn wait(&self) -> Result<(), DeviceError>;
     /// Takes matrices with equal columns, to be multiplied as one whose rows are stacked.
-    ///
     /// The bytes may be dropped afterwards. An error if a type is not supported on this device.
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<Self::Weight, DeviceError>;
     /// Takes the two matrices of a gated feed-forward layer, `[F, d]` each, for
@@ -108,16 +106,21 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn read_page(&self, kv: &Self::Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
         self.lacks("pages that can leave it", (kv, slot, target))
     }
-    /// Writes one page from bytes that [`Backend::read_page`] gave, of a device and an arena with the
-    /// same layout.
-    fn write_page(&self, kv: &mut Self::Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        self.lacks("pages that can leave it", (kv, slot, source))
+    /// Writes one page from bytes that [`Backend::read_page`] gave, with the same layout; or, where an
+    /// image has layers, some of them, which begin at the byte `start` of it.
+    fn write_page(
+        &self,
+        kv: &mut Self::Kv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
+        self.lacks("pages that can leave it", (kv, slot, start, source))
     }
     /// Writes whole pages from others inside the arena, in order, all layers and heads: values as they
     /// are, keys turned by `by` more positions of the plan's rotation. The plan need not be prepared.
     ///
-    /// Angles are exact for every `by`; a key is turned in `f32` and stored, and not scaled again by
-    /// the attention factor.
+    /// Angles are exact for every `by`; a key is turned in `f32`, and not scaled again.
     fn shift_pages(
         &self,
         plan: &Self::Plan,
@@ -261,7 +264,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     }
     /// Normalises the heads of q and k if the spec has weights for it, rotates them by their
     /// positions, and writes k and v to the pages of their sequences.
-    ///
     /// `qkv` is `[T, (H + 2 G) D]`; afterwards its q part is ready for [`Backend::attend`], its k and v
     /// parts are undefined. Of a layer that does not own KV it is `[T, H D]`, and nothing is written.
     fn rope_append(
@@ -347,8 +349,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn keep_near(&self, kv: &mut Self::Kv, near: &Near) -> Result<(), DeviceError> {
         self.lacks("second memory for KV", (kv, near))
     }
-    /// The table now belongs to another sequence, or its entries are others: nothing that was near
-    /// for it is worth anything.
+    /// The table is another sequence's now, or its entries are others: what was near is worth nothing.
     fn forget_near(&self, _kv: &mut Self::Kv, _table_row: u32) {}
     /// Brings rows near, for [`Pick::rows`].
     fn bring(
@@ -488,8 +489,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn decided(&self, kv: &Self::Kv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {
         self.lacks("decisions of its own", (kv, table_row))
     }
-    /// The places of one head, counting all layers', of the sequence of a table; waits. To look at, not
-    /// for steps.
+    /// The places of one head, counting all layers', of a table's sequence; waits. To look at.
     fn decided_places(
         &self,
         kv: &Self::Kv,

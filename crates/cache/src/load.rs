@@ -5,7 +5,10 @@
 //!   admitted -------------> loading ----------------------> its pages are in the table, as many as
 //!                              |                            came; the rest is computed
 //!                              +-- complete: late, release --> nobody waits; the slots stay taken
-//!                                                             until the load has ended
+//!                              |                              until the load has ended
+//!                              +-- complete: coming --> its pages are in the table and come while the
+//!                                                       next step runs, with which they are sealed;
+//!                                                       what does not come is cut off
 //! ```
 //!
 //! Moves between device and host keep the same protocol in the small: a decision takes the target
@@ -46,6 +49,9 @@ pub enum Outcome {
     },
     /// It goes on, but for too long: its sequence waits no more. Its end must still be told.
     Late,
+    /// All its pages come while the next step computes with them. Nobody else finds them before that
+    /// step has ended; if some do not come, it is undone and [`Cache::cut`] takes them away.
+    Coming,
 }
 
 /// A load that has not ended.
@@ -104,8 +110,14 @@ impl Cache {
         if let Some(seq) = seq {
             self.table_mut(seq).loading = None;
         }
-        let Outcome::Ended { n_pages } = outcome else { return };
+        if outcome == Outcome::Late {
+            return;
+        }
         let load = self.loads.remove(&id).expect("a load ends once");
+        let n_pages = match outcome {
+            Outcome::Ended { n_pages } => n_pages,
+            Outcome::Late | Outcome::Coming => load.pages.len() as u32,
+        };
         assert!(n_pages as usize <= load.pages.len(), "no more pages come than were asked for");
         let page_len = self.config.page_len;
         for (i, page) in load.pages.into_iter().enumerate() {
@@ -121,9 +133,24 @@ impl Cache {
                 }
             }
         }
-        if let Some(seq) = seq {
+        if let Some(seq) = seq
+            && outcome != Outcome::Coming
+        {
             let computed = &tokens[..self.len(seq) as usize];
             self.seal(seq, computed);
+        }
+    }
+
+    /// Takes the pages of a sequence after its first `n_pages` away, of which `n_lost` were loaded and
+    /// did not come. None of them is sealed.
+    pub fn cut(&mut self, seq: SeqId, n_pages: u32, n_lost: u32) {
+        self.version += 1;
+        self.counters.pages_loaded -= u64::from(n_lost);
+        self.counters.pages_not_loaded += u64::from(n_lost);
+        while self.table(seq).n_pages() > n_pages {
+            let page = self.table_mut(seq).pop_open();
+            self.open_tokens -= page.len();
+            self.pages.discard(page);
         }
     }
 

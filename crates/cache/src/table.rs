@@ -157,6 +157,13 @@ impl Table {
         left
     }
 
+    /// Takes the last page away, which is open.
+    pub(crate) fn pop_open(&mut self) -> OpenPage {
+        let page = self.open.pop_back().expect("the last page is open");
+        self.len -= page.len();
+        page
+    }
+
     /// Takes out the first open page if it lies wholly in the first `n_computed` tokens. The caller
     /// puts a page with the same tokens in its place by [`Table::put_full`].
     pub(crate) fn take_full(&mut self, n_computed: u32) -> Option<FullPage> {

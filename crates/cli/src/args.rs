@@ -16,7 +16,7 @@ use std::str::FromStr;
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
-use nuthatch_engine::DiskOptions;
+use nuthatch_engine::{DiskIo, DiskOptions};
 use nuthatch_model::{ConfigError, RopeKind};
 use nuthatch_types::{ColdDtype, ColdKv};
 
@@ -351,6 +351,14 @@ pub(crate) struct EngineArgs {
     /// ./kv-cache:20GiB. Only one engine at a time may use it
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_disk)]
     pub(crate) kv_disk: Option<DiskOptions>,
+    /// How its files are read and written: by io_uring where the system has it (auto), by uring or
+    /// threads; with ,direct around the system's page cache
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    pub(crate) kv_disk_io: DiskIo,
+    /// Compute the first layers while the others of stored pages still come; unless it is said, with
+    /// --kv-disk-io uring,direct only
+    #[arg(long, value_name = "BOOL")]
+    pub(crate) kv_disk_layers: Option<bool>,
     /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,
     /// gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, redis://HOST:PORT or file:///FOLDER
     #[arg(long, value_name = "URL")]

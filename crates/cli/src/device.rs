@@ -9,8 +9,9 @@ use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
 use nuthatch_engine::topk::{NearPlan, Policy, Stats};
 use nuthatch_engine::{
-    Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, Forecast, ForecastRequest,
-    LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes, TopKOptions, TopKStats,
+    Arrivals, Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, Forecast,
+    ForecastRequest, LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes, TopKOptions,
+    TopKStats,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles, topk_shape};
 use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
@@ -287,6 +288,17 @@ impl Execute for AnyExecutor {
         }
     }
 
+    fn run_awaiting(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<Option<StepResult>, DeviceError> {
+        match self {
+            AnyExecutor::Cpu(executor) => executor.run_awaiting(plan, arrivals),
+            AnyExecutor::Cuda(executor) => executor.run_awaiting(plan, arrivals),
+        }
+    }
+
     fn attach(&mut self, seq: SeqId, attachment: Attachment) {
         match self {
             AnyExecutor::Cpu(executor) => executor.attach(seq, attachment),
@@ -338,10 +350,10 @@ impl Pages for AnyExecutor {
         }
     }
 
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) -> Result<(), DeviceError> {
         match self {
-            AnyExecutor::Cpu(executor) => executor.write_page(slot, source),
-            AnyExecutor::Cuda(executor) => executor.write_page(slot, source),
+            AnyExecutor::Cpu(executor) => executor.write_page(slot, start, source),
+            AnyExecutor::Cuda(executor) => executor.write_page(slot, start, source),
         }
     }
 }

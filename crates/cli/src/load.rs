@@ -143,16 +143,7 @@ impl Prepared {
             );
             device.keep_far(near);
         }
-        let slow = SlowOptions {
-            disk: config.disk.clone(),
-            remote: match &config.remote {
-                Some(url) => Some(nuthatch_remote::open(url).context("cannot use --kv-remote")?),
-                None => None,
-            },
-            cold: config.cold.clone(),
-            reuse: config.reuse,
-            key: config.key_file.as_deref().map(read_key).transpose()?,
-        };
+        let slow = slow_options(config)?;
         let (options, is_disk_optional) = (config.options, false);
         Ok(Prepared { files, sizes, options, topk, slow, is_disk_optional, device })
     }
@@ -182,6 +173,21 @@ impl Prepared {
         self.open_slow(&mut engine)?;
         Ok(Loaded { engine, clock, device, threads })
     }
+}
+
+/// Where pages are kept beside memory.
+fn slow_options(config: &EngineConfig) -> anyhow::Result<SlowOptions> {
+    Ok(SlowOptions {
+        disk: config.disk.clone(),
+        remote: match &config.remote {
+            Some(url) => Some(nuthatch_remote::open(url).context("cannot use --kv-remote")?),
+            None => None,
+        },
+        cold: config.cold.clone(),
+        by_layers: config.by_layers,
+        reuse: config.reuse,
+        key: config.key_file.as_deref().map(read_key).transpose()?,
+    })
 }
 
 impl Prepared {

@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use nuthatch_engine::DiskOptions;
+use nuthatch_engine::{DiskIo, DiskOptions};
 
 /// A size that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -85,7 +85,8 @@ pub(crate) fn parse_swap(text: &str) -> Result<u64, SizeError> {
 pub(crate) fn parse_disk(text: &str) -> Result<DiskOptions, SizeError> {
     match text.rsplit_once(':') {
         Some((dir, size)) if !dir.is_empty() => {
-            Ok(DiskOptions { dir: dir.into(), bytes_max: parse_bytes(size)? })
+            let (dir, io) = (dir.into(), DiskIo::default());
+            Ok(DiskOptions { dir, bytes_max: parse_bytes(size)?, io })
         }
         Some(_) | None => Err(SizeError::NoPath(text.to_owned())),
     }
@@ -185,7 +186,9 @@ mod tests {
 
     #[test]
     fn a_disk_tier_is_a_path_and_a_size() {
-        let disk = |dir: &str, bytes_max| Ok(DiskOptions { dir: dir.into(), bytes_max });
+        let disk = |dir: &str, bytes_max| {
+            Ok(DiskOptions { dir: dir.into(), bytes_max, io: DiskIo::default() })
+        };
         assert_eq!(parse_disk("./a:b/kv:20GiB"), disk("./a:b/kv", 20 << 30));
         assert_eq!(parse_disk("kv:5M"), disk("kv", 5 << 20));
         for text in ["kv", ":5M", ""] {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! crash_load MODEL                     prints what each request's answer is without a disk
-//! crash_load MODEL DIR BYTES SEED      says what DIR holds, waits for a line, answers requests for ever
+//! crash_load MODEL DIR BYTES SEED IO   says what DIR holds, waits for a line, answers requests for ever
 //! ```
 //!
 //! A line of an answer is `answer REQUEST CACHED HASH`, where the hash is of all bits of its tokens and
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_engine::{
-    Budget, DiskOptions, Engine, EngineHandle, EngineOptions, Output, SizeRequest, Sizes,
+    Budget, DiskIo, DiskOptions, Engine, EngineHandle, EngineOptions, Output, SizeRequest, Sizes,
     SlowOptions, Submission, Ticket,
 };
 use nuthatch_model::ModelFiles;
@@ -45,7 +45,8 @@ fn main() -> Result<(), Failure> {
     };
     let bytes_max = args.next().ok_or("the size is missing")?.parse()?;
     let mut random: u64 = args.next().ok_or("the seed is missing")?.parse()?;
-    let disk = Some(DiskOptions { dir: dir.into(), bytes_max });
+    let io: DiskIo = args.next().ok_or("how to read and write is missing")?.parse()?;
+    let disk = Some(DiskOptions { dir: dir.into(), bytes_max, io });
     engine.keep_pages(&SlowOptions { disk, ..SlowOptions::default() })?;
     let disk = engine.stats().tier.unwrap_or_default().disk.unwrap_or_default();
     println!("open {} {} {}", disk.pages, disk.bytes, disk.segments);
@@ -70,7 +71,7 @@ fn submit(handle: &EngineHandle, request: u32) -> Result<Ticket, Failure> {
 
 fn load(model: &Path) -> Result<Engine<impl nuthatch_engine::Execute + Send + 'static>, Failure> {
     let files = ModelFiles::open(model)?;
-    let request = SizeRequest::for_model(&files, KvDtype::F16, 1 << 30);
+    let request = SizeRequest::for_model(&files, KvDtype::F32, 1 << 30);
     let budget = Budget::KvBytes(N_PAGES * request.kv.page_bytes() as u64);
     let request = SizeRequest { budget, max_rows: 64, max_seqs: 4, ..request };
     let sizes = Sizes::compute(&request)?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::{CachedPage, Event, Salt};
+use nuthatch_cache::{Event, Salt};
 use nuthatch_scheduler::{Output as News, Scheduler};
 use nuthatch_types::{
     BeamParams, Clock, FinishReason, Limits, Sampled, Sampling, SeqId, StepPlan, StepResult,
@@ -186,13 +186,18 @@ impl<E: Execute> Engine<E> {
         self.take_loaded()?;
         let Some(plan) = self.scheduler.plan() else { return self.await_loads() };
         let result = self.execute(&plan)?;
+        self.finish_step(result, begin)?;
+        Ok(true)
+    }
+
+    /// Takes in what a step computed that began then.
+    fn finish_step(&mut self, result: StepResult, begin: Duration) -> Result<(), DeviceError> {
         let news = self.scheduler.commit(result);
         self.route(news);
         self.tell_listener();
         let took = self.clock.now().saturating_sub(begin);
         self.step_time += took;
-        self.tend_tier(took)?;
-        Ok(true)
+        self.tend_tier(took)
     }
 
     /// Ends a request at once, all its answers. Nothing happens if it has already ended.
@@ -268,26 +273,12 @@ impl<E: Execute> Engine<E> {
         }
     }
 
-    /// A picture of the cache with the `n_branches` best beginnings and up to `n_tokens` tokens of
-    /// each. Linear in pages.
-    pub fn cache_picture(&self, n_branches: usize, n_tokens: usize) -> CachePicture {
-        let cache = self.scheduler.cache();
-        let mut device = cache.slot_uses();
-        let host = device.split_off(cache.config().n_pages as usize);
-        CachePicture { device, host, branches: cache.hottest(n_branches, n_tokens) }
-    }
-
     /// Tells `listener` what changes in the cache from now on, instead of whom it told so far. What
     /// there is already, [`Engine::cached_pages`] says.
     pub fn listen(&mut self, listener: CacheListener) {
         self.scheduler.watch_cache();
         self.tell_listener();
         self.listener = Some(listener);
-    }
-
-    /// Everything that can be found by its tokens. Linear in pages.
-    pub fn cached_pages(&self) -> Vec<CachedPage> {
-        self.scheduler.cache().cached_pages()
     }
 
     /// Tells who listens what has changed in the cache.

@@ -4,13 +4,14 @@
 //! cache: what it knows of a sequence is its row of the tables and its sampler.
 
 mod ahead;
+mod forward;
 mod prompt;
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nuthatch_backend::{BatchLayout, DeviceError, Draw, PageCodec, RowMover};
+use nuthatch_backend::{DeviceError, Draw, PageCodec, RowMover};
 use nuthatch_types::{
     ColdKv, FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot,
     StepPlan, StepResult, TokenId,
@@ -18,10 +19,11 @@ use nuthatch_types::{
 
 use crate::batch::Batch;
 use crate::sample::{Choice, SampleError, Sampler, Scratch};
-use crate::{Attachment, Capacity, Pages, SharedClock, TopKStats};
+use crate::{Arrivals, Attachment, Capacity, Pages, SharedClock, TopKStats};
 
 use self::ahead::Ahead;
 
+pub use forward::Forward;
 pub use prompt::{PromptReader, PromptScores, ScoredToken};
 
 /// What can carry out plans.
@@ -36,6 +38,14 @@ pub trait Execute: Pages {
     /// everything the device held is lost, and the executor does no more work.
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError>;
 
+    /// The same while pages that the plan's sequences read still come, layer by layer; only where
+    /// [`Pages::page_image`] has layers. `None` if they do not come: then no token was computed.
+    fn run_awaiting(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<Option<StepResult>, DeviceError>;
+
     /// Gives a sequence that will come something of its own. It outlives preemptions.
     fn attach(&mut self, seq: SeqId, attachment: Attachment);
 
@@ -45,64 +55,6 @@ pub trait Execute: Pages {
     /// What top-k attention did so far, if there is such.
     fn topk(&self) -> Option<TopKStats> {
         None
-    }
-}
-
-/// A model with its KV arena and tables: what a forward pass needs of a device.
-pub trait Forward: Pages {
-    /// Tokens of the vocabulary.
-    fn vocab(&self) -> u32;
-    /// A sequence whose first `n_prompt` tokens are its prompt takes the table `row`.
-    fn begin(&mut self, row: u32, n_prompt: u32) {
-        let _ = (row, n_prompt);
-    }
-    /// Writes `slots` to the table `row`, from entry `start` on.
-    fn write_table(&mut self, row: u32, start: u32, slots: &[Slot]) -> Result<(), DeviceError>;
-    /// Copies whole pages inside a tier and between tiers, in order, and waits for the end.
-    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<(), DeviceError>;
-    /// Writes whole pages from others inside the arena with their keys at other positions, in order.
-    fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError>;
-    /// Computes the batch, and writes the logits of `layout.output_rows` to `logits`, which is
-    /// `[n_outputs, V]`.
-    fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
-    /// What top-k attention did so far, if there is such.
-    fn topk(&self) -> Option<TopKStats> {
-        None
-    }
-    /// Floats of a hidden state.
-    fn hidden_len(&self) -> usize;
-    /// The hidden states of the first output rows of the last forward pass, after the last norm:
-    /// as many as fit `hidden`, which is `[rows, hidden_len]`.
-    fn hidden(&mut self, hidden: &mut [f32]) -> Result<(), DeviceError>;
-    /// Looks back on the last forward pass: `layout` is its own but for `output_rows`, of which there
-    /// are no more than a pass may have. Afterwards [`Forward::hidden`] is about those. Writes their
-    /// logits to `logits`, which is `[n_outputs, V]`, or empty if nobody wants them.
-    fn look_back(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError>;
-    /// Whether the device chooses tokens: whether there is a [`Forward::queue`].
-    fn draws(&self) -> bool {
-        false
-    }
-    /// Whether a batch may be queued before the tokens of the one before it are known.
-    fn runs_ahead(&self) -> bool {
-        false
-    }
-    /// Queues the batch, and the choice of a token for each of `layout.output_rows`. If it `follows`,
-    /// its rows are the output rows of the batch queued before, and its tokens those that are chosen
-    /// there: `layout.tokens` says nothing.
-    fn queue(
-        &mut self,
-        layout: &BatchLayout,
-        draws: &[Draw],
-        follows: bool,
-    ) -> Result<(), DeviceError> {
-        let _ = (layout, draws, follows);
-        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
-    }
-    /// Waits for the first batch that was queued and not asked for, and gives its tokens; none where
-    /// logits are no numbers to choose by.
-    fn drawn(&mut self, tokens: &mut [Option<u32>]) -> Result<(), DeviceError> {
-        let _ = tokens;
-        Err(DeviceError::Fault("this device does not choose tokens".to_owned()))
     }
 }
 
@@ -215,7 +167,12 @@ impl<F: Forward> Executor<F> {
         &self.forward
     }
 
-    fn carry_out(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
+    /// Carries out a plan, while pages come if there are `arrivals`; `None` if they do not come.
+    fn carry_out(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: Option<&mut dyn Arrivals>,
+    ) -> Result<Option<StepResult>, DeviceError> {
         self.n_steps += 1;
         let ahead = self.ahead_of(plan)?;
         for &seq in &plan.ended {
@@ -232,7 +189,7 @@ impl<F: Forward> Executor<F> {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let copy_nanos = nanos(copied.saturating_sub(begin));
         if plan.seqs.is_empty() {
-            return Ok(StepResult { copy_nanos, ..StepResult::default() });
+            return Ok(Some(StepResult { copy_nanos, ..StepResult::default() }));
         }
         if !plan.shifts.is_empty() {
             self.shift_pages(&plan.shifts)?;
@@ -242,18 +199,44 @@ impl<F: Forward> Executor<F> {
             let row = self.change_table(step)?;
             self.batch.push(step, row);
         }
-        let drawn = match ahead {
-            Some(ahead) => Some(self.take_ahead(plan, &ahead)?),
-            None => self.compute(plan)?,
+        let is_awaiting = arrivals.is_some();
+        let drawn = match (ahead, arrivals) {
+            (Some(ahead), _) => Some(self.take_ahead(plan, &ahead)?),
+            (None, None) => self.compute(plan)?,
+            (None, Some(arrivals)) => {
+                let layout = self.batch.layout();
+                let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
+                let logits = &mut self.logits[..n_logits];
+                if !self.forward.forward_awaiting(layout, logits, arrivals)? {
+                    return Ok(None);
+                }
+                None
+            }
         };
-        let compute_nanos = nanos(self.now().saturating_sub(copied));
+        // Waiting says nothing of what computing takes.
+        let compute_nanos = if is_awaiting { 0 } else { nanos(self.now().saturating_sub(copied)) };
         self.show_hidden(plan)?;
         let (mut sampled, mut failed) = match drawn {
             Some(tokens) => self.take(plan, &tokens),
             None => self.sample(plan),
         };
         self.read_prompts(plan, (&mut sampled, &mut failed))?;
-        Ok(StepResult { sampled, failed, copy_nanos, compute_nanos })
+        Ok(Some(StepResult { sampled, failed, copy_nanos, compute_nanos }))
+    }
+
+    fn run_or_poison(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: Option<&mut dyn Arrivals>,
+    ) -> Result<Option<StepResult>, DeviceError> {
+        if let Some(fault) = &self.poison {
+            return Err(DeviceError::Fault(format!("the device failed before: {fault}")));
+        }
+        let result = self.carry_out(plan, arrivals);
+        if let Err(error) = &result {
+            self.poison = Some(error.to_string());
+        }
+        result
     }
 
     /// The time, or always zero without a clock.
@@ -444,14 +427,16 @@ impl<F: Forward> Execute for Executor<F> {
     }
 
     fn run(&mut self, plan: &StepPlan) -> Result<StepResult, DeviceError> {
-        if let Some(fault) = &self.poison {
-            return Err(DeviceError::Fault(format!("the device failed before: {fault}")));
-        }
-        let result = self.carry_out(plan);
-        if let Err(error) = &result {
-            self.poison = Some(error.to_string());
-        }
-        result
+        let result = self.run_or_poison(plan, None)?;
+        Ok(result.expect("only what waits does without a result"))
+    }
+
+    fn run_awaiting(
+        &mut self,
+        plan: &StepPlan,
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<Option<StepResult>, DeviceError> {
+        self.run_or_poison(plan, Some(arrivals))
     }
 
     fn attach(&mut self, seq: SeqId, mut attachment: Attachment) {
@@ -487,8 +472,8 @@ impl<F: Forward> Pages for Executor<F> {
         self.forward.read_page(slot, target)
     }
 
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) -> Result<(), DeviceError> {
         assert!(slot.0 < self.capacity.n_slots, "slot outside the arena");
-        self.forward.write_page(slot, source)
+        self.forward.write_page(slot, start, source)
     }
 }

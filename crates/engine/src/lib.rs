@@ -55,10 +55,10 @@ pub use nuthatch_cache::{
 pub use nuthatch_scheduler::{
     Policy, Stats as SchedulerStats, SubmitError as Refusal, Tenant, Usage,
 };
-pub use nuthatch_store::disk::{DiskCounters, DiskError, DiskStats};
+pub use nuthatch_store::disk::{DiskCounters, DiskError, DiskIo, DiskStats, IoEngine};
 pub use nuthatch_store::remote::{ObjectError, Objects, RemoteCounters};
 pub use nuthatch_store::{KeyError, StoreKey};
 pub use options::EngineOptions;
 pub use output::{Hints, Output, Sink, Submission, Timings, best_of};
-pub use pages::Pages;
+pub use pages::{Arrivals, Pages, WritePage};
 pub use tier::{TierCounters, TierStats};

@@ -17,7 +17,9 @@ use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
 use nuthatch_types::{ColdKv, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
 
-use crate::{Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes, TopKStats};
+use crate::{
+    Arrivals, Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes, TopKStats,
+};
 
 /// Attention to the tokens that a query needs, instead of to all.
 #[derive(Clone, Debug)]
@@ -284,8 +286,8 @@ impl<B: Backend> Pages for LoadedModel<B> {
         self.store.read_page(&self.backend, slot, target)
     }
 
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
-        self.store.write_page(&self.backend, slot, source)
+    fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) -> Result<(), DeviceError> {
+        self.store.write_page(&self.backend, slot, start, source)
     }
 }
 
@@ -325,6 +327,27 @@ impl<B: Backend> Forward for LoadedModel<B> {
             self.backend.read(device_logits, logits)?;
         }
         self.model.count_decisions(&self.store)
+    }
+
+    fn forward_awaiting(
+        &mut self,
+        layout: &BatchLayout,
+        logits: &mut [f32],
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<bool, DeviceError> {
+        let LoadedModel { backend, model, store, tables, .. } = self;
+        let mut arrive = |store: &mut KvStore<B>, layer| {
+            arrivals.await_layer(layer, &mut |slot, start, bytes| {
+                store.write_page(backend, slot, start, bytes)
+            })
+        };
+        let done = model.forward_awaiting(store, tables, layout, &mut arrive)?;
+        let Some(device_logits) = done else { return Ok(false) };
+        match logits.is_empty() {
+            true => backend.wait()?,
+            false => backend.read(device_logits, logits)?,
+        }
+        Ok(true)
     }
 
     fn topk(&self) -> Option<TopKStats> {

@@ -14,7 +14,9 @@
 //! one page that nobody knows of, for two more for each that comes, and ends at the first that does
 //! not.
 
+mod early;
 mod loading;
+mod stats;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -22,15 +24,16 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{Findable, Load, LoadId, Outcome, Salt};
 use nuthatch_scheduler::{Scheduler, Source, StoredPages};
-use nuthatch_store::disk::{Asked, DiskStats, Loaded, PageName};
-use nuthatch_store::remote::RemoteCounters;
+use nuthatch_store::disk::{Asked, Loaded, PageName};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_types::{PageId, PageKey, TokenId};
 
 use crate::SharedClock;
 use crate::executor::Execute;
 use crate::moved::{Moved, Wanted};
-use loading::Loading;
+use crate::pages::WritePage;
+use loading::{Loading, Parts};
+pub use stats::{TierCounters, TierStats};
 
 /// The share of the time of steps that copying pages for saves may have.
 const SAVE_SHARE: f64 = 0.02;
@@ -68,34 +71,8 @@ pub(crate) struct Tier {
     counters: TierCounters,
     /// What stands elsewhere than it stood is used too.
     moved: Option<Moved>,
-}
-
-/// What was done beside the slower tiers' own work.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierCounters {
-    /// Loads that were begun.
-    pub loads: u64,
-    /// Loads that asked for pages of which nobody knew, and found none of them.
-    pub guesses_missed: u64,
-    /// Loads that took too long and ended with a part of their pages.
-    pub loads_late: u64,
-    /// Pages that were brought to the device.
-    pub pages_loaded: u64,
-    /// Those of them that were made of rows of others.
-    pub pages_moved: u64,
-    /// Pages that were gone before they were saved.
-    pub saves_missed: u64,
-}
-
-/// What the slower tiers hold and did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TierStats {
-    /// The files, if there is a disk tier.
-    pub disk: Option<DiskStats>,
-    /// The store somewhere else, if there is one.
-    pub remote: Option<RemoteCounters>,
-    /// The moves between them and the device.
-    pub counters: TierCounters,
+    /// Layers of each part of a page, if passes can begin while pages come part by part.
+    part_layers: Option<u32>,
 }
 
 impl Tier {
@@ -111,7 +88,13 @@ impl Tier {
             copy_nanos: 0.0,
             counters: TierCounters::default(),
             moved: None,
+            part_layers: None,
         }
+    }
+
+    /// Lets passes begin while pages come part by part, each of so many layers.
+    pub(crate) fn begin_early(&mut self, part_layers: u32) {
+        self.part_layers = Some(part_layers);
     }
 
     /// Also uses pages whose tokens stand elsewhere than they stood.
@@ -166,7 +149,7 @@ impl Tier {
             PageName { key, parent: all_keys[page], tokens }
         };
         let names: Vec<PageName<'_>> = keys[..n_asked].iter().enumerate().map(name).collect();
-        self.slow.prefetch(&names, n_known);
+        self.slow.prefetch(&names, n_known, !scheduler.is_idle());
         ((n_cached + n_stored as u32) * self.page_len, n_remote)
     }
 
@@ -201,8 +184,9 @@ impl Tier {
         scheduler: &mut Scheduler,
         clock: &SharedClock,
     ) -> Result<(), DeviceError> {
+        let mut write = |slot, start, bytes: &[u8]| executor.write_page(slot, start, bytes);
         while let Some(loaded) = self.slow.poll() {
-            self.place(loaded, executor, clock)?;
+            self.place(loaded, &mut write, clock)?;
         }
         self.ask();
         self.end_loads(scheduler, clock.now());
@@ -215,8 +199,9 @@ impl Tier {
         executor: &mut E,
         clock: &SharedClock,
     ) -> Result<(), DeviceError> {
+        let mut write = |slot, start, bytes: &[u8]| executor.write_page(slot, start, bytes);
         match self.slow.wait(PAUSE) {
-            Some(loaded) => self.place(loaded, executor, clock),
+            Some(loaded) => self.place(loaded, &mut write, clock),
             None => Ok(()),
         }
     }
@@ -229,8 +214,10 @@ impl Tier {
         for load in scheduler.take_loads() {
             scheduler.complete_load(load.id, Outcome::Ended { n_pages: 0 });
         }
-        for id in std::mem::take(&mut self.loads).into_keys() {
-            scheduler.complete_load(id, Outcome::Ended { n_pages: 0 });
+        for (id, loading) in std::mem::take(&mut self.loads) {
+            if !loading.is_early {
+                scheduler.complete_load(id, Outcome::Ended { n_pages: 0 });
+            }
         }
     }
 
@@ -346,9 +333,21 @@ impl Tier {
         if first_moved + moved.n_pages() < n_pages {
             has_come[first_moved + moved.n_pages()] = Some(false);
         }
+        // While others are computed, nobody is in a hurry.
+        let is_alone = scheduler.early_tokens(load.id).is_some();
+        let is_here = n_known == n_pages && keys[1..].iter().all(|&key| self.slow.is_on_disk(key));
+        let comes_in_parts = self.part_layers.is_some() && is_alone && is_here;
+        let shape = self.slow.parts().filter(|_| comes_in_parts && self.loads.is_empty());
+        let parts = shape.map(|shape| Parts::new(shape, n_pages));
+        let n_reads = match &parts {
+            Some(parts) => parts.shape.n_parts() * n_pages,
+            None => first_moved + moved.reads.len(),
+        };
         let tag = self.n_tags;
-        self.n_tags += (first_moved + moved.reads.len()) as u64;
+        self.n_tags += n_reads as u64;
         Some(Loading {
+            parts,
+            is_early: false,
             slots: load.slots.clone(),
             keys,
             tokens: tokens[start..end].to_vec(),
@@ -369,6 +368,10 @@ impl Tier {
     fn ask(&mut self) {
         let page_len = self.page_len as usize;
         for loading in self.loads.values_mut() {
+            if loading.parts.is_some() {
+                early::ask_parts(&mut self.slow, loading, page_len);
+                continue;
+            }
             while loading.n_asked < loading.n_reads() && !loading.is_over() {
                 let i = loading.n_asked;
                 if let Some(read) = i.checked_sub(loading.first_moved) {
@@ -397,10 +400,10 @@ impl Tier {
     }
 
     /// Takes a page that was read to its slot, if somebody still waits for it.
-    fn place<E: Execute>(
+    fn place(
         &mut self,
         loaded: Loaded,
-        executor: &mut E,
+        write: &mut WritePage<'_>,
         clock: &SharedClock,
     ) -> Result<(), DeviceError> {
         let tag = loaded.tag;
@@ -411,9 +414,13 @@ impl Tier {
         let loading = self.loads.values_mut().find(of_tag);
         if let Some(loading) = loading {
             let i = (tag - loading.tag) as usize;
+            let mut n_whole = u32::from(loaded.page.is_ok());
             match (&loaded.page, i.checked_sub(loading.first_moved)) {
+                (page, _) if loading.parts.is_some() => {
+                    n_whole = u32::from(early::place_part(loading, i, page, write)?);
+                }
                 (Ok(buf), None) => {
-                    executor.write_page(loading.slots[i], buf.page())?;
+                    write(loading.slots[i], 0, buf.page())?;
                     loading.has_come[i] = Some(true);
                 }
                 (Err(_), None) => loading.has_come[i] = Some(false),
@@ -423,7 +430,7 @@ impl Tier {
                     moved.place(pages, read, buf.page(), |page, bytes| {
                         has_come[*first_moved + page] = Some(true);
                         self.counters.pages_moved += 1;
-                        executor.write_page(slots[*first_moved + page], bytes)
+                        write(slots[*first_moved + page], 0, bytes)
                     })?;
                 }
                 (Err(_), Some(read)) => loading.lose(read),
@@ -431,7 +438,7 @@ impl Tier {
             let copied = clock.now().saturating_sub(begin).as_nanos() as u64;
             let source = if loaded.is_remote { Source::Remote } else { Source::Disk };
             let (n_pages, nanos) = &mut loading.came[source as usize];
-            *n_pages += u32::from(loaded.page.is_ok());
+            *n_pages += n_whole;
             *nanos += loaded.nanos + copied;
         }
         self.slow.recycle(loaded);

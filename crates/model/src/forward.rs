@@ -29,6 +29,9 @@ pub struct BatchLimits {
     pub kv_dtype: KvDtype,
 }
 
+/// Waits for what comes of a layer, and writes it to the store; false if it does not come.
+pub type Arrive<'a, B> = dyn FnMut(&mut KvStore<B>, LayerIdx) -> Result<bool, DeviceError> + 'a;
+
 /// A model on a device: its weights, and the activations of the step that runs.
 pub struct Model<B: Backend> {
     backend: Arc<B>,
@@ -166,6 +169,29 @@ impl<B: Backend> Model<B> {
         self.plan_batch(tables, layout)?;
         self.pass(store, layout, false)?;
         Ok(&mut self.acts.logits)
+    }
+
+    /// The same while keys and values of earlier tokens still come, layer by layer: `arrive` waits for
+    /// those of a layer. `None` if they do not come, and then nothing was computed.
+    pub fn forward_awaiting(
+        &mut self,
+        store: &mut KvStore<B>,
+        tables: &B::Tables,
+        layout: &BatchLayout,
+        arrive: &mut Arrive<'_, B>,
+    ) -> Result<Option<&mut B::Buf>, DeviceError> {
+        assert!(self.topk.is_none(), "what top-k attention learned cannot be undone");
+        self.plan_batch(tables, layout)?;
+        self.embed()?;
+        for idx in 0..self.weights.layers.len() {
+            if !arrive(store, LayerIdx(idx as u32))? {
+                return Ok(None);
+            }
+            self.attend(idx, store, layout)?;
+            self.finish_layer(idx, layout)?;
+        }
+        self.logits(layout)?;
+        Ok(Some(&mut self.acts.logits))
     }
 
     /// The same, and a token is chosen for each of `layout.output_rows`, which [`Model::drawn`] gives. If

@@ -20,7 +20,7 @@ mod weights;
 pub use config::*;
 pub use error::*;
 pub use files::*;
-pub use forward::{BatchLimits, Model, kv_shape, topk_shape};
+pub use forward::{Arrive, BatchLimits, Model, kv_shape, topk_shape};
 pub use gguf::*;
 pub use names::*;
 pub use probe::Restriction;

@@ -14,8 +14,8 @@ pub(crate) fn operator(address: &str) -> Result<Operator, OpenError> {
     let url = Url::parse(address).map_err(|_| OpenError::NoAddress(address.to_owned()))?;
     let operator = match url.scheme() {
         "s3" => Operator::new(s3(&url)?),
-        "gs" => Operator::new(gcs(&url)?),
-        "az" => Operator::new(azure(&url)?),
+        "gs" | "gcs" => Operator::new(gcs(&url)?),
+        "az" | "azblob" => Operator::new(azure(&url)?),
         "redis" | "rediss" | "valkey" | "valkeys" => Operator::new(redis(&url)?),
         "file" => Operator::new(file(&url)?),
         _ => return Err(OpenError::NoAddress(address.to_owned())),
@@ -49,9 +49,10 @@ fn gcs(url: &Url) -> Result<Gcs, OpenError> {
     let bucket = host(url, "which bucket")?;
     let mut store = Gcs::default().bucket(bucket).root(url.path());
     for (name, value) in url.query_pairs() {
-        store = match &*name {
-            "endpoint" => store.endpoint(&value),
-            "credentials" => store.credential_path(&value),
+        store = match (&*name, &*value) {
+            ("endpoint", _) => store.endpoint(&value),
+            ("credentials", _) => store.credential_path(&value),
+            ("anonymous", "yes") => store.skip_signature(),
             _ => return Err(setting(&name, &value, "GCS")),
         };
     }

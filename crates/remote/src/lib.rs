@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   s3://BUCKET/PREFIX?endpoint=URL&region=NAME
-//!   gs://BUCKET/PREFIX?endpoint=URL&credentials=FILE
+//!   gs://BUCKET/PREFIX?endpoint=URL&credentials=FILE&anonymous=yes
 //!   az://CONTAINER/PREFIX?account=NAME&endpoint=URL
 //!   redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]?prefix=NAME&ttl=SECONDS
 //!   file:///DIRECTORY

@@ -15,8 +15,13 @@ use opendal::layers::ChaosLayer;
 use opendal::services::Fs;
 use tempfile::TempDir;
 
-const SHAPE: RecordShape =
-    RecordShape { namespace: 3, page_len: 2, page_bytes: 5_000, is_encrypted: false };
+const SHAPE: RecordShape = RecordShape {
+    namespace: 3,
+    page_len: 2,
+    page_bytes: 5_000,
+    part_bytes: 5_000,
+    is_encrypted: false,
+};
 
 fn folder(path: &Path) -> String {
     format!("file://{}", path.display())
@@ -46,7 +51,9 @@ fn addresses_name_stores() {
         "s3://kv-pages/some/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1",
         "gs://kv-pages/some/prefix",
         "gs://kv-pages?endpoint=http://127.0.0.1:4443&credentials=/etc/key.json",
+        "gcs://kv-pages?anonymous=yes",
         "az://kv-pages/some/prefix?account=birds",
+        "azblob://kv-pages?account=birds",
         "az://kv-pages?account=birds&endpoint=http://127.0.0.1:10000/birds",
         "redis://127.0.0.1:6379",
         "redis://127.0.0.1/3?prefix=kv&ttl=60",

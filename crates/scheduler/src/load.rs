@@ -3,12 +3,15 @@
 //! A sequence whose beginning is loading has its place among the running ones and is left out of
 //! the steps. When the load has ended, or is too late, the steps compute what did not come.
 
+use std::ops::Range;
+
 use nuthatch_cache::{Load, LoadId, Outcome, Salt};
-use nuthatch_types::{PageId, SeqId, TokenId};
+use nuthatch_types::{PageId, SeqId, StepPlan, TokenId};
 
 use crate::Scheduler;
 use crate::cost::{Source, StoredPages};
 use crate::sequence::Sequence;
+use crate::step::Flight;
 
 impl Scheduler {
     /// The loads that can begin now, to be asked for after each plan, or its commit. Each must be
@@ -37,6 +40,59 @@ impl Scheduler {
         let (seq, computed) = (sequence.id, sequence.computed);
         if self.config.window.is_some() {
             self.cache.slide(seq, computed);
+        }
+    }
+
+    /// The tokens that are computed next if the sequence that waits for a load goes on before it has
+    /// ended; `None` where it may not: there must be nobody else who could be computed meanwhile, or
+    /// would have to wait with it.
+    pub fn early_tokens(&self, id: LoadId) -> Option<Range<u32>> {
+        let seq = self.cache.waits_for(id)?;
+        let is_alone = self.running == [seq]
+            && self.queue.len() == 0
+            && self.held.is_empty()
+            && self.swapped.is_empty()
+            && self.in_flight.is_none()
+            && self.loads.is_empty()
+            && self.cache.n_copies() == 0;
+        let sequence = self.seq(seq);
+        let is_plain = sequence.stream.is_none() && !sequence.is_spilled && !sequence.is_guided;
+        if !is_alone || !is_plain || self.config.window.is_some() {
+            return None;
+        }
+        let page_len = self.cache.config().page_len;
+        let start = self.cache.len(seq) + sequence.n_loading * page_len;
+        let end = sequence.tokens.len().min(start + self.config.max_batched_tokens);
+        // Slots may be held by loads that nobody waits for.
+        let has_room = self.cache.n_available() >= (end - start).div_ceil(page_len);
+        has_room.then_some(start..end)
+    }
+
+    /// Plans the step of a sequence that may go on before its load has ended. What is loaded must have
+    /// come when the step ends, or [`Scheduler::undo`] must follow instead of a commit.
+    pub fn plan_early(&mut self, id: LoadId) -> Option<StepPlan> {
+        self.complete_load(id, Outcome::Coming);
+        self.plan()
+    }
+
+    /// Takes in that nothing was computed in the step planned last, because of the pages that its only
+    /// sequence loads the last `n_lost` did not come. They are computed.
+    pub fn undo(&mut self, n_lost: u32) {
+        let in_flight = self.in_flight.take().expect("a plan was made and not yet committed");
+        let page_len = self.cache.config().page_len;
+        for Flight { seq, .. } in in_flight.flights {
+            let sequence = self.seqs.get_mut(&seq).expect("nothing happened meanwhile");
+            let n_pages = sequence.computed / page_len - n_lost;
+            self.cache.cut(seq, n_pages, n_lost);
+            self.n_spare -= sequence.n_spare;
+            sequence.n_spare = 0;
+            sequence.computed = n_pages * page_len;
+            sequence.cached = sequence.computed.min(sequence.n_prompt);
+            sequence.table_known = sequence.table_known.min(n_pages);
+            let computed = &sequence.tokens.settle()[..sequence.computed as usize];
+            if let Some(first_changed) = self.cache.seal(seq, computed) {
+                sequence.table_known = sequence.table_known.min(first_changed);
+            }
         }
     }
 

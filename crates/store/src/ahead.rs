@@ -198,7 +198,8 @@ mod tests {
 
     fn tier(objects: &Arc<MemoryObjects>) -> RemoteTier {
         let (page_len, page_bytes) = (N_TOKENS as u32, 64);
-        let shape = RecordShape { namespace: 7, page_len, page_bytes, is_encrypted: false };
+        let shape =
+            RecordShape { namespace: 7, page_len, page_bytes, part_bytes: 20, is_encrypted: false };
         let objects: Arc<dyn Objects> = Arc::<MemoryObjects>::clone(objects);
         let layout = RecordLayout::new(shape, None, None);
         RemoteTier::start(objects, layout, Arc::new(SystemClock::start())).unwrap()

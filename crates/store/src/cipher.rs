@@ -15,7 +15,7 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hmac;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::disk::{Defect, PageName, RecordShape};
+use crate::disk::{Defect, N_PARTS, PageName, RecordShape};
 
 const MAGIC: [u8; 4] = *b"PAGX";
 /// Bytes before an encrypted record.
@@ -91,6 +91,7 @@ impl Form {
     /// Records of this shape, which says whether they are encrypted.
     pub(crate) fn new(shape: RecordShape, key: Option<&StoreKey>) -> Self {
         assert_eq!(shape.is_encrypted, key.is_some(), "who encrypts has a key");
+        assert!((1..=N_PARTS).contains(&shape.n_parts()), "a check for each part");
         let cipher = key.map(|key| {
             let key = key.derive(b"nuthatch page bytes");
             LessSafeKey::new(UnboundKey::new(&AES_256_GCM, &key).expect("32 bytes are a key"))
@@ -119,7 +120,7 @@ impl Form {
         let tag = cipher
             .seal_in_place_separate_tag(nonce, self.aad(head), text)
             .map_err(|_| std::io::Error::other("a record is too long to be encrypted"))?;
-        tag_bytes.copy_from_slice(tag.as_ref());
+        tag_bytes[..TAG_BYTES].copy_from_slice(tag.as_ref());
         Ok(())
     }
 
@@ -130,7 +131,7 @@ impl Form {
             if self.shape.read_key(record)? != name.key {
                 return Err(Defect::Stale);
             }
-            let record = record.get_mut(..self.shape.record_bytes()).ok_or(Defect::Torn)?;
+            let record = record.get_mut(..self.shape.sealed_bytes()).ok_or(Defect::Torn)?;
             let (head, rest) = record.split_at_mut(HEAD_BYTES);
             let mut nonce = [0; NONCE_LEN];
             nonce.copy_from_slice(&head[NONCE_START..36]);
@@ -171,8 +172,13 @@ mod tests {
 
     use super::*;
 
-    const SHAPE: RecordShape =
-        RecordShape { namespace: 5, page_len: 3, page_bytes: 40, is_encrypted: true };
+    const SHAPE: RecordShape = RecordShape {
+        namespace: 5,
+        page_len: 3,
+        page_bytes: 40,
+        part_bytes: 16,
+        is_encrypted: true,
+    };
     const TOKENS: [TokenId; 3] = [TokenId(1), TokenId(2), TokenId(300_000)];
     const NAME: PageName<'_> =
         PageName { key: PageKey(77), parent: PageKey(u128::MAX), tokens: &TOKENS };

@@ -1,14 +1,14 @@
 //! Files and stores that fail as they are told: errors, short reads and writes, a full disk, a slow one,
 //! and bits that flip on the way in or out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::disk::{Files, SegmentFile};
+use crate::disk::{DiskIo, Files, Moved, Queue, SegmentFile, SystemFile, Transfer};
 use crate::remote::{ObjectError, Objects};
 
 /// How often each thing goes wrong, in thousandths of the calls that it can happen to.
@@ -139,13 +139,21 @@ impl Faults {
         }
     }
 
-    fn flip(&self, bytes: &mut [u8]) {
-        if let Some(random) = self.strikes(|rates| rates.flip)
-            && !bytes.is_empty()
-        {
-            let bit = random as usize % (8 * bytes.len());
-            bytes[bit / 8] ^= 1 << (bit % 8);
+    /// Flips a bit, or none, and says which.
+    fn flip(&self, bytes: &mut [u8]) -> Option<usize> {
+        let random = self.strikes(|rates| rates.flip).filter(|_| !bytes.is_empty())?;
+        let bit = random as usize % (8 * bytes.len());
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        Some(bit)
+    }
+
+    /// What can happen to every write.
+    fn begin_write(&self) -> io::Result<()> {
+        self.begin()?;
+        if self.strikes(|rates| rates.full).is_some() {
+            self.lock().is_full = true;
         }
+        if self.lock().is_full { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
     }
 }
 
@@ -160,6 +168,15 @@ impl State {
 }
 
 impl Files for FaultyFiles {
+    fn io(&self) -> DiskIo {
+        self.inner.io()
+    }
+
+    fn queue(&self) -> Box<dyn Queue> {
+        let (inner, faults) = (self.inner.queue(), Arc::clone(&self.faults));
+        Box::new(FaultyQueue { inner, faults, failed: VecDeque::new(), flips: BTreeMap::new() })
+    }
+
     fn list(&self, dir: &Path) -> io::Result<Vec<(String, u64)>> {
         self.faults.begin()?;
         self.inner.list(dir)
@@ -185,12 +202,68 @@ impl Files for FaultyFiles {
     }
 }
 
+/// A queue whose transfers fail, by whatever they are carried out.
+struct FaultyQueue {
+    inner: Box<dyn Queue>,
+    faults: Arc<Faults>,
+    /// Transfers that did not begin.
+    failed: VecDeque<Moved>,
+    /// Bits of memory that are other than their owner gave them, by tags.
+    flips: BTreeMap<usize, usize>,
+}
+
+impl Queue for FaultyQueue {
+    fn depth(&self) -> usize {
+        self.inner.depth()
+    }
+
+    fn push(&mut self, mut transfer: Transfer) {
+        let begun = match transfer.is_write {
+            true => self.faults.begin_write(),
+            false => self.faults.begin(),
+        };
+        if let Err(error) = begun {
+            return self.failed.push_back((transfer, Err(error)));
+        }
+        let len = self.faults.cut(transfer.range.len());
+        if len < transfer.range.len() {
+            transfer.range.end = transfer.range.start + len;
+            transfer.is_direct = false;
+        }
+        if transfer.is_write
+            && let Some(bit) = self.faults.flip(&mut transfer.bytes[transfer.range.clone()])
+        {
+            self.flips.insert(transfer.tag, 8 * transfer.range.start + bit);
+        }
+        self.inner.push(transfer);
+    }
+
+    fn pop(&mut self) -> Option<Moved> {
+        if let Some(moved) = self.failed.pop_front() {
+            return Some(moved);
+        }
+        let (mut transfer, moved) = self.inner.pop()?;
+        if let Some(bit) = self.flips.remove(&transfer.tag) {
+            transfer.bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        if let (false, Ok(n)) = (transfer.is_write, &moved) {
+            let start = transfer.range.start;
+            self.faults.flip(&mut transfer.bytes[start..start + n]);
+        }
+        Some((transfer, moved))
+    }
+}
+
 struct FaultyFile {
     inner: Arc<dyn SegmentFile>,
     faults: Arc<Faults>,
 }
 
 impl SegmentFile for FaultyFile {
+    fn system(&self) -> &SystemFile {
+        self.inner.system()
+    }
+
     fn len(&self) -> io::Result<u64> {
         self.faults.begin()?;
         self.inner.len()
@@ -210,13 +283,7 @@ impl SegmentFile for FaultyFile {
     }
 
     fn write_at(&self, source: &[u8], start: u64) -> io::Result<usize> {
-        self.faults.begin()?;
-        if self.faults.strikes(|rates| rates.full).is_some() {
-            self.faults.lock().is_full = true;
-        }
-        if self.faults.lock().is_full {
-            return Err(io::ErrorKind::StorageFull.into());
-        }
+        self.faults.begin_write()?;
         let mut bytes = source[..self.faults.cut(source.len())].to_vec();
         self.faults.flip(&mut bytes);
         self.inner.write_at(&bytes, start)

@@ -61,14 +61,15 @@ impl<B: Backend> KvStore<B> {
         backend.read_page(&self.kv, slot, target)
     }
 
-    /// Copies a page's bytes to a slot.
+    /// Copies a page's bytes to a slot, or those of some layers, which begin at the byte `start`.
     pub fn write_page(
         &mut self,
         backend: &B,
         slot: Slot,
+        start: usize,
         source: &[u8],
     ) -> Result<(), DeviceError> {
-        backend.write_page(&mut self.kv, slot, source)
+        backend.write_page(&mut self.kv, slot, start, source)
     }
 
     /// Writes pages anew with their keys at other positions, in order.

@@ -1,14 +1,14 @@
 //! Memory for pages on their way to and from slower tiers. Buffers travel with jobs and come back, so
 //! that there are never more than were counted at the start.
 
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 use nuthatch_backend::PageCodec;
 use nuthatch_types::{PageKey, TokenId};
 
 use crate::cipher::{Form, StoreKey};
-use crate::disk::{PageName, RecordShape};
+use crate::disk::{BLOCK, PageName, PartChecks, RecordShape};
 
 /// Memory of one tier's buffers.
 const BUFFER_BYTES: usize = 64 << 20;
@@ -34,18 +34,56 @@ impl RecordLayout {
     }
 }
 
-/// Bytes for one record.
+/// Bytes that begin at a multiple of [`BLOCK`] in memory, as direct I/O asks, and stay there.
+#[derive(Debug, Default)]
+pub struct Blocks {
+    memory: Vec<u8>,
+    range: Range<usize>,
+}
+
+impl Blocks {
+    pub(crate) fn new(n_bytes: usize) -> Self {
+        let memory = vec![0; n_bytes + BLOCK];
+        // Where it cannot be known, direct I/O fails and is done otherwise.
+        let start = memory.as_ptr().align_offset(BLOCK).min(BLOCK);
+        Blocks { memory, range: start..start + n_bytes }
+    }
+}
+
+impl Deref for Blocks {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.memory[self.range.clone()]
+    }
+}
+
+impl DerefMut for Blocks {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.range.clone()]
+    }
+}
+
+/// Bytes for one record, or for a part of one.
 #[derive(Debug)]
 pub struct PageBuf {
-    pub(crate) bytes: Vec<u8>,
+    pub(crate) bytes: Blocks,
     /// Where the page is, or what it is coded as.
-    body: Range<usize>,
+    pub(crate) body: Range<usize>,
     /// The page itself, if the record holds it in fewer bits.
     page: Option<Vec<u8>>,
+    /// What the parts of its page are checked by, if its record's header was read with a part.
+    pub(crate) checks: Box<PartChecks>,
+    /// Whether it is for parts of pages.
+    pub(crate) is_part: bool,
 }
 
 impl PageBuf {
-    /// The page.
+    /// What the other parts of its page are checked by, if this is the first.
+    pub fn checks(&self) -> PartChecks {
+        *self.checks
+    }
+
+    /// The page, or the part of it that was read.
     pub fn page(&self) -> &[u8] {
         self.page.as_deref().unwrap_or(&self.bytes[self.body.clone()])
     }
@@ -80,6 +118,9 @@ pub(crate) struct Buffers {
     shape: RecordShape,
     /// Bytes of a page, if records hold it in fewer bits.
     page_bytes: Option<usize>,
+    /// Bytes of a record, or of a part of one.
+    n_bytes: usize,
+    are_parts: bool,
 }
 
 impl Buffers {
@@ -95,9 +136,17 @@ impl Buffers {
     ) -> Self {
         let (least, most) = N_BUFFERS;
         let page_bytes = codec.map(PageCodec::page_bytes);
-        let bytes = shape.record_bytes() + page_bytes.unwrap_or(0);
-        let n = (bytes_max / bytes).clamp(least, most);
-        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes }
+        let n_bytes = shape.record_bytes();
+        let n = (bytes_max / (n_bytes + page_bytes.unwrap_or(0))).clamp(least, most);
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes, n_bytes, are_parts: false }
+    }
+
+    /// Buffers for parts of pages, with the blocks that they begin and end in.
+    pub(crate) fn for_parts(shape: RecordShape) -> Self {
+        let n_bytes = shape.header_bytes() + shape.part_bytes + 2 * BLOCK;
+        let (least, most) = N_BUFFERS;
+        let n = (BUFFER_BYTES / 2 / n_bytes).clamp(least, most);
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes: None, n_bytes, are_parts: true }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -109,9 +158,10 @@ impl Buffers {
             return Some(buf);
         }
         self.n_unmade = self.n_unmade.checked_sub(1)?;
-        let bytes = vec![0; self.shape.record_bytes()];
+        let bytes = Blocks::new(self.n_bytes);
         let page = self.page_bytes.map(|n| vec![0; n]);
-        Some(PageBuf { bytes, body: self.shape.body(), page })
+        let (checks, is_part) = (Box::default(), self.are_parts);
+        Some(PageBuf { bytes, body: self.shape.body(), page, checks, is_part })
     }
 
     pub(crate) fn give_back(&mut self, buf: PageBuf) {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossbeam_channel::Select;
 use nuthatch_types::PageKey;
 
-use crate::disk::{Asked, DiskStats, DiskTier, Loaded, PageName};
+use crate::disk::{Asked, DiskStats, DiskTier, Loaded, PageName, RecordShape};
 use crate::page_buf::PageBuf;
 use crate::remote::{RemoteCounters, RemoteTier};
 
@@ -84,11 +84,11 @@ impl SlowTiers {
 
     /// Says that these pages will be read soon, so that they are fetched: from the disk by the
     /// system, and from the store what comes after the pages that the disk has. The first `n_known`
-    /// are stored for all that is known.
-    pub fn prefetch(&mut self, names: &[PageName<'_>], n_known: usize) {
+    /// are stored for all that is known; `waits` says whether something else comes before them.
+    pub fn prefetch(&mut self, names: &[PageName<'_>], n_known: usize, waits: bool) {
         let keys: Vec<PageKey> = names[..n_known].iter().map(|name| name.key).collect();
-        if let Some(disk) = &self.disk {
-            disk.prefetch(&keys);
+        if let Some(disk) = &mut self.disk {
+            disk.prefetch(&keys, waits);
         }
         let n_disk = keys.iter().take_while(|&&key| self.is_on_disk(key)).count();
         if let Some(remote) = &mut self.remote {
@@ -130,6 +130,17 @@ impl SlowTiers {
             (Some(remote), Asked::Missing) => remote.read(tag, name),
             _ => from_disk,
         }
+    }
+
+    /// The form of the disk's records, if their parts can be read alone.
+    pub fn parts(&self) -> Option<RecordShape> {
+        let shape = self.disk.as_ref()?.shape();
+        (!shape.is_encrypted && shape.n_parts() > 1).then_some(shape)
+    }
+
+    /// Asks for a part of a page of the disk: see [`DiskTier::read_part`].
+    pub fn read_part(&mut self, tag: u64, name: &PageName<'_>, part: (usize, u64)) -> Asked {
+        self.disk.as_mut().map_or(Asked::Missing, |disk| disk.read_part(tag, name, part))
     }
 
     /// The next page that was read since, if there is one. Takes in what else has ended.

@@ -232,6 +232,8 @@ impl KvShape {
 pub struct PageImage {
     /// Bytes of one page over all layers.
     pub bytes: usize,
+    /// Bytes of each layer, if the page is nothing but its layers, one after the other.
+    pub layer_bytes: Option<usize>,
     /// Names everything beside the model and the tokens that decides what the bytes are.
     pub layout: String,
 }

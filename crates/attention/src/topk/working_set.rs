@@ -3,20 +3,16 @@
 /// A set of bounded size whose least recently used members go first.
 ///
 /// Members are places, or pages of them, kept in ascending order: rows of a working set are
-/// attended in that order. Sets change for each head at nearly each step, so they are small in
-/// memory, and no loop has a branch that depends on the members, of which half would be
-/// mispredicted.
+/// attended in that order. Sets change for each head at nearly each step and are far from the
+/// processor then, so they are small and change where they are, and no loop has a branch that depends
+/// on the members, of which half would be mispredicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkingSet {
     /// Ascending.
     members: Vec<u32>,
     /// When each was last used.
     used: Vec<u32>,
-    /// A bit for each place: whether it is a member.
-    bits: Vec<u64>,
     now: u32,
-    /// Memory of the next change.
-    spare: (Vec<u32>, Vec<u32>, Vec<u64>),
 }
 
 /// What was used longer ago than this counts as used this long ago; `AGE_MAX` of the GPU's kernel.
@@ -32,7 +28,6 @@ impl WorkingSet {
     pub fn clear(&mut self) {
         self.members.clear();
         self.used.clear();
-        self.bits.clear();
         self.now = 0;
     }
 
@@ -41,80 +36,71 @@ impl WorkingSet {
     /// same time, the first go. Returns how many of `wanted` were not there.
     pub fn admit(&mut self, wanted: &[u32], capacity: usize) -> usize {
         self.now += 1;
-        let n_words = wanted.last().map_or(0, |&last| last as usize / 64 + 1).max(self.bits.len());
-        self.bits.resize(n_words, 0);
-        let (members, used, fresh) = &mut self.spare;
-        fresh.clear();
-        fresh.resize(n_words, 0);
-        for &place in wanted {
-            fresh[place as usize / 64] |= 1 << (place % 64);
-        }
-        let missing = fresh.iter().zip(&self.bits).map(|(new, old)| (new & !old).count_ones());
-        let n_missing = missing.sum::<u32>() as usize;
-        let n = self.members.len() + n_missing;
-        members.clear();
-        used.clear();
-        if capacity <= wanted.len() {
-            members.extend_from_slice(wanted);
-            used.resize(wanted.len(), self.now);
-            std::mem::swap(&mut self.bits, fresh);
-        } else {
-            // Written by place: a push would ask each time whether there is room.
-            members.resize(n, 0);
-            used.resize(n, 0);
-            // Read, but not taken, after the last member.
-            self.used.push(0);
-            let oldest = self.now.saturating_sub(AGE_MAX);
-            let (mut i, mut i_old) = (0, 0);
-            for ((start, old), &new) in (0..).step_by(64).zip(&mut self.bits).zip(&*fresh) {
-                let mut rest = *old | new;
-                while rest != 0 {
-                    let bit = rest.trailing_zeros();
-                    rest &= rest - 1;
-                    members[i] = start + bit;
-                    let before = self.used[i_old].max(oldest);
-                    used[i] = if new >> bit & 1 == 1 { self.now } else { before };
-                    i += 1;
-                    i_old += (*old >> bit & 1) as usize;
-                }
-                *old |= new;
-            }
-        }
-        std::mem::swap(&mut self.members, members);
-        std::mem::swap(&mut self.used, used);
-        if let Some(n_excess) = self.members.len().checked_sub(capacity.max(wanted.len())) {
-            self.drop_oldest(n_excess);
+        let n_before = self.members.len();
+        self.merge(wanted);
+        let n_missing = self.members.len() - n_before;
+        let n_most = capacity.max(wanted.len());
+        if self.members.len() > n_most {
+            self.drop_oldest(self.members.len() - n_most);
         }
         n_missing
     }
 
-    fn drop_oldest(&mut self, n_excess: usize) {
-        if n_excess == 0 {
-            return;
+    fn merge(&mut self, wanted: &[u32]) {
+        let (now, oldest) = (self.now, self.now.saturating_sub(AGE_MAX));
+        let (n_old, n_new) = (self.members.len(), wanted.len());
+        // Members move back, so that the union has room before them: it never reaches what is not
+        // merged yet.
+        let end = n_old + n_new;
+        self.members.resize(end, 0);
+        self.used.resize(end, 0);
+        self.members.copy_within(..n_old, n_new);
+        self.used.copy_within(..n_old, n_new);
+        let (members, used) = (&mut self.members[..end], &mut self.used[..end]);
+        let (mut n, mut i, mut i_new) = (0, n_new, 0);
+        while i < end && i_new < n_new {
+            let (old, new) = (members[i], wanted[i_new]);
+            let (is_old, is_new) = (old <= new, new <= old);
+            members[n] = old.min(new);
+            used[n] = if is_new { now } else { used[i].max(oldest) };
+            i += usize::from(is_old);
+            i_new += usize::from(is_new);
+            n += 1;
         }
+        while i < end {
+            (members[n], used[n]) = (members[i], used[i].max(oldest));
+            (n, i) = (n + 1, i + 1);
+        }
+        let rest = &wanted[i_new..];
+        members[n..n + rest.len()].copy_from_slice(rest);
+        used[n..n + rest.len()].fill(now);
+        self.members.truncate(n + rest.len());
+        self.used.truncate(n + rest.len());
+    }
+
+    fn drop_oldest(&mut self, n_excess: usize) {
         // The last time of which anything goes, found by halving: at least `n_excess` members were
         // last used then or earlier.
         let count = |time: u32| self.used.iter().map(|&used| u32::from(used <= time)).sum::<u32>();
-        let (mut low, mut high) = (0, self.now);
+        let (mut low, mut high) = (self.used.iter().copied().min().unwrap_or(0), self.now);
+        let mut n_older = 0;
         while low < high {
             let middle = low.midpoint(high);
-            if count(middle) as usize >= n_excess {
+            let n = count(middle) as usize;
+            if n >= n_excess {
                 high = middle;
             } else {
-                low = middle + 1;
+                (low, n_older) = (middle + 1, n);
             }
         }
-        let n_older = if low == 0 { 0 } else { count(low - 1) as usize };
         let mut n_of_low = n_excess - n_older;
         let mut kept = 0;
         for i in 0..self.members.len() {
             let (place, time) = (self.members[i], self.used[i]);
             let is_last = time == low && n_of_low > 0;
             n_of_low -= usize::from(is_last);
-            let goes = time < low || is_last;
-            self.bits[place as usize / 64] &= !(u64::from(goes) << (place % 64));
             (self.members[kept], self.used[kept]) = (place, time);
-            kept += usize::from(!goes);
+            kept += usize::from(time > low || (time == low && !is_last));
         }
         self.members.truncate(kept);
         self.used.truncate(kept);

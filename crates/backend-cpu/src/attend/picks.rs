@@ -96,21 +96,14 @@ impl Attention<'_> {
         if let Some(file) = &self.kv.file {
             self.read_pages(file, head, seq, first_page..places.end.div_ceil(PAGE), stored);
         }
-        let n = places.len();
+        let (n, rows) = (places.len(), self.kv.head_rows(number));
         for (at, place) in at.iter_mut().zip(places) {
-            *at = if self.kv.file.is_some() {
-                stored[(place - first_page * PAGE) * row_bytes..][..row_bytes].as_ptr()
-            } else {
-                self.row_address(number, seq, place)
+            *at = match &rows {
+                None => stored[(place - first_page * PAGE) * row_bytes..][..row_bytes].as_ptr(),
+                Some(rows) => rows.address(self.plan.slot(seq, place), place % PAGE),
             };
         }
         &at[..n]
-    }
-
-    /// Where a row is in the arena.
-    fn row_address(&self, head: usize, seq: &PlanSeq, place: usize) -> *const u8 {
-        let row = self.kv.row_start(head, self.plan.slot(seq, place), place % PAGE);
-        self.kv.bytes[row..row + self.kv.row_bytes(head)].as_ptr()
     }
 
     /// Where the rows of a chunk are: near, if some are kept there, or in the arena, or in `stored`.
@@ -125,6 +118,7 @@ impl Attention<'_> {
         let row_bytes = self.kv.row_bytes(head);
         stored.resize(CHUNK * row_bytes, 0);
         let buffers = stored.chunks_exact_mut(row_bytes);
+        let rows = self.kv.head_rows(head);
         for ((at, i), buffer) in at.iter_mut().zip(start..end).zip(buffers) {
             let brought = i.checked_sub(pick.n_first as usize).and_then(|i| pick.rows.get(i));
             *at = match (&self.kv.near, brought) {
@@ -133,7 +127,11 @@ impl Attention<'_> {
                     let of = (head, place(pick, i));
                     self.kv.resolve(near, (self.plan, seq), of, buffer)
                 }
-                (None, _) => self.row_address(head, seq, place(pick, i)),
+                (None, _) => {
+                    let rows = rows.as_ref().expect("pages are in memory where nothing is near");
+                    let place = place(pick, i);
+                    rows.address(self.plan.slot(seq, place), place % PAGE)
+                }
             };
         }
         &at[..end - start]

@@ -1,8 +1,16 @@
 //! The best places: a sample says which scores may be among them, and of those the threshold is found
 //! by halving. There is no sort, and equal scores go to the first.
 
+use std::cell::RefCell;
+
 use crate::isa::Isa;
 use crate::versions::versions;
+
+thread_local! {
+    /// Places that may be among the best, and their scores. One thread's are near to it, as those of
+    /// each head would not be.
+    static CANDIDATES: RefCell<(Vec<u32>, Vec<u32>)> = RefCell::default();
+}
 
 /// Scores of a sample.
 const SAMPLE: usize = 512;
@@ -22,13 +30,17 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
     let n_reach = count(isa, middle, floor);
     // The sample was not like the rest.
     let (floor, n) = if n_reach < k { (0, middle.len()) } else { (floor, n_reach) };
-    // Sixteen more, because vectors are written before it is known how much of them counts.
-    chosen.resize(2 * (n + 16), 0);
-    let (places, left) = chosen.split_at_mut(n + 16);
-    gather(isa, middle, (first, floor), places, left);
-    let (threshold, n_above) = kth(isa, &left[..n], k);
-    write(isa, &left[..n], Choice { threshold, n_equal: k - n_above }, places);
-    chosen.truncate(k);
+    CANDIDATES.with_borrow_mut(|(places, left)| {
+        // Sixteen more, because vectors are written before it is known how much of them counts.
+        if places.len() < n + 16 {
+            places.resize(n + 16, 0);
+            left.resize(n + 16, 0);
+        }
+        gather(isa, middle, (first, floor), places, left);
+        let (threshold, n_above) = kth(isa, &left[..n], k);
+        write(isa, &left[..n], Choice { threshold, n_equal: k - n_above }, places);
+        chosen.extend_from_slice(&places[..k]);
+    });
 }
 
 /// A score that is probably reached by k of many, and by not many more.

@@ -24,6 +24,8 @@ FEW_SHARED = (2048 + 1024) * 4 * 8
 KV_HEADS, GROUP = 8, 4
 HEADS = KV_HEADS * GROUP
 NO_WINDOW = 2**32 - 1
+# Warps look at a task before they know how many there are.
+ROOM = [0] * 4 * 132 * 12
 
 
 def read(name):
@@ -85,7 +87,7 @@ def build_few(variant):
 
 
 # Columns of a block of `merge`, and its shared memory.
-MERGE_SHARED = {columns: (3 * 2048 + 3 * 256) * 4 for columns in (16, 32, 64, 128)}
+MERGE_SHARED = {columns: (3 * 2048 + 3 * 256) * 4 + 32 for columns in (16, 32, 64, 128)}
 MERGES = dict(
     MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048,
     MERGE_ENTRIES=" ".join(f"MERGE(merge_{columns}, {columns}, 3, {shared})" for columns, shared in MERGE_SHARED.items()),
@@ -94,7 +96,7 @@ MERGES = dict(
 
 def attend_shared(d, stages):
     page, queries = 2 * 16 * d * 2, d // 16 * 512
-    return dict(tile=4 * page + 4 * queries + 64, wide=stages * (4 * page + 16) + 8 * queries, split=8 * (3 * page + queries + 192))
+    return dict(tile=4 * page + 4 * queries + 64, wide=stages * (4 * page + 16) + 8 * queries, split=7 * (3 * page + 192))
 
 
 def build_attend(variant):
@@ -102,8 +104,8 @@ def build_attend(variant):
     shared = attend_shared(d, stages)
     constants = dict(
         KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, ROWS=0, PARTS=1, SMALL_CHUNK=USUAL[0], MIDDLE_CHUNK=USUAL[1], LARGE_CHUNK=USUAL[2],
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 8, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
-        WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=160, PART_SIZE=16, SPLIT_SIZE=16,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 7, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
+        WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=168, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu", "attend_merge.cu"]))
@@ -130,7 +132,7 @@ SPLITS = sorted({(warps, stages, cuts[:3], shape[2]) for shape, _, alternatives 
 
 
 def split_shared(warps, stages, d=128):
-    return warps * (stages * 32 * d * 2 + d // 16 * 512 + 64 + 32 * 4)
+    return warps * (stages * 32 * d * 2 + 64 + 32 * 4)
 
 
 
@@ -138,7 +140,7 @@ def build_split(variant):
     warps, stages, (small, middle, large), d = variant
     constants = dict(
         KV="KV_F16", HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, ROWS=0, PARTS=1, SMALL_CHUNK=small, MIDDLE_CHUNK=middle, LARGE_CHUNK=large,
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=160, PART_SIZE=16,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=168, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu", "attend_merge.cu"]))
@@ -351,9 +353,9 @@ class Case:
         self.merge = driver.kernel(cubin, "merge_32", MERGE_SHARED[32])
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
-        return struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
+        return struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIfI", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
                            partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), 0, self.arena.shape[1] * 64 * self.d, 0, 0, 0,
-                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], 0, 0, 0, 1.4426950408889634 / self.d**0.5)
+                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], USUAL[2], 0, 0, 0, 1.4426950408889634 / self.d**0.5, 0)
 
     def run(self, kind):
         kernel, threads, shared, tasks = self.kernels[kind]
@@ -365,12 +367,12 @@ class Case:
         while start < n_keys:
             start, n = start + USUAL[0 if start < USUAL[3] else 1 if start < USUAL[4] else 2], n + 1
         ints = lambda words: torch.tensor(words, dtype=torch.int32, device="cuda")
-        parts, counts, split = ints([word for i in range(n) for word in (row | i << 16, n_keys, 0, i)]), ints([n, 0]), ints([row, n_keys, 0, 0])
+        parts, counts, split = ints([word for i in range(n) for word in (row | i << 16, n_keys, 0, i)] + ROOM), ints([n, 0]), ints([row, n_keys, 0, 0])
         partials, sums = [torch.zeros(n * HEADS * width, device="cuda") for width in (self.d, 2)]
         out, (kernel, shared) = torch.full_like(self.out, float("nan")), self.split
-        self.driver.launch(kernel, (132, 1, 1), 256, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
+        self.driver.launch(kernel, (132, 1, 1), 224, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
-                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, 0, *USUAL[3:])
+                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, *USUAL[3:], USUAL[2])
         self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, MERGE_SHARED[32], params)
         torch.cuda.synchronize()
         return out[row]
@@ -441,7 +443,7 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
             start += chunks[-1]
         partials, sums = [torch.zeros(n_seqs * len(chunks) * heads * width, device="cuda") for width in (d, 2)]
         parts = ints([word for size in cuts[2::-1] for row in range(n_seqs) for i, found in enumerate(chunks) if found == size
-                      for word in (row | i << 16, depth, row, row * len(chunks) + i)])
+                      for word in (row | i << 16, depth, row, row * len(chunks) + i)] + ROOM)
         splits = ints([word for row in range(n_seqs) for word in (row, depth, row, row * len(chunks))])
         counts, shared = ints([n_seqs * len(chunks), 0]), split_shared(warps, stages, d)
         cubin = cubins[warps, stages, cuts[:3], d]
@@ -455,12 +457,12 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
 
             def run(has_merge=True):
                 turn[0] = (turn[0] + 1) % layers
-                params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIfI", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
                                      partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_slots * page, 0, 0, 0,
-                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], 0, 0, 0, 1.4426950408889634 / d**0.5)
+                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], cuts[2], 0, 0, 0, 1.4426950408889634 / d**0.5, 0)
                 driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
                 params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                     counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, 0, *cuts[3:])
+                                     counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, *cuts[3:], cuts[2])
                 if has_merge:
                     driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, MERGE_SHARED[columns], params)
 

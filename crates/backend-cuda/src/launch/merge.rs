@@ -2,7 +2,8 @@
 
 use nuthatch_backend::DeviceError;
 
-use super::attend::{Attention, Cuts};
+use super::attend::Attention;
+use super::attend_shape::Cuts;
 use super::{Address, count, params};
 use crate::buf::CudaBuf;
 use crate::device::Kernel;
@@ -22,7 +23,6 @@ params! {
         n_kv_heads: u32,
         group: u32,
         window: u32,
-        padding: u32,
         cuts: Cuts,
     }
 }
@@ -66,7 +66,7 @@ impl MergeShape {
 
     /// Dynamic shared memory of a block.
     pub(crate) fn shared_bytes(self) -> usize {
-        (self.depth * Self::BATCH_FLOATS + 3 * Self::SPAN) * 4
+        (self.depth * Self::BATCH_FLOATS + 3 * Self::SPAN) * 4 + Self::SPAN / 8
     }
 }
 
@@ -92,7 +92,6 @@ impl Attention<'_> {
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            padding: 0,
             cuts: self.plan.cuts(),
         };
         #[expect(unsafe_code, reason = "a kernel")]

@@ -2,6 +2,7 @@
 //! the checks of every shape, and the launch.
 
 pub(crate) mod attend;
+pub(crate) mod attend_shape;
 pub(crate) mod copy;
 pub(crate) mod draw;
 pub(crate) mod embed;

@@ -9,7 +9,7 @@ use super::sparse_attend::{SparseParams, SparseShape};
 use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tally};
 use super::{Address, NearPages, count, params};
 use crate::device::{Device, Kernel};
-use crate::launch::attend::AttendShape;
+use crate::launch::attend_shape::AttendShape;
 
 params! {
     /// Mirrors `SparseRow`: a row of the batch that sees what is picked for its heads.

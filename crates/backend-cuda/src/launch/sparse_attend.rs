@@ -6,7 +6,7 @@ use super::sparse::{SparseHeads, SparsePages};
 use super::{Address, count, params};
 use crate::device::{Device, Kernel};
 use crate::kv::PAGE_LEN;
-use crate::launch::attend::AttendShape;
+use crate::launch::attend_shape::AttendShape;
 
 params! {
     /// Mirrors `SparseParams`.

@@ -24,6 +24,12 @@ pub struct Beside(Branch);
 /// Threads of the host that bring rows.
 pub struct Threads(Link);
 
+/// Heads whose working sets are empty, to which so many rows move.
+fn states_of(n_heads: usize, n_pages: usize, n_moves: u32) -> Vec<HeadState> {
+    let empty = |head| HeadState::empty(head * n_pages, n_pages);
+    (0..n_heads).map(|head| HeadState { n_moves, n_gone: n_moves, ..empty(head) }).collect()
+}
+
 impl Cuda {
     /// A stream beside the first one.
     pub fn beside(&self) -> Result<Beside, DeviceError> {
@@ -99,12 +105,7 @@ impl Cuda {
         };
         let room = scratch.picked(&self.device, &sizes)?;
         if layer.0 == 0 {
-            let n = count(places.len());
-            let state = |head| {
-                let empty = HeadState::empty(head * n_pages, n_pages);
-                HeadState { n_moves: n, n_gone: n, ..empty }
-            };
-            let states: Vec<HeadState> = (0..n_heads).map(state).collect();
+            let states = states_of(n_heads, n_pages, count(places.len()));
             let moves: Vec<[u32; 2]> = (0..n_heads)
                 .flat_map(|_| places.iter().copied().zip(0..).map(<[u32; 2]>::from))
                 .collect();

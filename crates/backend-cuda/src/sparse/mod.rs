@@ -24,8 +24,8 @@ use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::Kernel;
 use crate::kv::{CudaKv, PAGE_LEN, refuse_rows};
-use crate::launch::attend::Attention;
-use crate::launch::attend::{AttendKernels, AttendShape};
+use crate::launch::attend::{AttendKernels, Attention};
+use crate::launch::attend_shape::AttendShape;
 use crate::launch::count;
 use crate::launch::sparse::{
     GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads, SparsePages,

@@ -130,6 +130,7 @@ pub fn attend_long_matches<B: Backend>(b: &B) {
     let cases = [
         (Case::new(KvDtype::F16, 1, 8, 32).rotated(RopeStyle::Halves, 32), 9_100),
         (Case::new(KvDtype::Bf16, 3, 1, 32), 8_700),
+        (Case::new(KvDtype::F16, 2, 4, 32), 8_900),
     ];
     let mut random = Random::new(25);
     for (case, rows) in &cases[..at_most(1, cases.len())] {

@@ -276,12 +276,18 @@ impl Backend for Broken {
         Plain.read_page(kv, slot, target)
     }
 
-    fn write_page(&self, kv: &mut Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(
+        &self,
+        kv: &mut Kv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
         let n = match self.0 {
             Mistake::HalfImage => source.len() / 2,
             _ => source.len(),
         };
-        Plain.write_page(kv, slot, &source[..n])
+        Plain.write_page(kv, slot, start, &source[..n])
     }
 
     fn shift_pages(

@@ -250,7 +250,8 @@ impl Backend for Plain {
 
     fn page_image(&self, kv: &Kv) -> Option<PageImage> {
         let bytes = kv.page_places(Slot(0)).count() * kv.head_page() * 4;
-        Some(PageImage { bytes, layout: format!("plain, {:?}", kv.shape) })
+        let layer_bytes = Some(bytes / kv.shape.n_layers as usize);
+        Some(PageImage { bytes, layer_bytes, layout: format!("plain, {:?}", kv.shape) })
     }
 
     fn read_page(&self, kv: &Kv, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
@@ -262,10 +263,16 @@ impl Backend for Plain {
         Ok(())
     }
 
-    fn write_page(&self, kv: &mut Kv, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(
+        &self,
+        kv: &mut Kv,
+        slot: Slot,
+        start: usize,
+        source: &[u8],
+    ) -> Result<(), DeviceError> {
         let page = kv.head_page();
         let places: Vec<usize> =
-            kv.page_places(slot).flat_map(|start| start..start + page).collect();
+            kv.page_places(slot).flat_map(|start| start..start + page).skip(start / 4).collect();
         for (&bytes, place) in source.as_chunks().0.iter().zip(places) {
             kv.data[place] = f32::from_le_bytes(bytes);
         }

@@ -138,14 +138,14 @@ impl Bench {
     pub(super) fn break_down(&mut self, test: Test) -> anyhow::Result<Breakdown> {
         let (prompt, answer, from) = test.sequence();
         ensure!(self.engine.executor().cuda().is_some(), "--breakdown needs a GPU");
-        let mut n_steps = 0;
-        self.run_sequence_with(prompt, answer, |engine, start| {
-            if start >= u64::from(from) {
-                let cuda = engine.executor().cuda();
-                cuda.filter(|_| n_steps == 0).into_iter().for_each(Cuda::begin_timing);
-                n_steps += 1;
+        let from = u64::from(from);
+        let mut is_begun = false;
+        let steps = self.run_sequence_with(prompt, answer, |engine, start| {
+            if start >= from && !std::mem::replace(&mut is_begun, true) {
+                engine.executor().cuda().into_iter().for_each(Cuda::begin_timing);
             }
         })?;
+        let n_steps = steps.iter().filter(|step| step.start >= from).count() as u32;
         let cuda = self.engine.executor().cuda().context("--breakdown needs a GPU")?;
         Ok(Breakdown::new(test.to_string(), n_steps, &cuda.end_timing()?))
     }

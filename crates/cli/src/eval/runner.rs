@@ -225,7 +225,7 @@ impl<B: Backend> Runner<B> {
         self.model.read_page(source, &mut page)?;
         codec.encode(&page, &mut coded);
         codec.decode(&coded, &mut page);
-        self.model.write_page(target, &page)
+        self.model.write_page(target, 0, &page)
     }
 
     /// One step of the running policies; their logits, in the same order.

@@ -10,7 +10,7 @@ use std::io::Read as _;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use nuthatch_engine::DiskOptions;
+use nuthatch_engine::{DiskIo, DiskOptions};
 use nuthatch_server::{Session, Sessions};
 use nuthatch_tokens::Message;
 
@@ -37,7 +37,8 @@ pub(crate) fn run(config: &RunConfig, fetch: &Fetch<'_>) -> anyhow::Result<ExitC
     if config.session.is_some()
         && let Some(dir) = fetch.env.page_dir()
     {
-        prepared.keep_if_free(DiskOptions { dir, bytes_max: SESSION_BYTES_MAX });
+        let (bytes_max, io) = (SESSION_BYTES_MAX, DiskIo::default());
+        prepared.keep_if_free(DiskOptions { dir, bytes_max, io });
     }
     let text = text::load(&prepared.files, config.is_raw)?.words;
     if prompt.is_none() && text.template.is_none() {

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_backend::DeviceError;
-use nuthatch_cache::Salt;
-use nuthatch_store::disk::{DiskDir, DiskError, DiskTier, Files, RecordShape, SystemFiles};
+use nuthatch_cache::{LoadId, Salt};
+use nuthatch_store::disk::{
+    DiskDir, DiskError, DiskIo, DiskTier, Files, IoEngine, N_PARTS, RecordShape, SystemFiles,
+};
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_store::{RecordLayout, StoreKey};
-use nuthatch_types::{ColdKv, TokenId};
+use nuthatch_types::{ColdKv, PageImage, TokenId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Engine;
@@ -33,6 +35,9 @@ pub struct SlowOptions {
     pub reuse: Option<u32>,
     /// Encrypts them.
     pub key: Option<StoreKey>,
+    /// Whether the first layers are computed while the others come. `None` does so where it was
+    /// measured to help: with direct I/O by io_uring, which needs no core of its own.
+    pub by_layers: Option<bool>,
 }
 
 /// A directory for pages.
@@ -42,6 +47,8 @@ pub struct DiskOptions {
     pub dir: PathBuf,
     /// Most bytes of it.
     pub bytes_max: u64,
+    /// How its files are read and written.
+    pub io: DiskIo,
 }
 
 /// How long the end of an engine waits for saves.
@@ -51,7 +58,9 @@ impl<E: Execute> Engine<E> {
     /// Keeps pages from now on, and finds what an engine before this one kept. Nothing may be cached
     /// yet.
     pub fn keep_pages(&mut self, options: &SlowOptions) -> Result<(), DiskError> {
-        self.keep_pages_in(options, Arc::new(SystemFiles))
+        let io = options.disk.as_ref().map_or(DiskIo::default(), |disk| disk.io);
+        let files = SystemFiles::new(io).map_err(DiskError::NoRing)?;
+        self.keep_pages_in(options, Arc::new(files))
     }
 
     /// The same with file operations of the caller's.
@@ -84,7 +93,7 @@ impl<E: Execute> Engine<E> {
         let cache = self.scheduler.cache();
         let (page_len, n_pages) = (cache.config().page_len, cache.config().slots().total());
         // The key names the model and its policy, the layout all else that decides a page's bytes.
-        let mut name = format!("{:032x} {page_len} {}", cache.key_mark(), image.layout);
+        let mut name = format!("2 {:032x} {page_len} {}", cache.key_mark(), image.layout);
         if let Some(cold) = &options.cold {
             name += &format!(", {cold}, 1");
         }
@@ -94,12 +103,18 @@ impl<E: Execute> Engine<E> {
         let namespace = xxh3_128(name.as_bytes());
         let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let is_encrypted = options.key.is_some();
-        let shape = RecordShape { namespace, page_len, page_bytes, is_encrypted };
+        // What top-k attention learned in a pass cannot be undone.
+        let comes_early = codec.is_none() && !is_encrypted && self.executor.topk().is_none();
+        let part_layers = if comes_early { part_layers(&image) } else { None };
+        let part_bytes = part_layers.map_or(page_bytes, |(n, layer_bytes)| n * layer_bytes);
+        let shape = RecordShape { namespace, page_len, page_bytes, part_bytes, is_encrypted };
         let layout = RecordLayout::new(shape, codec, options.key.as_ref());
         let clock = || SharedClock::clone(&self.clock);
         let disk = match (disk, dir) {
             (Some(disk), Some(dir)) => {
-                Some(DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?)
+                let tier = DiskTier::open(dir, disk.bytes_max, &layout, files, clock())?;
+                tracing::info!(io = %tier.stats().io, "the disk tier is open");
+                Some(tier)
             }
             _ => None,
         };
@@ -110,8 +125,15 @@ impl<E: Execute> Engine<E> {
             }
             None => None,
         };
+        let is_apart = disk.as_ref().is_some_and(|disk| {
+            let io = disk.stats().io;
+            io.direct && io.engine == IoEngine::Uring
+        });
         let seed = cache.key_mark() as u64;
         let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
+        if let Some((n_layers, _)) = part_layers.filter(|_| options.by_layers.unwrap_or(is_apart)) {
+            tier.begin_early(n_layers as u32);
+        }
         if let Some(least) = options.reuse {
             let mover = self.executor.row_mover().ok_or(DiskError::NoRows)?;
             tier.reuse(Moved::new(page_len, least, mover, seed));
@@ -165,7 +187,31 @@ impl<E: Execute> Engine<E> {
         if !tier.is_loading() {
             return Ok(false);
         }
+        if let Some(id) = tier.early(&self.scheduler, self.clock.now()) {
+            return self.step_early(id);
+        }
         tier.pause(&mut self.executor, &self.clock)?;
+        Ok(true)
+    }
+
+    /// Computes a step while the pages of its only sequence come.
+    fn step_early(&mut self, id: LoadId) -> Result<bool, DeviceError> {
+        let begin = self.clock.now();
+        let plan = self.scheduler.plan_early(id).expect("one sequence alone has room");
+        let Some(tier) = &mut self.tier else { return Ok(false) };
+        for start in &plan.started {
+            self.requests.start(start.seq, begin);
+        }
+        let result = self.executor.run_awaiting(&plan, &mut tier.coming(id, &self.clock))?;
+        self.execute_time += self.clock.now().saturating_sub(begin);
+        let n_lost = tier.end_early(id, &mut self.scheduler);
+        match result {
+            Some(result) => {
+                assert_eq!(n_lost, 0, "a pass has waited for all layers");
+                self.finish_step(result, begin)?;
+            }
+            None => self.scheduler.undo(n_lost),
+        }
         Ok(true)
     }
 
@@ -177,4 +223,10 @@ impl<E: Execute> Engine<E> {
         tier.save(&mut self.executor, &mut self.scheduler, &self.clock, step_time)?;
         Ok(())
     }
+}
+
+/// Layers of each part of a page, and bytes of a layer, if parts can come alone.
+fn part_layers(image: &PageImage) -> Option<(usize, usize)> {
+    let layer_bytes = image.layer_bytes.filter(|&bytes| bytes > 0)?;
+    Some(((image.bytes / layer_bytes).div_ceil(N_PARTS).max(1), layer_bytes))
 }

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
-use nuthatch_cache::{Branch, SlotUse};
+use nuthatch_cache::{Branch, CachedPage, SlotUse};
 
 use nuthatch_attention::topk::Counts;
 use nuthatch_backend::NearCounts;
 
+use super::Engine;
+use crate::executor::Execute;
 use crate::tier::TierStats;
 
 /// What the engine holds and what it did, as plain numbers.
@@ -46,4 +48,20 @@ pub struct CachePicture {
     pub host: Vec<SlotUse>,
     /// The beginnings that saved most tokens, best first.
     pub branches: Vec<Branch>,
+}
+
+impl<E: Execute> Engine<E> {
+    /// A picture of the cache with the `n_branches` best beginnings and up to `n_tokens` tokens of
+    /// each. Linear in pages.
+    pub fn cache_picture(&self, n_branches: usize, n_tokens: usize) -> CachePicture {
+        let cache = self.scheduler.cache();
+        let mut device = cache.slot_uses();
+        let host = device.split_off(cache.config().n_pages as usize);
+        CachePicture { device, host, branches: cache.hottest(n_branches, n_tokens) }
+    }
+
+    /// Everything that can be found by its tokens. Linear in pages.
+    pub fn cached_pages(&self) -> Vec<CachedPage> {
+        self.scheduler.cache().cached_pages()
+    }
 }

@@ -1,7 +1,11 @@
 //! A load on its way, and what has come of it.
+//!
+//! Pages come whole, or part by part: the first layers of all pages, then the next ones, so that a pass
+//! can begin with the first layers while the others come.
 
 use std::time::Duration;
 
+use nuthatch_store::disk::{N_PARTS, PartChecks, RecordShape};
 use nuthatch_types::{PageKey, Slot, TokenId};
 
 use crate::moved::MovedPages;
@@ -33,6 +37,54 @@ pub(super) struct Loading {
     pub(super) first_moved: usize,
     /// When it ends if nothing has come and its first page was a guess.
     pub(super) guess_deadline: Duration,
+    /// If its pages come part by part, what is known of that.
+    pub(super) parts: Option<Parts>,
+    /// Whether its sequence goes on already, so that nobody waits for its end.
+    pub(super) is_early: bool,
+}
+
+/// Pages that come part by part.
+#[derive(Debug)]
+pub(super) struct Parts {
+    pub(super) shape: RecordShape,
+    /// `[n_pages]` what the parts of each page are checked by, when its first one has come.
+    pub(super) checks: Vec<Option<PartChecks>>,
+    /// `[n_pages]` a bit for each part that has come.
+    came: Vec<u8>,
+    n_came: usize,
+}
+
+impl Parts {
+    pub(super) fn new(shape: RecordShape, n_pages: usize) -> Self {
+        const { assert!(N_PARTS <= 8, "a bit for each part") };
+        Parts { shape, checks: vec![None; n_pages], came: vec![0; n_pages], n_came: 0 }
+    }
+
+    /// Takes in that a part of a page has come, and says whether the page is whole.
+    pub(super) fn take(&mut self, part: usize, page: usize, checks: PartChecks) -> bool {
+        if part == 0 {
+            self.checks[page] = Some(checks);
+        }
+        self.came[page] |= 1 << part;
+        self.n_came += 1;
+        self.came[page] == mask(self.shape.n_parts() - 1)
+    }
+
+    /// Whether all pages have their parts up to this one.
+    pub(super) fn has_come(&self, part: usize) -> bool {
+        let mask = mask(part);
+        self.came.iter().all(|came| came & mask == mask)
+    }
+
+    /// The share of everything that has come.
+    pub(super) fn share(&self) -> f64 {
+        self.n_came as f64 / (self.shape.n_parts() * self.came.len()) as f64
+    }
+}
+
+/// A bit for each part up to this one.
+fn mask(part: usize) -> u8 {
+    u8::MAX >> (7 - part)
 }
 
 impl Loading {
@@ -47,8 +99,16 @@ impl Loading {
         n_whole == self.slots.len() || self.has_come[n_whole] == Some(false)
     }
 
+    /// Whether something did not come.
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_come.contains(&Some(false))
+    }
+
     /// Things that are read.
     pub(super) fn n_reads(&self) -> usize {
+        if let Some(parts) = &self.parts {
+            return parts.shape.n_parts() * self.slots.len();
+        }
         self.first_moved + self.moved.reads.len()
     }
 

@@ -8,15 +8,17 @@ use std::time::Duration;
 use crossbeam_channel::unbounded;
 use nuthatch_cache::Options;
 use nuthatch_engine::{
-    Capacity, DiskError, DiskOptions, EngineHandle, EngineOptions, Hints, Output, SlowOptions,
-    StoreKey, Submission, TierStats, TopKOptions,
+    Capacity, DiskError, DiskIo, DiskOptions, EngineHandle, EngineOptions, Hints, Output,
+    SlowOptions, StoreKey, Submission, TierStats, TopKOptions,
 };
 use nuthatch_store::disk::SystemFiles;
 use nuthatch_store::fault::{FaultRates, FaultyFiles};
 use nuthatch_types::{ColdDtype, ColdKv, Limits, Sampling, TokenId};
 use tempfile::TempDir;
 
-use crate::echo::{Answer, CAPACITY, Script, answers_are_right, engine_with, submission};
+use crate::echo::{
+    Answer, CAPACITY, Script, answers_are_right, collect_all, engine_with, submission,
+};
 use crate::golden::{Pool, folder, golden, load_topk, request};
 
 pub(crate) const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
@@ -26,7 +28,8 @@ fn disk(dir: &Path) -> SlowOptions {
 }
 
 fn sized_disk(dir: &Path, bytes_max: u64) -> SlowOptions {
-    let disk = Some(DiskOptions { dir: dir.join("kv"), bytes_max });
+    let (dir, io) = (dir.join("kv"), DiskIo::default());
+    let disk = Some(DiskOptions { dir, bytes_max, io });
     SlowOptions { disk, ..SlowOptions::default() }
 }
 
@@ -39,7 +42,7 @@ fn spawn(name: &str, dir: &Path, pool: Pool, topk: Option<&str>) -> EngineHandle
     });
     let options = EngineOptions::default();
     let mut engine = load_topk(&folder(name), pool, &options, 10, topk.as_ref());
-    engine.keep_pages(&disk(dir)).unwrap();
+    engine.keep_pages(&SlowOptions { by_layers: Some(true), ..disk(dir) }).unwrap();
     engine.spawn().unwrap()
 }
 
@@ -248,7 +251,10 @@ fn whatever_the_disk_does_answers_are_right() {
             2 => FaultRates { flip: 60, full: 10, ..FaultRates::default() },
             _ => FaultRates { error: 10, short: 20, full: 2, flip: 10, slow: 40 },
         };
-        let files = FaultyFiles::new(Arc::new(SystemFiles), rates, seed);
+        // Seeds go through all faults with each way of reading and writing.
+        let way = if seed % 8 < 4 { "threads" } else { "auto" };
+        let system = SystemFiles::new(way.parse().unwrap()).unwrap();
+        let files = FaultyFiles::new(Arc::new(system), rates, seed);
         for round in 0..4 {
             let (mut engine, clock) = engine_with(capacity, Script::default(), Options::default());
             let disk = sized_disk(dir.path(), 6_000);
@@ -268,6 +274,49 @@ fn whatever_the_disk_does_answers_are_right() {
         n_faults += files.n_faults();
     }
     assert!(n_loaded > 50 && n_faults > 200, "{n_loaded} pages, {n_faults} faults, {n_late} late");
+}
+
+/// A request that is alone is computed while its pages come; when some do not come, or come wrong, it
+/// is computed without them.
+#[test]
+fn a_lone_request_begins_before_its_pages_are_there() {
+    let (mut early, mut undone) = (0, 0);
+    for seed in 0..24 {
+        let dir = TempDir::new().unwrap();
+        let slow = FaultRates { slow: 1000, ..FaultRates::default() };
+        let rates = match seed % 4 {
+            0 => slow,
+            1 => FaultRates { flip: 40, ..slow },
+            2 => FaultRates { error: 40, ..slow },
+            _ => FaultRates { short: 200, ..slow },
+        };
+        let system = SystemFiles::new("threads".parse().unwrap()).unwrap();
+        let files = FaultyFiles::new(Arc::new(system), FaultRates::default(), seed);
+        let (mut engine, _) = engine_with(CAPACITY, Script::default(), Options::default());
+        let options = SlowOptions { by_layers: Some(true), ..disk(dir.path()) };
+        engine.keep_pages_in(&options, Arc::new(files.clone())).unwrap();
+        for round in 0..3 {
+            let request = submission(seed + round, 40, 3);
+            let expected = Answer::of(&request, CAPACITY.max_context);
+            for rates in [FaultRates::default(), rates] {
+                files.set_rates(rates);
+                let (outputs, news) = unbounded();
+                engine.submit(request.clone(), outputs, Duration::ZERO).unwrap();
+                while engine.step().unwrap() {
+                    engine.verify().unwrap();
+                }
+                let got = &collect_all(news.try_iter()).unwrap()[0].0;
+                assert_eq!((&got.tokens, got.reason), (&expected.tokens, expected.reason));
+                files.set_rates(FaultRates::default());
+                engine.flush().unwrap();
+                engine.forget_idle();
+            }
+        }
+        let counters = engine.stats().tier.unwrap().counters;
+        early += counters.loads_early;
+        undone += counters.loads_undone;
+    }
+    assert!(early > 20 && undone > 2, "{early} early, {undone} of them undone");
 }
 
 /// What is cancelled while it loads leaves nothing behind.

@@ -13,11 +13,11 @@ use nuthatch_backend::{BatchLayout, DeviceError};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_engine::sample::{Sampler, Scratch};
 use nuthatch_engine::{
-    Capacity, Engine, Executor, Forward, Output, Pages, Submission, Ticket, Usage,
+    Arrivals, Capacity, Engine, Executor, Forward, Output, Pages, Submission, Ticket, Usage,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_types::{
-    Clock, FinishReason, Limits, PageCopy, PageImage, PageShift, Sampling, Slot, TokenId,
+    Clock, FinishReason, LayerIdx, Limits, PageCopy, PageImage, PageShift, Sampling, Slot, TokenId,
 };
 
 pub(crate) const VOCAB: u32 = 61;
@@ -82,7 +82,9 @@ impl Echo {
 
 impl Pages for Echo {
     fn page_image(&self) -> Option<PageImage> {
-        Some(PageImage { bytes: 4 * self.page_len, layout: "echo".to_owned() })
+        // Each token of a page stands for a layer.
+        let (bytes, layout) = (4 * self.page_len, "echo".to_owned());
+        Some(PageImage { bytes, layer_bytes: Some(4), layout })
     }
 
     fn read_page(&mut self, slot: Slot, target: &mut [u8]) -> Result<(), DeviceError> {
@@ -93,9 +95,9 @@ impl Pages for Echo {
         Ok(())
     }
 
-    fn write_page(&mut self, slot: Slot, source: &[u8]) -> Result<(), DeviceError> {
+    fn write_page(&mut self, slot: Slot, start: usize, source: &[u8]) -> Result<(), DeviceError> {
         let page = &mut self.arena[slot.0 as usize * self.page_len..][..self.page_len];
-        for (&bytes, token) in source.as_chunks::<4>().0.iter().zip(page) {
+        for (&bytes, token) in source.as_chunks::<4>().0.iter().zip(&mut page[start / 4..]) {
             *token = Some(u32::from_le_bytes(bytes));
         }
         Ok(())
@@ -127,6 +129,21 @@ impl Forward for Echo {
     fn shift_pages(&mut self, shifts: &[PageShift]) -> Result<(), DeviceError> {
         let copy = |shift: &PageShift| PageCopy { source: shift.source, target: shift.target };
         self.copy_pages(&shifts.iter().map(copy).collect::<Vec<_>>())
+    }
+
+    fn forward_awaiting(
+        &mut self,
+        layout: &BatchLayout,
+        logits: &mut [f32],
+        arrivals: &mut dyn Arrivals,
+    ) -> Result<bool, DeviceError> {
+        for layer in (0..self.page_len as u32).map(LayerIdx) {
+            let mut write = |slot, start, bytes: &[u8]| self.write_page(slot, start, bytes);
+            if !arrivals.await_layer(layer, &mut write)? {
+                return Ok(false);
+            }
+        }
+        self.forward(layout, logits).map(|()| true)
     }
 
     fn forward(&mut self, layout: &BatchLayout, logits: &mut [f32]) -> Result<(), DeviceError> {

@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use nuthatch_engine::{
-    DiskError, DiskOptions, EngineHandle, EngineOptions, Hints, SlowOptions, StoreKey, Submission,
+    DiskError, DiskIo, DiskOptions, EngineHandle, EngineOptions, Hints, SlowOptions, StoreKey,
+    Submission,
 };
 use nuthatch_types::{Sampling, TokenId};
 use tempfile::TempDir;
@@ -28,7 +29,7 @@ fn one_layer() -> TempDir {
 }
 
 fn options(dir: &Path, reuse: Option<u32>) -> SlowOptions {
-    let disk = Some(DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20 });
+    let disk = Some(DiskOptions { dir: dir.join("kv"), bytes_max: 8 << 20, io: DiskIo::default() });
     SlowOptions { disk, reuse, ..SlowOptions::default() }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crossbeam_channel::unbounded;
 use nuthatch_cache::Options;
 use nuthatch_engine::{
-    Capacity, DiskOptions, Engine, EngineHandle, EngineOptions, Hints, Objects, Output,
+    Capacity, DiskIo, DiskOptions, Engine, EngineHandle, EngineOptions, Hints, Objects, Output,
     SlowOptions, Submission,
 };
 use nuthatch_store::fault::{FaultRates, FaultyObjects, MemoryObjects};
@@ -124,7 +124,11 @@ fn a_disk_and_a_store_work_together() {
     let n_pages = (turns.len() as u32 - 1) / 16;
     let (here, there) = (TempDir::new().unwrap(), TempDir::new().unwrap());
     let both = |dir: &TempDir| {
-        let disk = Some(DiskOptions { dir: dir.path().join("kv"), bytes_max: 8 << 20 });
+        let disk = Some(DiskOptions {
+            dir: dir.path().join("kv"),
+            bytes_max: 8 << 20,
+            io: DiskIo::default(),
+        });
         SlowOptions { disk, ..remote(&objects) }
     };
     let handle = spawn("llama3", &both(&here));

@@ -217,6 +217,8 @@ fn slow(page: &mut Page, tier: &TierStats, n_declined: u64) {
     let loads = [
         ("begun", tier.counters.loads),
         ("late", tier.counters.loads_late),
+        ("early", tier.counters.loads_early),
+        ("undone", tier.counters.loads_undone),
         ("guessed", tier.counters.guesses_missed),
     ];
     labelled(page, "disk_loads", "Loads from slower tiers.", "end", &loads);
@@ -258,6 +260,8 @@ fn remote(page: &mut Page, counters: &RemoteCounters) {
 fn disk(page: &mut Page, disk: &DiskStats, n_missed: u64) {
     let counters = &disk.counters;
     page.gauge("nuthatch:disk_bytes", "Bytes of the disk tier.", disk.bytes as f64);
+    page.head("nuthatch:disk_io_info", "gauge", "How the disk tier is read and written.");
+    page.line("nuthatch:disk_io_info", &format!("io=\"{}\"", disk.io), 1.0);
     let what = "Bytes that the disk tier may have.";
     page.gauge("nuthatch:disk_bytes_max", what, disk.bytes_max as f64);
     page.gauge("nuthatch:disk_pages", "KV pages on the disk.", disk.pages as f64);

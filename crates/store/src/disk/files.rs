@@ -1,15 +1,74 @@
 //! The file operations of the disk tier: few, so that one layer of faults can stand in for them.
 
+use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::Arc;
 
 #[cfg(unix)]
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 
+use super::queue::{Blocking, Queue, SystemFile};
+
+/// How files are read and written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskIo {
+    /// By what.
+    pub engine: IoEngine,
+    /// Around the system's page cache, where the file system can.
+    pub direct: bool,
+}
+
+/// What reads and writes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoEngine {
+    /// io_uring where the system has it and lets us have it, else threads.
+    #[default]
+    Auto,
+    /// io_uring.
+    Uring,
+    /// A few threads.
+    Threads,
+}
+
+impl FromStr for DiskIo {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (engine, cache) = text.split_once(',').unwrap_or((text, "buffered"));
+        let engine = match engine {
+            "auto" => IoEngine::Auto,
+            "uring" => IoEngine::Uring,
+            "threads" => IoEngine::Threads,
+            _ => return Err(format!("{engine:?} is not auto, uring or threads")),
+        };
+        match cache {
+            "buffered" => Ok(DiskIo { engine, direct: false }),
+            "direct" => Ok(DiskIo { engine, direct: true }),
+            _ => Err(format!("{cache:?} is not direct or buffered")),
+        }
+    }
+}
+
+impl fmt::Display for DiskIo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let engine = match self.engine {
+            IoEngine::Auto => "auto",
+            IoEngine::Uring => "uring",
+            IoEngine::Threads => "threads",
+        };
+        write!(f, "{engine},{}", if self.direct { "direct" } else { "buffered" })
+    }
+}
+
 /// Where segments are.
 pub trait Files: Send + Sync {
+    /// By what files are read and written; not [`IoEngine::Auto`].
+    fn io(&self) -> DiskIo;
+    /// A queue for a thread that moves bytes.
+    fn queue(&self) -> Box<dyn Queue>;
     /// Names and lengths of the plain files of a directory.
     fn list(&self, dir: &Path) -> io::Result<Vec<(String, u64)>>;
     /// Opens a file to read and write it. Links are not followed.
@@ -22,6 +81,8 @@ pub trait Files: Send + Sync {
 
 /// An open segment.
 pub trait SegmentFile: Send + Sync {
+    /// The system's file, for queues.
+    fn system(&self) -> &SystemFile;
     /// Bytes of the file.
     fn len(&self) -> io::Result<u64>;
     /// Whether the file is empty.
@@ -71,10 +132,62 @@ pub(crate) fn write_fully(file: &dyn SegmentFile, source: &[u8], start: u64) -> 
 }
 
 /// The system's files.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct SystemFiles;
+#[derive(Clone, Copy, Debug)]
+pub struct SystemFiles(DiskIo);
+
+impl SystemFiles {
+    /// Looks what the system has. An error if it does not have what is asked for; with
+    /// [`IoEngine::Auto`] it has something.
+    pub fn new(io: DiskIo) -> io::Result<Self> {
+        let engine = match (io.engine, ring()) {
+            (IoEngine::Threads, _) | (IoEngine::Auto, Err(_)) => IoEngine::Threads,
+            (IoEngine::Uring | IoEngine::Auto, Ok(_)) => IoEngine::Uring,
+            (IoEngine::Uring, Err(error)) => return Err(error),
+        };
+        Ok(SystemFiles(DiskIo { engine, ..io }))
+    }
+
+    fn open_with(&self, path: &Path, options: &mut OpenOptions) -> io::Result<SystemFile> {
+        let cached = open(path, options)?;
+        let direct = if self.0.direct { open_direct(path).ok() } else { None };
+        Ok(SystemFile { cached, direct })
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn ring() -> io::Result<Box<dyn Queue>> {
+    Ok(Box::new(super::queue::Ring::new()?))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn ring() -> io::Result<Box<dyn Queue>> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Opens a file that is there so that the system's page cache has no part in it.
+#[cfg(target_os = "linux")]
+fn open_direct(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_DIRECT;
+    options.read(true).write(true).custom_flags(flags).open(path)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn open_direct(_path: &Path) -> io::Result<File> {
+    Err(io::ErrorKind::Unsupported.into())
+}
 
 impl Files for SystemFiles {
+    fn io(&self) -> DiskIo {
+        self.0
+    }
+
+    fn queue(&self) -> Box<dyn Queue> {
+        // A ring more may be one too many for the system.
+        let queue = (self.0.engine == IoEngine::Uring).then(|| ring().ok()).flatten();
+        queue.unwrap_or_else(|| Box::new(Blocking::default()))
+    }
+
     fn list(&self, dir: &Path) -> io::Result<Vec<(String, u64)>> {
         let mut files = Vec::new();
         for entry in std::fs::read_dir(dir)? {
@@ -95,11 +208,12 @@ impl Files for SystemFiles {
     }
 
     fn open(&self, path: &Path) -> io::Result<Arc<dyn SegmentFile>> {
-        Ok(Arc::new(open(path, OpenOptions::new().read(true).write(true))?))
+        Ok(Arc::new(self.open_with(path, OpenOptions::new().read(true).write(true))?))
     }
 
     fn create(&self, path: &Path) -> io::Result<Arc<dyn SegmentFile>> {
-        Ok(Arc::new(open(path, OpenOptions::new().read(true).write(true).create_new(true))?))
+        let mut options = OpenOptions::new();
+        Ok(Arc::new(self.open_with(path, options.read(true).write(true).create_new(true))?))
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
@@ -128,21 +242,25 @@ pub(crate) fn create_dir(path: &Path) -> io::Result<()> {
 }
 
 #[cfg(unix)]
-impl SegmentFile for File {
+impl SegmentFile for SystemFile {
+    fn system(&self) -> &SystemFile {
+        self
+    }
+
     fn len(&self) -> io::Result<u64> {
-        Ok(self.metadata()?.len())
+        Ok(self.cached.metadata()?.len())
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        File::set_len(self, len)
+        self.cached.set_len(len)
     }
 
     fn read_at(&self, target: &mut [u8], start: u64) -> io::Result<usize> {
-        std::os::unix::fs::FileExt::read_at(self, target, start)
+        std::os::unix::fs::FileExt::read_at(&self.cached, target, start)
     }
 
     fn write_at(&self, source: &[u8], start: u64) -> io::Result<usize> {
-        std::os::unix::fs::FileExt::write_at(self, source, start)
+        std::os::unix::fs::FileExt::write_at(&self.cached, source, start)
     }
 
     #[cfg(target_os = "linux")]
@@ -150,9 +268,10 @@ impl SegmentFile for File {
     fn will_need(&self, start: u64, len: u64) {
         use std::os::fd::AsRawFd as _;
         let (Ok(start), Ok(len)) = (start.try_into(), len.try_into()) else { return };
+        let fd = self.cached.as_raw_fd();
         // SAFETY: the descriptor is open, because the file is borrowed; the call takes numbers only.
         // It is advice: a refusal costs time and nothing else.
-        unsafe { libc::posix_fadvise(self.as_raw_fd(), start, len, libc::POSIX_FADV_WILLNEED) };
+        unsafe { libc::posix_fadvise(fd, start, len, libc::POSIX_FADV_WILLNEED) };
     }
 
     #[cfg(not(target_os = "linux"))]

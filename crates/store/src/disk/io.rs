@@ -1,8 +1,9 @@
-//! The threads that read and write: one writes and removes, in order; a few read.
+//! The threads that read and write: one writes and removes, a few read, each with a queue of transfers.
 //!
 //! Jobs and their ends are plain values, and buffers travel with them.
 
 use std::io;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,15 +14,18 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use nuthatch_backend::PageCodec;
 use nuthatch_types::{Clock, PageKey};
 
-use super::files::{read_fully, write_fully};
-use super::record::Defect;
+use super::files::{IoEngine, write_fully};
+use super::queue::{Moved, Queue, Transfer};
+use super::record::{BLOCK, Defect};
 use super::segments::Place;
 use super::{Files, SegmentFile};
 use crate::cipher::Form;
-use crate::page_buf::{OwnedName, PageBuf};
+use crate::page_buf::{Blocks, OwnedName, PageBuf};
 
-/// Threads that read. More overlap more requests to the disk; checksums need little. Guessed.
+/// Threads that read. Where each reads one page at a time, more overlap more requests to the disk;
+/// checksums need little. Guessed.
 const N_READERS: usize = 3;
+const N_RING_READERS: usize = 2;
 /// Hints that wait; more are dropped.
 const N_HINTS: usize = 64;
 
@@ -44,7 +48,7 @@ pub(super) enum Target {
 }
 
 pub(super) enum WriteJob {
-    Write { place: Place, name: OwnedName, target: Target, buf: PageBuf },
+    Write { place: Place, name: OwnedName, target: Target, buf: PageBuf, is_direct: bool },
     Remove { number: u64, path: PathBuf },
 }
 
@@ -54,6 +58,9 @@ pub(super) struct ReadJob {
     pub(super) file: Arc<dyn SegmentFile>,
     pub(super) name: OwnedName,
     pub(super) buf: PageBuf,
+    pub(super) is_direct: bool,
+    /// One part only, and its check; that of the first is in the header, which is read with it.
+    pub(super) part: Option<(usize, u64)>,
 }
 
 /// Bytes that will be wanted soon.
@@ -77,6 +84,7 @@ pub(super) enum Done {
     },
     Read {
         tag: u64,
+        part: Option<usize>,
         place: Place,
         key: PageKey,
         result: Result<(), Miss>,
@@ -139,7 +147,11 @@ impl Threads {
         };
         let writer = worker();
         spawn("nuthatch-save".to_owned(), Box::new(move || writer.write_all(&write_jobs)))?;
-        for i in 0..N_READERS {
+        let n_readers = match files.io().engine {
+            IoEngine::Uring => N_RING_READERS,
+            IoEngine::Auto | IoEngine::Threads => N_READERS,
+        };
+        for i in 0..n_readers {
             let (reader, jobs) = (worker(), read_jobs.clone());
             spawn(format!("nuthatch-load-{i}"), Box::new(move || reader.read_all(&jobs)))?;
         }
@@ -190,6 +202,82 @@ impl Drop for Threads {
     }
 }
 
+/// Jobs whose transfers are on their way, by tags.
+struct Flying<J> {
+    queue: Box<dyn Queue>,
+    jobs: Vec<Option<Flight<J>>>,
+    free: Vec<usize>,
+}
+
+struct Flight<J> {
+    job: J,
+    /// Where its bytes begin in memory.
+    first: usize,
+}
+
+/// What a job moves.
+struct Span {
+    start: u64,
+    range: Range<usize>,
+    is_write: bool,
+    is_direct: bool,
+}
+
+impl<J> Flying<J> {
+    fn new(queue: Box<dyn Queue>) -> Self {
+        let depth = queue.depth();
+        Flying { queue, jobs: (0..depth).map(|_| None).collect(), free: (0..depth).collect() }
+    }
+
+    /// A job that can begin now. Waits for one if nothing else is to be done.
+    fn next<T>(&self, jobs: &Receiver<T>) -> Option<T> {
+        match self.free.len() {
+            0 => None,
+            n if n == self.jobs.len() => jobs.recv().ok(),
+            _ => jobs.try_recv().ok(),
+        }
+    }
+
+    fn begin(&mut self, job: J, bytes: Blocks, file: &Arc<dyn SegmentFile>, span: Span) {
+        let tag = self.free.pop().expect("there is room for a job");
+        let Span { start, range, is_write, is_direct } = span;
+        self.jobs[tag] = Some(Flight { job, first: range.start });
+        let file = Arc::clone(file);
+        self.queue.push(Transfer { tag, file, start, bytes, range, is_write, is_direct });
+    }
+
+    /// Waits for a job to end, and says how many bytes it moved; `None` if nothing is on its way.
+    fn end(&mut self) -> Option<(J, Blocks, io::Result<usize>)> {
+        loop {
+            let (mut transfer, moved): Moved = self.queue.pop()?;
+            let end = match moved {
+                Ok(0) if transfer.is_write => Some(Err(io::ErrorKind::WriteZero.into())),
+                Ok(n) => {
+                    transfer.range.start += n;
+                    transfer.start += n as u64;
+                    // The end of the file, or all of it.
+                    (n == 0 || transfer.range.is_empty()).then_some(Ok(transfer.range.start))
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => None,
+                // Not every file can be read and written so.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput && transfer.is_direct => {
+                    None
+                }
+                Err(error) => Some(Err(error)),
+            };
+            let Some(end) = end else {
+                // The rest may begin anywhere.
+                transfer.is_direct = false;
+                self.queue.push(transfer);
+                continue;
+            };
+            self.free.push(transfer.tag);
+            let flight = self.jobs[transfer.tag].take().expect("it was begun");
+            return Some((flight.job, transfer.bytes, end.map(|end| end - flight.first)));
+        }
+    }
+}
+
 impl Worker {
     fn is_ending(&self) -> bool {
         self.is_ending.load(Ordering::Relaxed)
@@ -198,32 +286,51 @@ impl Worker {
     fn write_all(&self, jobs: &Receiver<WriteJob>) {
         // The segment that was made last.
         let mut newest: Option<(u64, Arc<dyn SegmentFile>)> = None;
-        for job in jobs {
-            if self.is_ending() {
-                continue;
+        let mut flying = Flying::new(self.files.queue());
+        loop {
+            while let Some(job) = flying.next(jobs) {
+                if !self.is_ending() {
+                    self.begin_write(job, &mut newest, &mut flying);
+                }
             }
-            let done = match job {
-                WriteJob::Write { place, name, target, mut buf } => {
-                    buf.encode(self.codec.as_deref());
-                    let sealed = self.form.seal(&name.borrow(), &mut buf.bytes);
-                    let file = sealed.and_then(|()| self.file(place.segment, target, &mut newest));
-                    let result = file.and_then(|file| {
-                        let start = self.form.shape.record_start(place.record);
-                        write_fully(&*file, &buf.bytes, start).map(|()| file)
-                    });
-                    Done::Written { place, name, result, buf }
-                }
-                WriteJob::Remove { number, path } => {
-                    let result = match self.files.remove(&path) {
-                        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                        result => result,
-                    };
-                    Done::Removed { number, result }
-                }
-            };
-            // Nobody waits when the tier is being dropped.
-            let _ = self.done.send(done);
+            let Some(((place, name, file, mut buf), bytes, result)) = flying.end() else { return };
+            buf.bytes = bytes;
+            let _ =
+                self.done.send(Done::Written { place, name, result: result.map(|_| file), buf });
         }
+    }
+
+    fn begin_write(
+        &self,
+        job: WriteJob,
+        newest: &mut Option<(u64, Arc<dyn SegmentFile>)>,
+        flying: &mut Flying<(Place, OwnedName, Arc<dyn SegmentFile>, PageBuf)>,
+    ) {
+        let done = match job {
+            WriteJob::Write { place, name, target, mut buf, is_direct } => {
+                buf.encode(self.codec.as_deref());
+                let sealed = self.form.seal(&name.borrow(), &mut buf.bytes);
+                match sealed.and_then(|()| self.file(place.segment, target, newest)) {
+                    Ok(file) => {
+                        let bytes = std::mem::take(&mut buf.bytes);
+                        let start = self.form.shape.record_start(place.record);
+                        let span = Span { start, range: 0..bytes.len(), is_write: true, is_direct };
+                        let job = (place, name, Arc::clone(&file), buf);
+                        return flying.begin(job, bytes, &file, span);
+                    }
+                    Err(error) => Done::Written { place, name, result: Err(error), buf },
+                }
+            }
+            WriteJob::Remove { number, path } => {
+                let result = match self.files.remove(&path) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                    result => result,
+                };
+                Done::Removed { number, result }
+            }
+        };
+        // Nobody waits when the tier is being dropped.
+        let _ = self.done.send(done);
     }
 
     /// The file of a segment, which is made if this is its first record.
@@ -257,22 +364,72 @@ impl Worker {
     }
 
     fn read_all(&self, jobs: &Receiver<ReadJob>) {
-        for ReadJob { tag, place, file, name, mut buf } in jobs {
-            if self.is_ending() {
-                continue;
+        let mut flying = Flying::new(self.files.queue());
+        let mut last_end = Duration::ZERO;
+        loop {
+            while let Some(job) = flying.next(jobs) {
+                if !self.is_ending() {
+                    self.begin_read(job, &mut flying);
+                }
             }
-            let begin = self.clock.now();
-            let start = self.form.shape.record_start(place.record);
-            let result = match read_fully(&*file, &mut buf.bytes, start) {
-                Ok(n) => self.form.open(&name.borrow(), &mut buf.bytes[..n]).map_err(Miss::Defect),
+            let Some(((mut job, begin, start), bytes, read)) = flying.end() else { return };
+            job.buf.bytes = bytes;
+            let result = match read {
+                Ok(n) => self.check(&mut job, start..n).map_err(Miss::Defect),
                 Err(_) => Err(Miss::Io),
             };
             if result.is_ok() {
-                buf.decode(self.codec.as_deref());
+                job.buf.decode(self.codec.as_deref());
             }
-            let nanos = self.clock.now().saturating_sub(begin).as_nanos();
+            let now = self.clock.now();
+            // Those that are on their way together share the time.
+            let nanos = now.saturating_sub(begin.max(last_end)).as_nanos();
+            last_end = now;
+            let ReadJob { tag, place, name, buf, .. } = job;
+            let (part, key) = (job.part.map(|(part, _)| part), name.key);
             let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
-            let _ = self.done.send(Done::Read { tag, place, key: name.key, result, nanos, buf });
+            let _ = self.done.send(Done::Read { tag, part, place, key, result, nanos, buf });
         }
+    }
+
+    fn begin_read(&self, mut job: ReadJob, flying: &mut Flying<(ReadJob, Duration, usize)>) {
+        let shape = &self.form.shape;
+        let bytes = match job.part {
+            None => 0..shape.record_bytes(),
+            Some((0, _)) => 0..shape.body().start + shape.part(0).end,
+            Some((part, _)) => {
+                let part = shape.part(part);
+                shape.body().start + part.start..shape.body().start + part.end
+            }
+        };
+        let start = shape.record_start(job.place.record) + bytes.start as u64;
+        // Direct reads are of whole blocks.
+        let before = if shape.has_blocks() { start as usize % BLOCK } else { 0 };
+        let mut len = before + bytes.len();
+        if shape.has_blocks() {
+            len = len.next_multiple_of(BLOCK);
+        }
+        let (memory, file) = (std::mem::take(&mut job.buf.bytes), Arc::clone(&job.file));
+        let (start, is_direct) = (start - before as u64, job.is_direct);
+        let span = Span { start, range: 0..len, is_write: false, is_direct };
+        flying.begin((job, self.clock.now(), before), memory, &file, span);
+    }
+
+    /// Checks what was read, which is so much of the buffer.
+    fn check(&self, job: &mut ReadJob, read: Range<usize>) -> Result<(), Defect> {
+        let (shape, name) = (&self.form.shape, job.name.borrow());
+        let bytes = job.buf.bytes.get_mut(read.clone()).ok_or(Defect::Torn)?;
+        let Some((part, check)) = job.part else { return self.form.open(&name, bytes) };
+        let (start, check) = match part {
+            0 => {
+                *job.buf.checks = shape.open_header(&name, bytes)?;
+                (shape.body().start, job.buf.checks[0])
+            }
+            _ => (0, check),
+        };
+        let bytes = bytes.get(start..start + shape.part(part).len()).ok_or(Defect::Torn)?;
+        shape.open_part(name.key, bytes, check)?;
+        job.buf.body = read.start + start..read.start + start + bytes.len();
+        Ok(())
     }
 }

@@ -13,10 +13,12 @@
 //!
 //! Code map: [`DiskTier`] belongs to one thread and owns all state; `record` is the form of the files,
 //! `segments` which page is where and which segment goes, `recover` how a directory is opened, `io` the
-//! threads that read and write, `files` the operations they use.
+//! threads that read and write, `queue` their transfers by io_uring or one by one, `files` the other
+//! operations they use.
 
 mod files;
 mod io;
+mod queue;
 mod record;
 mod recover;
 mod segments;
@@ -32,9 +34,11 @@ use std::time::Duration;
 use crossbeam_channel::Select;
 use nuthatch_types::{Clock, FastSet, PageKey};
 
-pub use files::{Files, SegmentFile, SystemFiles};
+pub use files::{DiskIo, Files, IoEngine, SegmentFile, SystemFiles};
 pub use io::Miss;
-pub use record::{Defect, PageName, RecordShape};
+pub use queue::{Moved, Queue, SystemFile, Transfer};
+pub(crate) use record::BLOCK;
+pub use record::{Defect, N_PARTS, PageName, PartChecks, RecordShape};
 pub use recover::{DiskDir, DiskError};
 pub use stats::{DiskCounters, DiskStats};
 
@@ -49,6 +53,9 @@ const BACKOFF_BITS: u32 = 10;
 /// Pages that the disk reads side by side, for what one of them costs. Guessed.
 const N_SIDE_BY_SIDE: u64 = 2;
 
+/// Pages that the system was asked for, as far as they are remembered.
+const N_HINTED_MAX: usize = 1 << 16;
+
 /// Pages on a disk. See the module's documentation.
 pub struct DiskTier {
     dir: PathBuf,
@@ -56,11 +63,16 @@ pub struct DiskTier {
     _lock: std::fs::File,
     segments: Segments,
     threads: Threads,
+    io: DiskIo,
+    /// Pages that the system was asked to have in its cache, so that they are read from there.
+    hinted: FastSet<PageKey>,
     /// Pages that are being written.
     writing: FastSet<PageKey>,
     /// Buffers that are not on their way, for each direction.
     free_writes: Buffers,
     free_reads: Buffers,
+    /// The same for parts of pages.
+    free_parts: Buffers,
     /// Records that were written and not taken yet, if they are kept for somebody.
     records: Option<VecDeque<(OwnedName, PageBuf)>>,
     /// Writes that failed in a row, and saves that are refused because of that.
@@ -108,6 +120,10 @@ impl DiskTier {
         let buffers = || Buffers::new(shape, codec.as_deref());
         let (free_writes, free_reads) = (buffers(), buffers());
         let mut counters = DiskCounters::default();
+        let mut io = files.io();
+        let takes_direct =
+            |path: &Path| files.open(path).is_ok_and(|file| file.system().is_direct());
+        io.direct = io.direct && shape.has_blocks() && takes_direct(&dir.path.join("lock"));
         let segments = recover::segments(&dir.path, bytes_max, shape, &*files, &mut counters)?;
         let threads = Threads::start(form, codec.as_ref(), &files, &clock)
             .map_err(|source| DiskError::Io { path: dir.path.clone(), source })?;
@@ -116,9 +132,12 @@ impl DiskTier {
             _lock: dir.lock,
             segments,
             threads,
+            io,
+            hinted: FastSet::default(),
             writing: FastSet::default(),
             free_writes,
             free_reads,
+            free_parts: Buffers::for_parts(shape),
             records: None,
             n_failures: 0,
             n_refusals: 0,
@@ -161,9 +180,20 @@ impl DiskTier {
         }
     }
 
-    /// Says that these pages will be read soon, so that the system fetches them.
-    pub fn prefetch(&self, keys: &[PageKey]) {
+    /// Says that these pages will be read, at once or after something for which they wait, so that the
+    /// system fetches them.
+    pub fn prefetch(&mut self, keys: &[PageKey], waits: bool) {
         let shape = self.segments.shape;
+        if self.io.direct {
+            // What is read at once needs no page cache.
+            if !waits {
+                return;
+            }
+            if self.hinted.len() > N_HINTED_MAX {
+                self.hinted.clear();
+            }
+            self.hinted.extend(keys);
+        }
         let mut hints: Vec<(u64, Hint)> = Vec::new();
         for &key in keys {
             let Some((place, file)) = self.segments.find(key) else { continue };
@@ -204,7 +234,8 @@ impl DiskTier {
             Some(file) => Target::Open(Arc::clone(file)),
             None => Target::New(segment_path(&self.dir, place.segment)),
         };
-        self.threads.write(WriteJob::Write { place, name: OwnedName::new(name), target, buf });
+        let (name, is_direct) = (OwnedName::new(name), self.io.direct);
+        self.threads.write(WriteJob::Write { place, name, target, buf, is_direct });
     }
 
     /// Whether to go on with saving: there is room, and a buffer, or the disk has failed so that saves
@@ -219,10 +250,38 @@ impl DiskTier {
 
     /// Asks for a page; `tag` is what it will be called by.
     pub fn read(&mut self, tag: u64, name: &PageName<'_>) -> Asked {
+        self.read_some(tag, name, None)
+    }
+
+    /// The form of records.
+    pub fn shape(&self) -> RecordShape {
+        self.segments.shape
+    }
+
+    /// Asks for a part of a page, which is not encrypted. `check` is among those that came with the
+    /// first part, which needs none.
+    pub fn read_part(
+        &mut self,
+        tag: u64,
+        name: &PageName<'_>,
+        (part, check): (usize, u64),
+    ) -> Asked {
+        assert!(!self.segments.shape.is_encrypted, "a part alone is not to be opened");
+        self.read_some(tag, name, Some((part, check)))
+    }
+
+    fn read_some(&mut self, tag: u64, name: &PageName<'_>, part: Option<(usize, u64)>) -> Asked {
         let Some((place, file)) = self.segments.find(name.key) else { return Asked::Missing };
         let file = Arc::clone(file);
-        let Some(buf) = self.free_reads.take() else { return Asked::Busy };
-        self.threads.read(ReadJob { tag, place, file, name: OwnedName::new(name), buf });
+        let buffers = if part.is_some() { &mut self.free_parts } else { &mut self.free_reads };
+        let Some(buf) = buffers.take() else { return Asked::Busy };
+        let is_direct = self.io.direct && !self.hinted.contains(&name.key);
+        let n_parts = self.segments.shape.n_parts();
+        if part.is_none_or(|(part, _)| part + 1 == n_parts) {
+            self.hinted.remove(&name.key);
+        }
+        let name = OwnedName::new(name);
+        self.threads.read(ReadJob { tag, place, file, name, buf, is_direct, part });
         Asked::Begun
     }
 
@@ -244,7 +303,10 @@ impl DiskTier {
 
     /// Gives a buffer back.
     pub fn recycle(&mut self, buf: PageBuf) {
-        self.free_reads.give_back(buf);
+        match buf.is_part {
+            true => self.free_parts.give_back(buf),
+            false => self.free_reads.give_back(buf),
+        }
     }
 
     /// Keeps records that were written for [`DiskTier::take_record`].
@@ -279,6 +341,7 @@ impl DiskTier {
             bytes_max: self.segments.bytes_max,
             pages: self.segments.n_pages(),
             segments: self.segments.n_segments(),
+            io: self.io,
             counters: self.counters,
         }
     }
@@ -314,12 +377,15 @@ impl DiskTier {
                 self.segments.removed(number, result.is_ok());
                 None
             }
-            Done::Read { tag, place, key, result, nanos, buf } => {
+            Done::Read { tag, part, place, key, result, nanos, buf } => {
                 let page = match result {
                     Ok(()) => {
-                        self.counters.pages_read += 1;
-                        self.counters.bytes_read += buf.bytes.len() as u64;
-                        self.segments.hit(place);
+                        if part.is_none_or(|part| part == 0) {
+                            self.counters.pages_read += 1;
+                            self.segments.hit(place);
+                        }
+                        let bytes = part.map_or(buf.bytes.len(), |_| buf.page().len());
+                        self.counters.bytes_read += bytes as u64;
                         Ok(buf)
                     }
                     Err(miss) => {

@@ -1,16 +1,20 @@
 //! The form of segment files: a header, then records of one length.
 //!
 //! ```text
-//!   segment   [ magic 8 | version 4 | page_len 4 | page_bytes 8 | namespace 16 | number 8 | check 8 ]
-//!             [ record ][ record ] ...
-//!   record    [ magic 4 | n_tokens 4 | key 16 | parent 16 | body check 8 | tokens 4 * page_len |
-//!               header check 8 ][ body: page_bytes ]
+//!   segment   [ magic 8 | version 4 | page_len 4 | page_bytes 8 | part_bytes 8 | namespace 16 |
+//!               number 8 | check 8 ][ record ][ record ] ...
+//!   record    [ magic 4 | n_tokens 4 | key 16 | parent 16 | part checks 8 * 8 | tokens 4 * page_len |
+//!               header check 8 ][ body: part | part | ... ]
 //! ```
 //!
 //! Numbers are little-endian. All records of a segment have one length, so that a broken one costs
-//! itself only. The checks are xxh3 of 64 bits, with the namespace as seed for headers and with the
-//! key for bodies: a record that strayed from another file, or a body under another header, is found
-//! out like a flipped bit. Nothing here is executed, followed or allocated from.
+//! itself only. A body has up to eight parts, each with its own check, so that a page can be read part
+//! by part. The checks are xxh3 of 64 bits, with the namespace as seed for headers and with the key for
+//! parts: a record that strayed from another file, or a body under another header, is found out like a
+//! flipped bit. Nothing here is executed, followed or allocated from.
+//!
+//! Of large pages each of headers, bodies and records begins with a block of the disk and is filled up
+//! with zeros, as direct I/O asks.
 
 use std::ops::Range;
 
@@ -22,12 +26,19 @@ use crate::page_buf::OwnedName;
 
 const SEGMENT_MAGIC: [u8; 8] = *b"NUTHKVS\0";
 const RECORD_MAGIC: [u8; 4] = *b"PAGE";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+
+/// What direct I/O asks of places in files, of lengths and of memory.
+pub(crate) const BLOCK: usize = 4096;
+/// Pages of so many bytes have records of whole blocks; for smaller ones that would be a waste.
+const BLOCKS_FROM: usize = 2 * BLOCK;
+/// The most parts of a page.
+pub const N_PARTS: usize = 8;
 
 /// Bytes of a segment's header.
-pub(crate) const SEGMENT_HEADER_BYTES: usize = 56;
-/// Bytes of a record's header beside its tokens.
-const RECORD_FIXED_BYTES: usize = 56;
+pub(crate) const SEGMENT_HEADER_BYTES: usize = 64;
+/// Where the tokens of a record begin.
+const TOKENS_START: usize = 40 + 8 * N_PARTS;
 
 /// What all records of a directory's own segments have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +49,8 @@ pub struct RecordShape {
     pub page_len: u32,
     /// Bytes of a page.
     pub page_bytes: usize,
+    /// Bytes of each part of a page that can be read alone; the last may have fewer.
+    pub part_bytes: usize,
     /// Whether records are encrypted.
     pub is_encrypted: bool,
 }
@@ -67,13 +80,33 @@ pub enum Defect {
 }
 
 impl RecordShape {
+    /// Whether records are whole blocks.
+    pub fn has_blocks(&self) -> bool {
+        self.page_bytes >= BLOCKS_FROM
+    }
+
+    /// So many bytes, filled up to whole blocks if records have such.
+    fn filled(&self, bytes: usize) -> usize {
+        if self.has_blocks() { bytes.next_multiple_of(BLOCK) } else { bytes }
+    }
+
+    /// Bytes that a record's header says something with.
+    fn header_len(&self) -> usize {
+        TOKENS_START + 4 * self.page_len as usize + 8
+    }
+
     /// Bytes of a record's header, before it is encrypted.
     pub fn header_bytes(&self) -> usize {
-        RECORD_FIXED_BYTES + 4 * self.page_len as usize
+        self.filled(self.header_len())
     }
 
     /// Bytes of a record.
     pub fn record_bytes(&self) -> usize {
+        self.filled(self.sealed_bytes())
+    }
+
+    /// Bytes of a record without what fills it up.
+    pub(crate) fn sealed_bytes(&self) -> usize {
         let around = if self.is_encrypted { HEAD_BYTES + TAG_BYTES } else { 0 };
         around + self.header_bytes() + self.page_bytes
     }
@@ -90,14 +123,25 @@ impl RecordShape {
         end - self.page_bytes..end
     }
 
+    /// Parts of a page.
+    pub fn n_parts(&self) -> usize {
+        self.page_bytes.div_ceil(self.part_bytes)
+    }
+
+    /// Where a part is in its page.
+    pub fn part(&self, part: usize) -> Range<usize> {
+        part * self.part_bytes..((part + 1) * self.part_bytes).min(self.page_bytes)
+    }
+
     /// Bytes at a record's beginning that say which page it holds.
     pub(crate) fn head_bytes(&self) -> usize {
-        if self.is_encrypted { HEAD_BYTES } else { self.header_bytes() }
+        if self.is_encrypted { HEAD_BYTES } else { self.header_len() }
     }
 
     /// Where a record starts in its segment.
     pub(crate) fn record_start(&self, record: u32) -> u64 {
-        SEGMENT_HEADER_BYTES as u64 + u64::from(record) * self.record_bytes() as u64
+        let header_bytes = self.filled(SEGMENT_HEADER_BYTES) as u64;
+        header_bytes + u64::from(record) * self.record_bytes() as u64
     }
 
     /// The seed of headers' checks.
@@ -112,10 +156,11 @@ impl RecordShape {
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.page_len.to_le_bytes());
         bytes[16..24].copy_from_slice(&(self.page_bytes as u64).to_le_bytes());
-        bytes[24..40].copy_from_slice(&self.namespace.to_le_bytes());
-        bytes[40..48].copy_from_slice(&number.to_le_bytes());
-        let check = xxh3_64_with_seed(&bytes[..48], 0);
-        bytes[48..].copy_from_slice(&check.to_le_bytes());
+        bytes[24..32].copy_from_slice(&(self.part_bytes as u64).to_le_bytes());
+        bytes[32..48].copy_from_slice(&self.namespace.to_le_bytes());
+        bytes[48..56].copy_from_slice(&number.to_le_bytes());
+        let check = xxh3_64_with_seed(&bytes[..56], 0);
+        bytes[56..].copy_from_slice(&check.to_le_bytes());
         bytes
     }
 
@@ -124,8 +169,8 @@ impl RecordShape {
         let Some((header, _)) = bytes.split_first_chunk::<SEGMENT_HEADER_BYTES>() else {
             return Err(Defect::Torn);
         };
-        let check = xxh3_64_with_seed(&header[..48], 0);
-        if header[..8] != SEGMENT_MAGIC || header[48..] != check.to_le_bytes() {
+        let check = xxh3_64_with_seed(&header[..56], 0);
+        if header[..8] != SEGMENT_MAGIC || header[56..] != check.to_le_bytes() {
             return Err(Defect::Corrupt);
         }
         if *header == self.segment_header(number) { Ok(()) } else { Err(Defect::Foreign) }
@@ -140,15 +185,19 @@ impl RecordShape {
         header[4..8].copy_from_slice(&self.page_len.to_le_bytes());
         header[8..24].copy_from_slice(&page.key.0.to_le_bytes());
         header[24..40].copy_from_slice(&page.parent.0.to_le_bytes());
-        header[40..48].copy_from_slice(&xxh3_64_with_seed(body, page.key.low()).to_le_bytes());
-        let (tokens, check) = header[48..].split_at_mut(4 * page.tokens.len());
+        for part in 0..self.n_parts() {
+            let check = part_check(page.key, &body[self.part(part)]);
+            header[40 + 8 * part..][..8].copy_from_slice(&check.to_le_bytes());
+        }
+        header[40 + 8 * self.n_parts()..].fill(0);
+        let (tokens, rest) = header[TOKENS_START..].split_at_mut(4 * page.tokens.len());
         for (bytes, token) in tokens.chunks_exact_mut(4).zip(page.tokens) {
             bytes.copy_from_slice(&token.0.to_le_bytes());
         }
-        let end = 48 + tokens.len();
-        check.fill(0);
+        rest.fill(0);
+        let end = TOKENS_START + tokens.len();
         let check = xxh3_64_with_seed(&header[..end], self.seed());
-        header[end..].copy_from_slice(&check.to_le_bytes());
+        header[end..end + 8].copy_from_slice(&check.to_le_bytes());
     }
 
     /// The name of the page whose record begins with these bytes; its body is not looked at.
@@ -157,7 +206,7 @@ impl RecordShape {
     }
 
     fn read_plain_key(&self, bytes: &[u8]) -> Result<PageKey, Defect> {
-        let header = bytes.get(..self.header_bytes()).ok_or(Defect::Torn)?;
+        let header = bytes.get(..self.header_len()).ok_or(Defect::Torn)?;
         let (content, check) = header.split_at(header.len() - 8);
         if content[..4] != RECORD_MAGIC
             || content[4..8] != self.page_len.to_le_bytes()
@@ -172,7 +221,7 @@ impl RecordShape {
     pub(crate) fn read_name(&self, bytes: &[u8]) -> Option<OwnedName> {
         let key = self.read_plain_key(bytes).ok()?;
         let token = |bytes: &[u8; 4]| TokenId(u32::from_le_bytes(*bytes));
-        let (tokens, _) = bytes[48..].as_chunks();
+        let (tokens, _) = bytes[TOKENS_START..].as_chunks();
         let tokens: Vec<TokenId> = tokens.iter().take(self.page_len as usize).map(token).collect();
         let parent = PageKey(u128_at(bytes, 24));
         Some(OwnedName::new(&PageName { key, parent, tokens: &tokens }))
@@ -181,23 +230,50 @@ impl RecordShape {
     /// Checks that a record, as it is when it is not encrypted, is whole and holds this page, and gives
     /// its body.
     pub fn open<'a>(&self, page: &PageName<'_>, record: &'a [u8]) -> Result<&'a [u8], Defect> {
+        let checks = self.open_header(page, record)?;
+        let body = record.get(self.header_bytes()..).and_then(|body| body.get(..self.page_bytes));
+        let body = body.ok_or(Defect::Torn)?;
+        for (part, &check) in checks.iter().enumerate().take(self.n_parts()) {
+            self.open_part(page.key, &body[self.part(part)], check)?;
+        }
+        Ok(body)
+    }
+
+    /// Checks that a record's header is whole and of this page, and gives the checks of its parts.
+    pub(crate) fn open_header(
+        &self,
+        page: &PageName<'_>,
+        record: &[u8],
+    ) -> Result<PartChecks, Defect> {
         let key = self.read_plain_key(record)?;
-        let record = record.get(..self.inner().len()).ok_or(Defect::Torn)?;
-        let (header, body) = record.split_at(self.header_bytes());
-        let tokens = header[48..].chunks_exact(4).take(self.page_len as usize);
+        let tokens = record[TOKENS_START..].chunks_exact(4).take(self.page_len as usize);
         let is_same = |(bytes, token): (&[u8], &TokenId)| *bytes == token.0.to_le_bytes();
         if key != page.key
-            || u128_at(header, 24) != page.parent.0
+            || u128_at(record, 24) != page.parent.0
             || page.tokens.len() != self.page_len as usize
             || !tokens.zip(page.tokens).all(is_same)
         {
             return Err(Defect::Stale);
         }
-        if header[40..48] != xxh3_64_with_seed(body, key.low()).to_le_bytes() {
-            return Err(Defect::Corrupt);
+        let mut checks = [0; N_PARTS];
+        let (bytes, _) = record[40..TOKENS_START].as_chunks::<8>();
+        for (check, bytes) in checks.iter_mut().zip(bytes) {
+            *check = u64::from_le_bytes(*bytes);
         }
-        Ok(body)
+        Ok(checks)
     }
+
+    /// Checks that bytes are the part of a page that they should be.
+    pub(crate) fn open_part(&self, key: PageKey, bytes: &[u8], check: u64) -> Result<(), Defect> {
+        if part_check(key, bytes) == check { Ok(()) } else { Err(Defect::Corrupt) }
+    }
+}
+
+/// The checks of a page's parts.
+pub type PartChecks = [u64; N_PARTS];
+
+fn part_check(key: PageKey, bytes: &[u8]) -> u64 {
+    xxh3_64_with_seed(bytes, key.low())
 }
 
 fn u128_at(bytes: &[u8], start: usize) -> u128 {
@@ -210,8 +286,13 @@ fn u128_at(bytes: &[u8], start: usize) -> u128 {
 mod tests {
     use super::*;
 
-    const SHAPE: RecordShape =
-        RecordShape { namespace: 5, page_len: 3, page_bytes: 40, is_encrypted: false };
+    const SHAPE: RecordShape = RecordShape {
+        namespace: 5,
+        page_len: 3,
+        page_bytes: 40,
+        part_bytes: 9,
+        is_encrypted: false,
+    };
 
     fn record() -> (PageName<'static>, Vec<u8>) {
         let name = PageName {
@@ -256,13 +337,42 @@ mod tests {
     }
 
     #[test]
+    fn large_pages_have_whole_blocks_and_parts_that_open_alone() {
+        let shape = RecordShape { page_bytes: 20 * BLOCK + 7, part_bytes: 5 * BLOCK, ..SHAPE };
+        let (name, _) = record();
+        for is_encrypted in [false, true] {
+            let shape = RecordShape { is_encrypted, ..shape };
+            assert!(shape.record_bytes().is_multiple_of(BLOCK));
+            assert!(shape.record_start(3).is_multiple_of(BLOCK as u64));
+        }
+        assert_eq!((shape.body().start, shape.n_parts()), (BLOCK, 5));
+        let mut record = vec![3; shape.record_bytes()];
+        shape.seal(&name, &mut record[shape.inner()]);
+        let checks = shape.open_header(&name, &record[..BLOCK]).unwrap();
+        let body = shape.open(&name, &record).unwrap();
+        for part in 0..5 {
+            let bytes = &body[shape.part(part)];
+            assert_eq!(shape.open_part(name.key, bytes, checks[part]), Ok(()));
+            let other = checks[(part + 1) % 5] ^ u64::from(part < 3);
+            assert_eq!(shape.open_part(name.key, bytes, other), Err(Defect::Corrupt));
+        }
+        record[shape.body().end - 1] ^= 1;
+        assert_eq!(shape.open(&name, &record), Err(Defect::Corrupt));
+    }
+
+    #[test]
     fn a_segment_knows_its_shape_and_its_number() {
         let header = SHAPE.segment_header(9);
         assert_eq!(SHAPE.check_segment(&header, 9), Ok(()));
         assert_eq!(SHAPE.check_segment(&header, 8), Err(Defect::Foreign));
-        assert_eq!(SHAPE.check_segment(&header[..55], 9), Err(Defect::Torn));
-        let other = RecordShape { page_bytes: 41, ..SHAPE };
-        assert_eq!(other.check_segment(&header, 9), Err(Defect::Foreign));
+        assert_eq!(SHAPE.check_segment(&header[..63], 9), Err(Defect::Torn));
+        for other in [
+            RecordShape { page_bytes: 41, ..SHAPE },
+            RecordShape { part_bytes: 10, ..SHAPE },
+            RecordShape { namespace: 6, ..SHAPE },
+        ] {
+            assert_eq!(other.check_segment(&header, 9), Err(Defect::Foreign));
+        }
         for bit in 0..header.len() * 8 {
             let mut broken = header;
             broken[bit / 8] ^= 1 << (bit % 8);

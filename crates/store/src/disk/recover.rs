@@ -34,6 +34,9 @@ pub enum DiskError {
         /// The least.
         needed: u64,
     },
+    /// The system has no io_uring, or does not let us have it.
+    #[error("io_uring, for which --kv-disk-io asks, cannot be used here: {0}")]
+    NoRing(io::Error),
     /// The device's pages cannot leave it.
     #[error("KV pages cannot leave this device, so there can be no disk tier")]
     NoImages,
@@ -192,12 +195,13 @@ fn read_segment(
         Defect::Torn | Defect::Corrupt | Defect::Stale => Unread::Corrupt,
     })?;
     let len = file.len().map_err(|_| Unread::Foreign)?;
-    let body = len.saturating_sub(SEGMENT_HEADER_BYTES as u64);
+    let body = len.saturating_sub(shape.record_start(0));
     let n_records = body / shape.record_bytes() as u64;
     let n_records = u32::try_from(n_records).map_err(|_| Unread::Corrupt)?;
     let end = shape.record_start(n_records);
-    if len > end {
-        counters.segments_torn += 1;
+    if len != end {
+        // A header that is not filled up was written to its end all the same.
+        counters.segments_torn += u64::from(len > end);
         file.set_len(end).map_err(|_| Unread::Foreign)?;
     }
     let mut keys = Vec::new();

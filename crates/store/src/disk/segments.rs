@@ -16,7 +16,7 @@ use std::sync::Arc;
 use nuthatch_types::{FastMap, PageKey};
 
 use super::SegmentFile;
-use super::record::{RecordShape, SEGMENT_HEADER_BYTES};
+use super::record::RecordShape;
 
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -201,7 +201,7 @@ impl Segments {
 
     /// Whether there is a place for a page now.
     pub(crate) fn has_room(&self) -> bool {
-        let header_bytes = if self.active.is_none() { SEGMENT_HEADER_BYTES as u64 } else { 0 };
+        let header_bytes = if self.active.is_none() { self.shape.record_start(0) } else { 0 };
         self.total + header_bytes + self.shape.record_bytes() as u64 <= self.bytes_max
     }
 
@@ -211,7 +211,7 @@ impl Segments {
             return None;
         }
         let is_new = self.active.is_none();
-        let header_bytes = if is_new { SEGMENT_HEADER_BYTES as u64 } else { 0 };
+        let header_bytes = if is_new { self.shape.record_start(0) } else { 0 };
         let number = self.active.unwrap_or(self.next_number);
         if is_new {
             self.next_number = self.next_number.saturating_add(1);

@@ -1,6 +1,6 @@
 //! What the disk tier holds and did, as plain numbers.
 
-use super::{Defect, Miss};
+use super::{Defect, DiskIo, Miss};
 
 /// What the disk tier holds, and what it did since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,6 +13,8 @@ pub struct DiskStats {
     pub pages: u64,
     /// Segments, with those of others.
     pub segments: u64,
+    /// How they are read and written.
+    pub io: DiskIo,
     /// What was done.
     pub counters: DiskCounters,
 }
