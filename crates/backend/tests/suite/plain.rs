@@ -448,14 +448,16 @@ impl Backend for Plain {
                     places.iter().map(|&at| dot(q, &kv.data[at..at + d]) * spec.scale).collect();
                 let top = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 let weights: Vec<f32> = scores.iter().map(|score| (score - top).exp()).collect();
-                let total: f32 = weights.iter().sum();
-                let out = &mut out[(row * h + i) * d..][..d];
-                out.fill(0.0);
-                for (weight, &at) in weights.iter().zip(&places) {
-                    for (out, v) in out.iter_mut().zip(&kv.data[at + d..at + 2 * d]) {
-                        *out += weight / total * v;
+                // One sum of thousands loses more than the suite allows, unless it has more bits.
+                let total: f64 = weights.iter().map(|&weight| f64::from(weight)).sum();
+                let mut sums = vec![0.0f64; d];
+                for (&weight, &at) in weights.iter().zip(&places) {
+                    for (sum, &v) in sums.iter_mut().zip(&kv.data[at + d..at + 2 * d]) {
+                        *sum += f64::from(weight) * f64::from(v);
                     }
                 }
+                let out = &mut out[(row * h + i) * d..][..d];
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out = (sum / total) as f32);
             }
         }
         Ok(())
