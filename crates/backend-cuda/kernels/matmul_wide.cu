@@ -46,7 +46,7 @@ struct Wide {
     static const int W_BYTES = WIDE_TILES * CELL_BYTES;
     static const int STAGE = W_BYTES + NX * 128;
     static const int BARRIERS = STAGES * STAGE;
-    static_assert(BARRIERS + 16 * STAGES == SHARED, "the host's shared memory differs");
+    static_assert(BARRIERS + 8 * STAGES == SHARED, "the host's shared memory differs");
     typedef RingPlace<STAGES> Place;
 
     // Where a tile is, counted in tiles.
@@ -65,32 +65,50 @@ struct Wide {
         return At{inside / n, group * WIDE_GROUP + inside % n};
     }
 
+    // Stages are given back through the block's numbered barriers, at which the warp that brings waits for
+    // all that multiply. (With barriers in shared memory one lane would arrive for its warp; racecheck does not
+    // see that this orders what the other lanes have read, and it is no faster.)
+    static const int MEETING = 256 + 32;  // threads
+
+    DEVICE void release(u32 stage) {
+        asm volatile("bar.arrive %0, %1;" ::"r"(1 + stage), "n"(MEETING) : "memory");
+    }
+
+    DEVICE void wait_for_release(u32 stage) {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + stage), "n"(MEETING) : "memory");
+    }
+
+    // By all lanes of one warp.
     DEVICE void bring(const WideParams& p, u32 ring) {
         const u32 tiles = (p.product.rows + 15) / 16, cells = p.product.cells;
         Place place = {0, 0};
+        u32 n_brought = 0;
         for (u32 i = blockIdx.x; i < count(p.product); i += gridDim.x) {
             const At tile = at(p.product, i);
-            const u32 first = tile.w * WIDE_TILES;
-            const u32 n = min(tiles - first, (u32)WIDE_TILES);
-            const u8* w = p.product.packed + (u64)first * cells * CELL_BYTES;
             for (u32 cell = 0; cell < cells; cell++) {
-                const u32 ready = ring + BARRIERS + place.stage * 8;
-                const u32 target = ring + place.stage * STAGE;
-                barrier_wait(ready + STAGES * 8, place.phase ^ 1);
-                barrier_expect(ready, n * CELL_BYTES + NX * 128);
-                tile_copy(target + W_BYTES, p.x, cell * 64, tile.x * NX, ready);
-                for (u32 t = 0; t < n; t++)
-                    bulk_copy(target + t * CELL_BYTES, w + ((u64)t * cells + cell) * CELL_BYTES,
-                              CELL_BYTES, ready);
+                if (n_brought++ >= STAGES) wait_for_release(place.stage);
+                if (threadIdx.x % 32 == 0)
+                    bring_cell(p, tile, cell, min(tiles - tile.w * WIDE_TILES, (u32)WIDE_TILES), ring,
+                               place.stage);
+                __syncwarp();
                 place.go_on();
             }
         }
+        // Every arrival is waited for.
+        const u32 n_left = min(n_brought, (u32)STAGES);
+        for (u32 i = n_brought - n_left; i < n_brought; i++) wait_for_release(i % STAGES);
     }
 
-    // Nobody of this warp reads the stage any more: what its other lanes read comes before, too.
-    DEVICE void release(u32 free) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(free);
+    // A cell of `n` sixteens of rows of W, and of the rows of x.
+    DEVICE void bring_cell(const WideParams& p, const At& tile, u32 cell, u32 n, u32 ring, u32 stage) {
+        const u32 ready = ring + BARRIERS + stage * 8, target = ring + stage * STAGE;
+        const u32 cells = p.product.cells;
+        const u8* w = p.product.packed + (u64)tile.w * WIDE_TILES * cells * CELL_BYTES;
+        barrier_expect(ready, n * CELL_BYTES + NX * 128);
+        tile_copy(target + W_BYTES, p.x, cell * 64, tile.x * NX, ready);
+        for (u32 t = 0; t < n; t++)
+            bulk_copy(target + t * CELL_BYTES, w + ((u64)t * cells + cell) * CELL_BYTES, CELL_BYTES,
+                      ready);
     }
 
     // Two steps of sixteen rows of a cell of W.
@@ -134,7 +152,7 @@ struct Wide {
                     if (cell > first) release(before);
                     load(own + stage, 1, high);
                     multiply_half(high, x + 4, 1, acc);
-                    before = barriers + (STAGES + place.stage) * 8;
+                    before = place.stage;
                     place.go_on();
                     if (cell + 1 == end) break;
                     barrier_wait(barriers + place.stage * 8, place.phase);
@@ -208,10 +226,7 @@ struct Wide {
         extern __shared__ __align__(1024) u8 wide_shared[];
         const u32 ring = shared_address(wide_shared), barriers = ring + BARRIERS;
         if (threadIdx.x == 0) {
-            for (u32 i = 0; i < STAGES; i++) {
-                barrier_init_for(barriers + i * 8, 1);
-                barrier_init_for(barriers + (STAGES + i) * 8, 8);
-            }
+            for (u32 i = 0; i < STAGES; i++) barrier_init_for(barriers + i * 8, 1);
             barriers_ready();
         }
         __syncthreads();
@@ -221,7 +236,7 @@ struct Wide {
             compute(p, wide_shared, ring);
         } else {
             give_registers();
-            if (threadIdx.x == 256) bring(p, ring);
+            if (threadIdx.x / 32 == 8) bring(p, ring);
         }
     }
 };

@@ -53,7 +53,7 @@ pub(crate) fn entries(dtype: WeightType) -> String {
 impl Wide {
     /// Dynamic shared memory of a block.
     pub(crate) fn shared_bytes(self, dtype: WeightType) -> usize {
-        self.stages * (WIDE / 16 * cell_bytes(dtype) + self.columns * 128 + 16)
+        self.stages * (WIDE / 16 * cell_bytes(dtype) + self.columns * 128 + 8)
     }
 
     fn n_tiles(self, product: &MatmulParams) -> u32 {
