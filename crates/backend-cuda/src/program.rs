@@ -139,6 +139,7 @@ impl Program {
                 ("attend_coded.cuh", include_str!("../kernels/attend_coded.cuh")),
                 ("attend_tile.cu", include_str!("../kernels/attend_tile.cu")),
                 ("attend_wide.cu", include_str!("../kernels/attend_wide.cu")),
+                ("attend_feed.cuh", include_str!("../kernels/attend_feed.cuh")),
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
                 ("attend_merge.cu", include_str!("../kernels/attend_merge.cu")),
             ]),

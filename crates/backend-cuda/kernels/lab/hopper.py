@@ -54,7 +54,7 @@ def compile_source(text):
 
 
 def wide_shared(nx, stages):
-    return stages * (16384 + nx * 128 + 16)
+    return stages * (16384 + nx * 128 + 8)
 
 
 def build_wide(variant):
@@ -108,7 +108,7 @@ def build_attend(variant):
         WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=168, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
-    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_split.cu", "attend_merge.cu"]))
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_feed.cuh", "attend_split.cu", "attend_merge.cu"]))
 
 
 # Keys of chunks (at first, then, at last) and where they get longer.
@@ -143,7 +143,7 @@ def build_split(variant):
         SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=168, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
-    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_split.cu", "attend_merge.cu"]))
+    return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_feed.cuh", "attend_split.cu", "attend_merge.cu"]))
 
 
 class Attribute(C.Structure):

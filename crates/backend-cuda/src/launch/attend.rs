@@ -1,4 +1,5 @@
-//! `attend_split.cu`, `attend_tile.cu`, `attend_wide.cu` and `attend_f32.cu`: attention over pages.
+//! `attend_split.cu` and `attend_feed.cuh`, `attend_tile.cu`, `attend_wide.cu`, `attend_f32.cu`: attention
+//! over pages.
 
 use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
 use nuthatch_types::{KvDtype, LayerIdx};
