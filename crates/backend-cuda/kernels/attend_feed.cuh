@@ -55,6 +55,10 @@ DEVICE u32 n_sets(const AttendParams& p) {
 
 #define IS_NEAR (1u << 31)  // a frame instead of a slot
 
+// Steps before the end of a task from which on the next one is looked up. A task that was taken earlier would
+// wait for a warp that is busy, while others have nothing to do.
+#define LOOK_AHEAD 3
+
 // What brings the pages: it is ahead of the computation. The task after the one that is brought is
 // looked up little by little, because each look waits for the one before it.
 template <int R>

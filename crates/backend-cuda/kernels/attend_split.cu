@@ -11,6 +11,94 @@
 // the warp whose chunk ends with the row's own key puts that key and its value into the page, and into
 // the copy of the page that it has.
 
+// Weighted values as `mix_values` has them, in the lines' own sums.
+template <int R>
+struct Straight {
+    DEVICE void begin(Straight&) {}
+
+    DEVICE void mix(const u8* values, const float (&s)[KEY_TILES][2 * R], const float (&down)[R],
+                    Lines<R>& lines, Straight&) {
+        mix_values<R, HALF_PAGE>(values, s, down, lines.o);
+    }
+
+    DEVICE void store(float* partials, const Lines<R>& lines, const Straight&) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            if (g + 8 * r >= lines.n) continue;
+            UNROLL
+            for (int n = 0; n < TILES; n++)
+                store_kept(partials + (g + 8 * r) * WIDTH + n * 8 + t * 2, lines.o[n][2 * r],
+                           lines.o[n][2 * r + 1]);
+        }
+    }
+};
+
+// The same of eight lines, which would leave half of the matrix instruction's rows empty: values are the
+// rows, and weights the columns. Sums are of the same products in the same order, so they have the same
+// bits. Of sixteen columns a lane = 4 g + t has g and g + 8, of lines 2t and 2t + 1.
+struct Turned {
+    float o[PAIRS][4];
+
+    DEVICE void begin(Turned& turned) {
+        UNROLL
+        for (int pair = 0; pair < PAIRS; pair++)
+            UNROLL
+            for (int e = 0; e < 4; e++) turned.o[pair][e] = 0.0f;
+    }
+
+    DEVICE void mix(const u8* values, const float (&s)[KEY_TILES][2], const float (&down)[1],
+                    Lines<1>&, Turned& turned) {
+        if (has_moved(down)) {
+            const u32 line = threadIdx.x % 4 * 8;  // its first lane
+            const float downs[2] = {__shfl_sync(~0u, down[0], line),
+                                    __shfl_sync(~0u, down[0], line + 4)};
+            UNROLL
+            for (int pair = 0; pair < PAIRS; pair++)
+                UNROLL
+                for (int e = 0; e < 4; e++) turned.o[pair][e] *= downs[e % 2];
+        }
+        UNROLL
+        for (int page = 0; page < STEP_PAGES; page++) {
+            u32 weights[PARTS][4];
+            weight_operands<1>(s, page, weights);
+            UNROLL
+            for (int pair = 0; pair < PAIRS; pair++) {
+                const uint4 b = value_operand(values + page * HALF_PAGE, pair);
+                const u32 rows[4] = {b.x, b.z, b.y, b.w};
+                UNROLL
+                for (int part = 0; part < PARTS; part++)
+                    mma(turned.o[pair], rows, weights[part][0], weights[part][2]);
+            }
+        }
+    }
+
+    DEVICE void store(float* partials, const Lines<1>& lines, const Turned& turned) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        UNROLL
+        for (int e = 0; e < 2; e++) {
+            if (2 * t + e >= lines.n) continue;
+            float* line = partials + (2 * t + e) * WIDTH + g;
+            UNROLL
+            for (int pair = 0; pair < PAIRS; pair++) {
+                store_kept(line + pair * 16, turned.o[pair][e]);
+                store_kept(line + pair * 16 + 8, turned.o[pair][e + 2]);
+            }
+        }
+    }
+};
+
+// Codes are weighed line by line.
+#define TURNS(R) (R == 1 && !CODED)
+template <int R, bool IS_TURNED>
+struct SplitMix {
+    typedef Straight<R> Type;
+};
+template <int R>
+struct SplitMix<R, true> {
+    typedef Turned Type;
+};
+
 // Queries are in registers where there is room for them.
 #define OWNS_QUERIES(R) (R == 1 && PARTS == 1 && WIDTH <= 128 && !CODED)
 template <bool IS_OWN>
@@ -25,6 +113,7 @@ struct SplitQueries<true> {
 // One warp of a split: 8 R lines at a time, a ring of STAGES halves of steps.
 template <int R, int STAGES>
 struct Splitter {
+    typedef typename SplitMix<R, TURNS(R)>::Type Mix;
     static const int RING = STAGES * HALF_BYTES;
     static const int QUEUE_AT = RING + (OWNS_QUERIES(R) ? 0 : Lines<R>::Q_BYTES);
     static const int BARRIERS = QUEUE_AT + QUEUE * 32;
@@ -63,7 +152,7 @@ struct Splitter {
         feed.is_values = !feed.is_values;
         if (!feed.is_values && ++feed.step == feed.end_step)
             Feed<R>::begin_next(p, feed, (Work*)(own + QUEUE_AT));
-        else if (feed.known < 3)
+        else if (feed.known < 3 && feed.step + LOOK_AHEAD >= feed.end_step)
             Feed<R>::look(p, feed);
     }
 
@@ -162,20 +251,15 @@ struct Splitter {
         __syncwarp();
     }
 
-    DEVICE void store_partial(const AttendParams& p, u64 partial, const Lines<R>& lines) {
+    DEVICE void store_partial(const AttendParams& p, u64 partial, const Lines<R>& lines,
+                              const Mix& mix) {
         const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const u64 first = (partial * p.n_kv_heads + lines.kv_head) * p.group + lines.first;
         UNROLL
-        for (int r = 0; r < R; r++) {
-            if (g + 8 * r >= lines.n) continue;
-            const u64 at =
-                (partial * p.n_kv_heads + lines.kv_head) * p.group + lines.first + g + 8 * r;
-            if (t == 0)
-                *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
-            UNROLL
-            for (int n = 0; n < TILES; n++)
-                store_kept(p.partials + at * WIDTH + n * 8 + t * 2, lines.o[n][2 * r],
-                           lines.o[n][2 * r + 1]);
-        }
+        for (int r = 0; r < R; r++)
+            if (t == 0 && g + 8 * r < lines.n)
+                ((float2*)p.sums)[first + g + 8 * r] = make_float2(lines.total[r].m, lines.total[r].l);
+        Mix::store(p.partials + first * WIDTH, lines, mix);
     }
 
     DEVICE void run(const AttendParams& p) {
@@ -218,6 +302,7 @@ struct Splitter {
             feed.known = 0;
         }
         Lines<R> lines;
+        Mix mix;
         typename SplitQueries<OWNS_QUERIES(R)>::Type queries = {(u32*)(own + RING)};
         Place place = {0, 0};
         u32 n_done = 0, last = ~0u;
@@ -234,6 +319,7 @@ struct Splitter {
             if (same != last) take_lines(p, work, lines, queries);
             last = same;
             begin_chunk(lines);
+            Mix::begin(mix);
             const u32 end_step = Work::end_step(p, work);
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
@@ -253,13 +339,13 @@ struct Splitter {
 #if CODED
                 weigh_values<R, HALF_PAGE>(values, s, down, lines.unit);
 #endif
-                mix_values<R, HALF_PAGE>(values, s, down, lines.o);
+                Mix::mix(values, s, down, lines, mix);
                 bring_next(p, feed, own, ring);
             }
 #if CODED
             end_chunk(lines);
 #endif
-            store_partial(p, work.part.partial, lines);
+            store_partial(p, work.part.partial, lines, mix);
         }
     }
 };

@@ -207,6 +207,13 @@ DEVICE void store_kept(float* target, float x, float y) {
                  : "memory");
 }
 
+DEVICE void store_kept(float* target, float x) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(target), "f"(x), "l"(policy)
+                 : "memory");
+}
+
 DEVICE void store_zeros(u32 shared) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
