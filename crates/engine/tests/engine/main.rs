@@ -16,4 +16,5 @@ mod remote;
 mod samples;
 mod stream;
 mod streaming;
+mod tenants;
 mod topk;

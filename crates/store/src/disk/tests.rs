@@ -115,7 +115,7 @@ fn read(tier: &mut DiskTier, page: Page) -> Option<Vec<u8>> {
 fn read_parts(tier: &mut DiskTier, page: Page) -> Option<Vec<u8>> {
     let (mut bytes, mut checks) = (Vec::new(), PartChecks::default());
     for part in 0..tier.shape().n_parts() {
-        let asked = page.with_name(|name| tier.read_part(7, name, (part, checks[part])));
+        let asked = page.with_name(|name| tier.read_part(7, name, (part, checks)));
         assert_eq!(asked, Asked::Begun);
         let loaded = loop {
             if let Some(loaded) = tier.wait(Duration::from_secs(5)) {
