@@ -337,6 +337,27 @@ fn damage_is_a_miss_with_its_reason() {
 }
 
 #[test]
+fn only_names_that_we_give_are_segments() {
+    for number in [0, 1, 0xFF, u64::MAX] {
+        let path = segment_path(Path::new("kv"), number);
+        assert_eq!(path.parent(), Some(Path::new("kv")));
+        assert_eq!(segment_number(path.file_name().unwrap().to_str().unwrap()), Some(number));
+    }
+    for name in [
+        "1.kvseg",
+        "00000000000000FF.kvseg",
+        "+000000000000001.kvseg",
+        "0000000000000001.kvseg.bak",
+        "../000000000001.kvseg",
+        "00000000000000000.kvseg",
+        "000000000000000\u{e9}.kvseg",
+        ".kvseg",
+    ] {
+        assert_eq!(segment_number(name), None, "{name}");
+    }
+}
+
+#[test]
 fn a_secret_stays_and_a_broken_one_is_replaced() {
     let dir = TempDir::new().unwrap();
     let secret = DiskDir::open(dir.path()).unwrap().secret();
