@@ -5,6 +5,7 @@
 """
 
 import argparse
+import http.client
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 
 from resume import PAGE_LEN, Server, median, prompt_of
 
+ADMIN = "may-forget"
 FORMS = {"plain": [], "int8": ["--kv-cold-dtype", "int8"], "encrypted": ["--kv-key-file", "KEY"]}
 
 
@@ -22,6 +24,15 @@ def forget_files(folder):
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def forget(server):
+    """Lets the server forget what it has in memory."""
+    connection = http.client.HTTPConnection(*server.place, timeout=60)
+    connection.request("POST", "/reset_prefix_cache", "{}", {"Authorization": f"Bearer {ADMIN}"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    connection.close()
 
 
 def ways(args, folder, form):
@@ -40,11 +51,12 @@ def ways(args, folder, form):
         server.settle()
     for io in args.ways.split("/"):
         for layers in ("true", "false"):
-            with Server(args.binary, *words, "--kv-disk-io", io, "--kv-disk-layers", layers) as server:
+            flags = ["--kv-disk-io", io, "--kv-disk-layers", layers, "--admin-key", ADMIN]
+            with Server(args.binary, *words, *flags) as server:
                 server.first_token(prompt_of("warm", 300))
                 for new, is_cold, i in itertools.product(args.new.split("/"), (False, True), range(args.rounds)):
                     how = f"{'cold' if is_cold else 'cached'}, {'layers' if layers == 'true' else 'whole'}"
-                    server.post("/reset_prefix_cache", {}).read()
+                    forget(server)
                     if is_cold:
                         forget_files(where)
                     before = server.metrics().get("nuthatch:disk_loads_total:early", 0)

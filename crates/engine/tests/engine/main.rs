@@ -6,6 +6,7 @@ mod attachments;
 mod beams;
 mod disk;
 mod draw;
+mod early;
 mod echo;
 mod executor;
 mod golden;
