@@ -37,30 +37,33 @@ RATES = [1_000_000_000, 50_000_000, 20_000_000, 5_000_000]
 
 class Server(Serve):
     def __init__(self, binary, *words):
-        super().__init__(binary, "--device", "cpu", "--served-model-name", MODEL, *words)
+        device = [] if "--device" in words else ["--device", "cpu"]
+        super().__init__(binary, *device, "--served-model-name", MODEL, *words)
 
-    def first_token(self, prompt):
-        """Seconds to the first token, and how many tokens of the prompt were cached."""
+    def first_token(self, prompt, answer=False):
+        """Seconds to the first token, how many tokens of the prompt were cached, and the answer if it is
+        asked for."""
         body = {
             "model": MODEL,
             "prompt": prompt,
-            "max_tokens": 2,
+            "max_tokens": 16 if answer else 2,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         begin = time.monotonic()
-        first, cached = None, 0
+        first, cached, text = None, 0, ""
         for line in self.post("/v1/completions", body):
             if not line.startswith(b"data: {"):
                 continue
             first = first or time.monotonic() - begin
-            usage = json.loads(line[6:]).get("usage")
-            if usage:
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return first, cached
+            event = json.loads(line[6:])
+            text += "".join(choice["text"] for choice in event["choices"])
+            if event.get("usage"):
+                cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return (first, cached, text) if answer else (first, cached)
 
-    def settle(self):
+    def settle(self, pause=0.5):
         """Waits until nothing more is saved."""
         before = -1
         while True:
@@ -69,7 +72,7 @@ class Server(Serve):
             if saved == before:
                 return
             before = saved
-            time.sleep(0.5)
+            time.sleep(pause)
 
     def written(self):
         """Bytes that the process has given to the file system."""

@@ -32,3 +32,29 @@ extern "C" __global__ void copy_pages(CopyParams p) {
         for (u32 j = threadIdx.x; j < p.page_bytes / 16; j += blockDim.x) target[j] = source[j];
     }
 }
+
+// Pages, or some heads of them, from pinned memory of the host to their slots: a block takes a head of a
+// page, then another one.
+
+struct LandParams {
+    u8* device;        // [head][slot][page], from the first head on
+    const u8* host;    // [page][stride]
+    const u32* slots;  // [n_pages], in pinned memory too
+    u64 stride;
+    u32 n_device;      // slots of the device
+    u32 page_bytes;    // of one head's page
+    u32 n_heads;
+    u32 n_pages;
+};
+static_assert(sizeof(LandParams) == LAND_PARAMS_SIZE, "the host's LandParams differs");
+
+extern "C" __global__ void land_pages(LandParams p) {
+    begin();
+    for (u32 i = blockIdx.x; i < p.n_heads * p.n_pages; i += gridDim.x) {
+        const u32 page = i / p.n_heads, head = i % p.n_heads;
+        const uint4* source = (const uint4*)(p.host + page * p.stride + (u64)head * p.page_bytes);
+        u8* target = p.device + ((u64)head * p.n_device + p.slots[page]) * p.page_bytes;
+        for (u32 j = threadIdx.x; j < p.page_bytes / 16; j += blockDim.x)
+            ((uint4*)target)[j] = source[j];
+    }
+}

@@ -128,8 +128,11 @@ impl Backend for Cuda {
         start: usize,
         source: &[u8],
     ) -> Result<(), DeviceError> {
-        assert_eq!(start, 0, "pages come whole");
-        copy::write_page(&self.device, &self.common.copy, kv, slot, source)
+        copy::write_page((&self.device, &self.common.land), kv, (slot, start), source)
+    }
+
+    fn land_pages(&self, kv: &mut CudaKv, beside: bool) -> Result<(), DeviceError> {
+        copy::land((&self.device, &self.common.land), kv, beside)
     }
 
     fn alloc_plan(&self, shape: &PlanShape) -> Result<CudaPlan, DeviceError> {

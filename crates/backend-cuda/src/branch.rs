@@ -53,6 +53,11 @@ impl Branch {
         Ok(stream)
     }
 
+    /// The turn's branch, as it is.
+    pub(crate) fn stream(&self, turn: usize) -> &CudaStream {
+        &self.streams[turn % 2]
+    }
+
     /// Marks the end of a turn on the branch.
     pub(crate) fn end(&self, device: &Device, turn: usize) -> Result<(), DeviceError> {
         record(device, &self.done[turn % 2], &self.streams[turn % 2])

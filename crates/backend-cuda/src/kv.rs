@@ -9,6 +9,7 @@ use nuthatch_backend::{DeviceError, NearCounts, PageLayout};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
+use crate::door::Door;
 use crate::launch::NearPages;
 use crate::link::Link;
 use crate::near::Near;
@@ -120,8 +121,10 @@ pub struct CudaKv {
     arena: Arena,
     /// The pages that wait on the host, in the same order.
     pub(crate) host: Option<PinnedMemory>,
-    /// Room for one page on its way out or in: `[layer][kv head]`.
+    /// Room for one page on its way out: `[layer][kv head]`.
     pub(crate) gate: PinnedMemory,
+    /// Room for pages on their way in, when there were some.
+    pub(crate) door: Option<Door>,
     /// Copies of pages that are far.
     pub(crate) near: Option<Near>,
     /// What top-k attention keeps; its pages are of rows.
@@ -187,8 +190,8 @@ impl CudaKv {
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
-        let backed = Mutex::default();
-        Ok(CudaKv { shape, page, starts, slots, arena, host, gate, near, sparse: None, backed })
+        let (sparse, door, backed) = (None, None, Mutex::default());
+        Ok(CudaKv { shape, page, starts, slots, arena, host, gate, door, near, sparse, backed })
     }
 
     /// Threads that bring rows of pages that are far, if that is how they come.
@@ -204,8 +207,9 @@ impl CudaKv {
     pub(crate) fn page_image(&self, arch: &str, is_exact: bool) -> PageImage {
         let bytes = self.page_bytes();
         let layout = format!("cuda 1, {arch}, exact {is_exact}, {:?}", self.shape);
-        // Each piece would be waited for at the gate.
-        PageImage { bytes, layer_bytes: None, layout }
+        let is_even = self.shape.dtype.wide_layers().is_empty() && self.arena.far.is_none();
+        let layer_bytes = is_even.then(|| bytes / self.shape.n_layers.max(1) as usize);
+        PageImage { bytes, layer_bytes, layout }
     }
 
     /// Heads of all layers.

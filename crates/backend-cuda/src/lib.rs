@@ -9,7 +9,8 @@
 //! - `buf`, `weight`, `kv`, `plan`: what lies on the device
 //! - `launch`: one file per operation, beside one `.cu` file each; `product` chooses among those of
 //!   products
-//! - `near`: pages that are far, and their copies on the device; `link`: threads that bring their rows
+//! - `near`: pages that are far, and their copies on the device; `link`: threads that bring their rows;
+//!   `door`: pages that come from the host
 //! - `kernels`: kernels that are loaded when they are first needed; `sparse`: top-k attention
 //! - `graph`: passes that are queued again by one call; `branch`: what runs beside them; `timing`: what
 //!   each kernel takes
@@ -22,6 +23,7 @@ mod buf;
 mod common;
 mod compile;
 mod device;
+mod door;
 mod error;
 mod graph;
 mod host_memory;

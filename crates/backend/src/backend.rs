@@ -49,7 +49,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn begin_stage(&self, _stage: &'static str, _layer: Option<LayerIdx>) {}
 
     // Memory.
-
     /// Allocates `len` floats, all zero.
     fn alloc(&self, len: usize) -> Result<Self::Buf, DeviceError>;
     /// Copies host floats to the start of `target`.
@@ -117,9 +116,13 @@ pub trait Backend: Sized + Send + Sync + 'static {
     ) -> Result<(), DeviceError> {
         self.lacks("pages that can leave it", (kv, slot, start, source))
     }
+    /// What is queued from now on sees the pages that [`Backend::write_page`] wrote so far. With `beside`,
+    /// it may write while that runs, until the next call: not what that reads or writes.
+    fn land_pages(&self, _kv: &mut Self::Kv, _beside: bool) -> Result<(), DeviceError> {
+        Ok(())
+    }
     /// Writes whole pages from others inside the arena, in order, all layers and heads: values as they
     /// are, keys turned by `by` more positions of the plan's rotation. The plan need not be prepared.
-    ///
     /// Angles are exact for every `by`; a key is turned in `f32`, and not scaled again.
     fn shift_pages(
         &self,
@@ -129,7 +132,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     ) -> Result<(), DeviceError>;
 
     // Once per step.
-
     /// Allocates a plan for batches up to `shape`.
     fn alloc_plan(&self, shape: &PlanShape) -> Result<Self::Plan, DeviceError>;
     /// Prepares `plan` for a batch. Allocates nothing proportional to the context.
@@ -152,7 +154,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     /// Begins the operations of the planned batch, from [`Backend::embed`] to the last product, or to
     /// [`Backend::draw`] if [`Backend::plan_draws`] came before. If they are [`Pass::Needed`], the caller
     /// queues them and then calls [`Backend::end_pass`]; if they are [`Pass::Queued`], it leaves them out.
-    ///
     /// All passes of one plan must be the same operations with the same weights and buffers, for as
     /// many rows and outputs as the batch has, over `kv`: then a device may record one and queue it
     /// again for a batch of the same shape.
@@ -165,7 +166,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     }
 
     // Once per layer. `rows` is the number of rows of the batch that the operation covers.
-
     /// `out[t] = table[token[t]]` for each of the plan's tokens; `out` is `[T, d]`.
     fn embed(
         &self,
@@ -339,7 +339,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     ) -> Result<(), DeviceError>;
 
     // Top-k attention, see [`topk`]. A device need not have it.
-
     /// Keeps these digests beside the pages from now on; nothing was written to `kv` yet. Wherever
     /// keys are written, copied or turned, their digests follow.
     fn keep_digests(&self, kv: &mut Self::Kv, digests: &[Digest]) -> Result<(), DeviceError> {
@@ -425,7 +424,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
     }
 
     // Top-k attention that the device decides about by itself, see [`topk::Rules`].
-
     /// Decides by these rules from now on, about sequences in up to `n_tables` tables; false if this
     /// device cannot. Digests are kept already.
     fn decide_by(

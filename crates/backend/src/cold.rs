@@ -29,6 +29,14 @@ pub trait PageCodec: Send + Sync {
     fn encode(&self, page: &[u8], coded: &mut [u8]);
     /// Makes a page of what [`PageCodec::encode`] gave.
     fn decode(&self, coded: &[u8], page: &mut [u8]);
+    /// Bytes of a layer in a page and in a coded one, if both are nothing but layers that are alike.
+    fn layer_bytes(&self) -> Option<(usize, usize)> {
+        None
+    }
+    /// The same as [`PageCodec::decode`] for some layers, where they are alike.
+    fn decode_layers(&self, coded: &[u8], layers: &mut [u8]) {
+        self.decode(coded, layers);
+    }
 }
 
 /// Bytes of a vector of `d` numbers.

@@ -124,6 +124,28 @@ impl LayoutCodec {
     fn kept_bytes(&self, is_exact: bool) -> usize {
         if is_exact { self.layout.head_bytes() } else { self.coded_head_bytes() }
     }
+
+    /// Decodes so many heads, and gives what is left.
+    fn decode_heads<'a>(&self, coded: &'a [u8], heads: &mut [u8], is_exact: &[bool]) -> &'a [u8] {
+        let (mut coded, d) = (coded, self.layout.d);
+        let (mut numbers, mut x) = (vec![0.0; self.layout.head_len], vec![0.0; d]);
+        let heads = heads.chunks_exact_mut(self.layout.head_bytes());
+        for (head, &is_exact) in heads.zip(is_exact) {
+            let (codes, rest) = coded.split_at(self.kept_bytes(is_exact));
+            coded = rest;
+            if is_exact {
+                head.copy_from_slice(codes);
+                continue;
+            }
+            let codes = codes.chunks_exact(vector_bytes(self.dtype, d));
+            for (places, codes) in self.layout.places.chunks_exact(d).zip(codes) {
+                decode(self.dtype, codes, &mut x);
+                places.iter().zip(&x).for_each(|(&place, &x)| numbers[place as usize] = x);
+            }
+            self.layout.narrow(&numbers, head);
+        }
+        coded
+    }
 }
 
 impl PageCodec for LayoutCodec {
@@ -160,26 +182,22 @@ impl PageCodec for LayoutCodec {
     }
 
     fn decode(&self, coded: &[u8], page: &mut [u8]) {
-        let (mut page, mut coded) = (page, coded);
-        let d = self.layout.d;
-        let (mut numbers, mut x) = (vec![0.0; self.layout.head_len], vec![0.0; d]);
-        for &is_exact in &self.is_exact {
-            let (head, rest) = page.split_at_mut(self.layout.head_bytes());
-            page = rest;
-            let (codes, rest) = coded.split_at(self.kept_bytes(is_exact));
-            coded = rest;
-            if is_exact {
-                head.copy_from_slice(codes);
-                continue;
-            }
-            let codes = codes.chunks_exact(vector_bytes(self.dtype, d));
-            for (places, codes) in self.layout.places.chunks_exact(d).zip(codes) {
-                decode(self.dtype, codes, &mut x);
-                places.iter().zip(&x).for_each(|(&place, &x)| numbers[place as usize] = x);
-            }
-            self.layout.narrow(&numbers, head);
-        }
-        page.copy_from_slice(coded);
+        let (page, tail) = page.split_at_mut(self.layout.n_heads() * self.layout.head_bytes());
+        let rest = self.decode_heads(coded, page, &self.is_exact);
+        tail.copy_from_slice(rest);
+    }
+
+    fn layer_bytes(&self) -> Option<(usize, usize)> {
+        let PageLayout { n_kv_heads, tail_bytes, .. } = self.layout;
+        let is_even = tail_bytes == 0 && !self.is_exact.contains(&true);
+        let heads = n_kv_heads as usize;
+        is_even.then(|| (heads * self.layout.head_bytes(), heads * self.coded_head_bytes()))
+    }
+
+    fn decode_layers(&self, coded: &[u8], layers: &mut [u8]) {
+        let n_heads = layers.len() / self.layout.head_bytes();
+        let rest = self.decode_heads(coded, layers, &self.is_exact[..n_heads]);
+        assert!(rest.is_empty(), "as many layers as are coded");
     }
 }
 
@@ -225,6 +243,7 @@ mod tests {
                     let mut back = vec![0; page.len()];
                     codec.decode(&coded, &mut back);
                     assert_eq!(back[back.len() - 7..], [7; 7]);
+                    assert_eq!(codec.layer_bytes(), None, "there is something behind the layers");
                     let mut after = vec![0.0; n];
                     layout.widen(&back, &mut after);
                     for (i, (before, after)) in before.iter().zip(&after).enumerate() {
@@ -237,5 +256,24 @@ mod tests {
             let cold = ColdKv { dtype: ColdDtype::Int8, exact_layers: vec![2] };
             assert!(LayoutCodec::new(layout, &cold).is_none());
         }
+    }
+
+    #[test]
+    fn layers_come_alone_where_all_are_coded() {
+        let layout = PageLayout { tail_bytes: 0, ..layout(KvDtype::F16) };
+        let page: Vec<u8> = (0..layout.page_bytes()).map(|i| (i * i % 251) as u8 & 0x3F).collect();
+        let cold = |exact_layers| ColdKv { dtype: ColdDtype::Int4, exact_layers };
+        let codec = LayoutCodec::new(layout.clone(), &cold(vec![])).unwrap();
+        let (layer, coded_layer) = codec.layer_bytes().unwrap();
+        assert_eq!((2 * layer, 2 * coded_layer), (page.len(), codec.coded_bytes()));
+        let (mut coded, mut whole) = (vec![0; codec.coded_bytes()], vec![0; page.len()]);
+        codec.encode(&page, &mut coded);
+        codec.decode(&coded, &mut whole);
+        for (coded, expected) in coded.chunks(coded_layer).zip(whole.chunks(layer)) {
+            let mut alone = vec![0xFF; layer];
+            codec.decode_layers(coded, &mut alone);
+            assert!(alone == expected);
+        }
+        assert_eq!(LayoutCodec::new(layout, &cold(vec![1])).unwrap().layer_bytes(), None);
     }
 }

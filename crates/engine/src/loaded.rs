@@ -337,12 +337,16 @@ impl<B: Backend> Forward for LoadedModel<B> {
     ) -> Result<bool, DeviceError> {
         let LoadedModel { backend, model, store, tables, .. } = self;
         let mut arrive = |store: &mut KvStore<B>, layer| {
-            arrivals.await_layer(layer, &mut |slot, start, bytes| {
+            let has_come = arrivals.await_layer(layer, &mut |slot, start, bytes| {
                 store.write_page(backend, slot, start, bytes)
-            })
+            })?;
+            store.land_pages(backend, true)?;
+            Ok(has_come)
         };
-        let done = model.forward_awaiting(store, tables, layout, &mut arrive)?;
-        let Some(device_logits) = done else { return Ok(false) };
+        store.land_pages(backend, true)?;
+        let done = model.forward_awaiting(store, tables, layout, &mut arrive);
+        store.land_pages(backend, false)?;
+        let Some(device_logits) = done? else { return Ok(false) };
         match logits.is_empty() {
             true => backend.wait()?,
             false => backend.read(device_logits, logits)?,

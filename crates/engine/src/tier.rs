@@ -32,6 +32,7 @@ use crate::SharedClock;
 use crate::executor::Execute;
 use crate::moved::{Moved, Wanted};
 use crate::pages::WritePage;
+pub(crate) use loading::LayerParts;
 use loading::{Loading, Parts};
 pub use stats::{TierCounters, TierStats};
 
@@ -71,8 +72,8 @@ pub(crate) struct Tier {
     counters: TierCounters,
     /// What stands elsewhere than it stood is used too.
     moved: Option<Moved>,
-    /// Layers of each part of a page, if passes can begin while pages come part by part.
-    part_layers: Option<u32>,
+    /// The parts of pages, if passes can begin while pages come part by part.
+    parts: Option<LayerParts>,
 }
 
 impl Tier {
@@ -88,13 +89,13 @@ impl Tier {
             copy_nanos: 0.0,
             counters: TierCounters::default(),
             moved: None,
-            part_layers: None,
+            parts: None,
         }
     }
 
-    /// Lets passes begin while pages come part by part, each of so many layers.
-    pub(crate) fn begin_early(&mut self, part_layers: u32) {
-        self.part_layers = Some(part_layers);
+    /// Lets passes begin while pages come part by part.
+    pub(crate) fn begin_early(&mut self, parts: LayerParts) {
+        self.parts = Some(parts);
     }
 
     /// Also uses pages whose tokens stand elsewhere than they stood.
@@ -336,9 +337,9 @@ impl Tier {
         // While others are computed, nobody is in a hurry.
         let is_alone = scheduler.early_tokens(load.id).is_some();
         let is_here = n_known == n_pages && keys[1..].iter().all(|&key| self.slow.is_on_disk(key));
-        let comes_in_parts = self.part_layers.is_some() && is_alone && is_here;
-        let shape = self.slow.parts().filter(|_| comes_in_parts && self.loads.is_empty());
-        let parts = shape.map(|shape| Parts::new(shape, n_pages));
+        let comes_in_parts = is_alone && is_here && self.loads.is_empty();
+        let parts = self.parts.filter(|_| comes_in_parts).zip(self.slow.parts());
+        let parts = parts.map(|(parts, shape)| Parts::new(shape, parts.bytes, n_pages));
         let n_reads = match &parts {
             Some(parts) => parts.shape.n_parts() * n_pages,
             None => first_moved + moved.reads.len(),

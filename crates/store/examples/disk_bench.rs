@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nuthatch_store::RecordLayout;
 use nuthatch_store::disk::{
-    Asked, DiskDir, DiskTier, Files as _, PageName, RecordShape, SystemFiles,
+    Asked, DiskDir, DiskTier, Files as _, PageName, PartChecks, RecordShape, SystemFiles,
 };
 use nuthatch_types::{Clock as _, PageKey, SystemClock, TokenId};
 
@@ -84,11 +84,8 @@ fn read(tier: &mut DiskTier, n_pages: u32, n_parts: usize) -> Result<Duration, B
             let tag = n_asked as u64;
             let asked = with_name(page as u32, |name| match (n_parts, part, checks[page]) {
                 (1, ..) => tier.read(tag, name),
-                (_, 0, _) => tier.read_part(tag, name, (0, 0)),
-                (_, _, Some(checks)) => {
-                    let checks: nuthatch_store::disk::PartChecks = checks;
-                    tier.read_part(tag, name, (part, checks[part]))
-                }
+                (_, 0, _) => tier.read_part(tag, name, (0, PartChecks::default())),
+                (_, _, Some(checks)) => tier.read_part(tag, name, (part, checks)),
                 (_, _, None) => Asked::Busy,
             });
             match asked {

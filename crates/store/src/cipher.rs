@@ -1,24 +1,27 @@
-//! Records as nobody without the key can read, name or change them.
+//! Records, as they are or as nobody without the key can read, name or change them.
 //!
 //! ```text
-//!   [ magic 4 | page_len 4 | key 16 | nonce 12 | zeros 4 | check 8 ][ the record, encrypted ][ tag 16 ]
+//!   [ magic 4 | page_len 4 | key 16 | nonce 12 | zeros 4 | check 8 ][ the header, encrypted ][ tag 16 ]
+//!   [ the page: parts, each encrypted ]
 //! ```
 //!
-//! AES-256 in Galois counter mode, with a nonce drawn for each record, so that a key file is good for
-//! billions of them. What stands before the record is authenticated with it. A page's key in it is a
-//! keyed hash, and the key of that hash comes from the key file too.
+//! AES-256 in Galois counter mode. The header and each part are messages of their own, so that a page
+//! can be read part by part; the tags of parts are their checks, in the header. The nonces of a record
+//! are 92 bits, drawn for it, and four that say which of its messages it is, so that a key file is good
+//! for a billion records. What stands before the header is authenticated with it. A page's key in it is
+//! a keyed hash, and the key of that hash comes from the key file too.
 
 use std::fmt;
 
 use nuthatch_types::PageKey;
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
 use ring::hmac;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::disk::{Defect, N_PARTS, PageName, RecordShape};
+use crate::disk::{Defect, N_PARTS, PageName, PartChecks, RecordShape, part_check};
 
 const MAGIC: [u8; 4] = *b"PAGX";
-/// Bytes before an encrypted record.
+/// Bytes before an encrypted header.
 pub(crate) const HEAD_BYTES: usize = 48;
 /// Bytes after it.
 pub(crate) const TAG_BYTES: usize = 16;
@@ -82,73 +85,146 @@ impl fmt::Debug for StoreKey {
 
 /// How records are written and read: their shape, and the key if they are encrypted.
 #[derive(Debug)]
-pub(crate) struct Form {
+pub struct RecordForm {
+    /// Their shape.
     pub(crate) shape: RecordShape,
     cipher: Option<LessSafeKey>,
 }
 
-impl Form {
+impl RecordForm {
     /// Records of this shape, which says whether they are encrypted.
-    pub(crate) fn new(shape: RecordShape, key: Option<&StoreKey>) -> Self {
+    pub fn new(shape: RecordShape, key: Option<&StoreKey>) -> Self {
         assert_eq!(shape.is_encrypted, key.is_some(), "who encrypts has a key");
         assert!((1..=N_PARTS).contains(&shape.n_parts()), "a check for each part");
         let cipher = key.map(|key| {
             let key = key.derive(b"nuthatch page bytes");
             LessSafeKey::new(UnboundKey::new(&AES_256_GCM, &key).expect("32 bytes are a key"))
         });
-        Form { shape, cipher }
+        RecordForm { shape, cipher }
     }
 
     /// Makes a record around its body, which is in place. An error where the system has no random
     /// numbers.
-    pub(crate) fn seal(&self, name: &PageName<'_>, record: &mut [u8]) -> std::io::Result<()> {
-        let inner = self.shape.inner();
-        self.shape.seal(name, &mut record[inner.clone()]);
-        let Some(cipher) = &self.cipher else { return Ok(()) };
+    pub fn seal(&self, name: &PageName<'_>, record: &mut [u8]) -> std::io::Result<()> {
+        let shape = &self.shape;
+        assert_eq!(record.len(), shape.record_bytes(), "records have one length");
+        let (front, body) = record.split_at_mut(shape.header_bytes());
+        let (body, rest) = body.split_at_mut(shape.page_bytes);
+        rest.fill(0);
+        front[shape.header().end..].fill(0);
+        let Some(cipher) = &self.cipher else {
+            let checks = shape.checks(name.key, body);
+            shape.write_header(name, &checks, &mut front[shape.header()]);
+            return Ok(());
+        };
         let mut nonce = [0; NONCE_LEN];
         getrandom::fill(&mut nonce).map_err(|error| std::io::Error::other(error.to_string()))?;
-        let (head, rest) = record.split_at_mut(HEAD_BYTES);
-        let (text, tag_bytes) = rest.split_at_mut(inner.len());
+        nonce[NONCE_LEN - 1] &= 0xF0;
+        let too_long = |_| std::io::Error::other("a record is too long to be encrypted");
+        let mut checks = [0; N_PARTS];
+        for (part, check) in checks.iter_mut().enumerate().take(shape.n_parts()) {
+            let (nonce, aad) = (part_nonce(nonce, part), self.part_aad(name.key));
+            let text = &mut body[shape.part(part)];
+            let tag = cipher.seal_in_place_separate_tag(nonce, aad, text).map_err(too_long)?;
+            *check = u128::from_le_bytes(tag_bytes(&tag));
+        }
+        let (head, rest) = front.split_at_mut(HEAD_BYTES);
+        let (text, rest) = rest.split_at_mut(shape.header().len());
+        shape.write_header(name, &checks, text);
         head[..4].copy_from_slice(&MAGIC);
-        head[4..8].copy_from_slice(&self.shape.page_len.to_le_bytes());
+        head[4..8].copy_from_slice(&shape.page_len.to_le_bytes());
         head[8..24].copy_from_slice(&name.key.0.to_le_bytes());
         head[NONCE_START..36].copy_from_slice(&nonce);
         head[36..40].fill(0);
-        let check = xxh3_64_with_seed(&head[..40], self.shape.seed());
+        let check = xxh3_64_with_seed(&head[..40], shape.seed());
         head[40..].copy_from_slice(&check.to_le_bytes());
-        let nonce = Nonce::assume_unique_for_key(nonce);
-        let tag = cipher
-            .seal_in_place_separate_tag(nonce, self.aad(head), text)
-            .map_err(|_| std::io::Error::other("a record is too long to be encrypted"))?;
-        tag_bytes[..TAG_BYTES].copy_from_slice(tag.as_ref());
+        let (nonce, aad) = (Nonce::assume_unique_for_key(nonce), self.aad(head));
+        let tag = cipher.seal_in_place_separate_tag(nonce, aad, text).map_err(too_long)?;
+        rest[..TAG_BYTES].copy_from_slice(tag.as_ref());
         Ok(())
     }
 
     /// Checks that a record is whole and holds this page. Its body is in place afterwards.
-    pub(crate) fn open(&self, name: &PageName<'_>, record: &mut [u8]) -> Result<(), Defect> {
-        let inner = self.shape.inner();
-        if let Some(cipher) = &self.cipher {
-            if self.shape.read_key(record)? != name.key {
-                return Err(Defect::Stale);
-            }
-            let record = record.get_mut(..self.shape.sealed_bytes()).ok_or(Defect::Torn)?;
-            let (head, rest) = record.split_at_mut(HEAD_BYTES);
-            let mut nonce = [0; NONCE_LEN];
-            nonce.copy_from_slice(&head[NONCE_START..36]);
-            let nonce = Nonce::assume_unique_for_key(nonce);
-            cipher.open_in_place(nonce, self.aad(head), rest).map_err(|_| Defect::Corrupt)?;
+    pub fn open(&self, name: &PageName<'_>, record: &mut [u8]) -> Result<(), Defect> {
+        let front = record.len().min(self.shape.header_bytes());
+        let checks = self.open_header(name, &mut record[..front])?;
+        let body = record.get_mut(self.shape.body()).ok_or(Defect::Torn)?;
+        for part in 0..self.shape.n_parts() {
+            self.open_part(name.key, part, &mut body[self.shape.part(part)], &checks)?;
         }
-        let record = record.get(inner.start..).ok_or(Defect::Torn)?;
-        self.shape.open(name, &record[..record.len().min(inner.len())]).map(|_| ())
+        Ok(())
     }
 
-    /// What is authenticated beside the record.
+    /// Checks that a record begins with a whole header of this page, and gives the checks of its parts.
+    pub fn open_header(
+        &self,
+        name: &PageName<'_>,
+        record: &mut [u8],
+    ) -> Result<PartChecks, Defect> {
+        let header = self.shape.header();
+        let Some(cipher) = &self.cipher else { return self.shape.open_header(name, record) };
+        if self.shape.read_key(record)? != name.key {
+            return Err(Defect::Stale);
+        }
+        let front = record.get_mut(..header.end + TAG_BYTES).ok_or(Defect::Torn)?;
+        let (head, text) = front.split_at_mut(HEAD_BYTES);
+        let mut nonce = [0; NONCE_LEN];
+        nonce.copy_from_slice(&head[NONCE_START..36]);
+        let aad = self.aad(head);
+        cipher
+            .open_in_place(Nonce::assume_unique_for_key(nonce), aad, text)
+            .map_err(|_| Defect::Corrupt)?;
+        Ok(PartChecks { nonce, ..self.shape.open_header(name, text)? })
+    }
+
+    /// Checks that bytes are the part of a page that they should be; they are the page's afterwards.
+    pub fn open_part(
+        &self,
+        key: PageKey,
+        part: usize,
+        bytes: &mut [u8],
+        checks: &PartChecks,
+    ) -> Result<(), Defect> {
+        let check = checks.checks[part];
+        let is_it = match &self.cipher {
+            None => part_check(key, bytes) == check,
+            Some(cipher) => {
+                let nonce = part_nonce(checks.nonce, part);
+                let (aad, tag) = (self.part_aad(key), Tag::from(check.to_le_bytes()));
+                cipher.open_in_place_separate_tag(nonce, aad, tag, bytes, 0..).is_ok()
+            }
+        };
+        if is_it { Ok(()) } else { Err(Defect::Corrupt) }
+    }
+
+    /// What is authenticated beside the header.
     fn aad(&self, head: &[u8]) -> Aad<[u8; 56]> {
         let mut aad = [0; 56];
         aad[..40].copy_from_slice(&head[..40]);
         aad[40..].copy_from_slice(&self.shape.namespace.to_le_bytes());
         Aad::from(aad)
     }
+
+    /// What is authenticated beside a part.
+    fn part_aad(&self, key: PageKey) -> Aad<[u8; 32]> {
+        let mut aad = [0; 32];
+        aad[..16].copy_from_slice(&key.0.to_le_bytes());
+        aad[16..].copy_from_slice(&self.shape.namespace.to_le_bytes());
+        Aad::from(aad)
+    }
+}
+
+/// The nonce of a part, in a record with this one.
+fn part_nonce(mut nonce: [u8; NONCE_LEN], part: usize) -> Nonce {
+    const { assert!(N_PARTS < 16, "four bits for the header and the parts") };
+    nonce[NONCE_LEN - 1] |= part as u8 + 1;
+    Nonce::assume_unique_for_key(nonce)
+}
+
+fn tag_bytes(tag: &Tag) -> [u8; TAG_BYTES] {
+    let mut bytes = [0; TAG_BYTES];
+    bytes.copy_from_slice(tag.as_ref());
+    bytes
 }
 
 /// The page that an encrypted record holds, by what stands before it.
@@ -183,8 +259,8 @@ mod tests {
     const NAME: PageName<'_> =
         PageName { key: PageKey(77), parent: PageKey(u128::MAX), tokens: &TOKENS };
 
-    fn form(key: u8) -> Form {
-        Form::new(SHAPE, Some(&StoreKey([key; 32])))
+    fn form(key: u8) -> RecordForm {
+        RecordForm::new(SHAPE, Some(&StoreKey([key; 32])))
     }
 
     fn record() -> Vec<u8> {
@@ -220,7 +296,7 @@ mod tests {
         assert_eq!(form(2).open(&NAME, &mut record.clone()), Err(Defect::Corrupt));
         let other = PageName { key: PageKey(78), ..NAME };
         assert_eq!(form(1).open(&other, &mut record.clone()), Err(Defect::Stale));
-        let plain = Form::new(RecordShape { is_encrypted: false, ..SHAPE }, None);
+        let plain = RecordForm::new(RecordShape { is_encrypted: false, ..SHAPE }, None);
         assert!(plain.open(&NAME, &mut record.clone()).is_err());
     }
 

@@ -72,6 +72,12 @@ impl<B: Backend> KvStore<B> {
         backend.write_page(&mut self.kv, slot, start, source)
     }
 
+    /// What is queued from now on sees the pages written so far; with `beside`, those that come next may
+    /// be written while it runs, for what is queued after the next call.
+    pub fn land_pages(&mut self, backend: &B, beside: bool) -> Result<(), DeviceError> {
+        backend.land_pages(&mut self.kv, beside)
+    }
+
     /// Writes pages anew with their keys at other positions, in order.
     pub fn shift(
         &mut self,

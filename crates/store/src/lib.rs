@@ -16,6 +16,6 @@ mod page_buf;
 pub mod remote;
 pub mod slow;
 
-pub use cipher::{KeyError, StoreKey};
+pub use cipher::{KeyError, RecordForm, StoreKey};
 pub use kv::KvStore;
 pub use page_buf::{PageBuf, RecordLayout};

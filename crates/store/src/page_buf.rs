@@ -7,7 +7,7 @@ use std::sync::Arc;
 use nuthatch_backend::PageCodec;
 use nuthatch_types::{PageKey, TokenId};
 
-use crate::cipher::{Form, StoreKey};
+use crate::cipher::{RecordForm, StoreKey};
 use crate::disk::{BLOCK, PageName, PartChecks, RecordShape};
 
 /// Memory of one tier's buffers.
@@ -18,7 +18,7 @@ const N_BUFFERS: (usize, usize) = (4, 1024);
 /// How pages are made into records: coded or as they are, encrypted or not.
 #[derive(Clone)]
 pub struct RecordLayout {
-    pub(crate) form: Arc<Form>,
+    pub(crate) form: Arc<RecordForm>,
     pub(crate) codec: Option<Arc<dyn PageCodec>>,
 }
 
@@ -30,7 +30,7 @@ impl RecordLayout {
         codec: Option<Arc<dyn PageCodec>>,
         key: Option<&StoreKey>,
     ) -> Self {
-        RecordLayout { form: Arc::new(Form::new(shape, key)), codec }
+        RecordLayout { form: Arc::new(RecordForm::new(shape, key)), codec }
     }
 }
 
@@ -103,10 +103,16 @@ impl PageBuf {
         }
     }
 
-    /// Makes the page of its record.
+    /// Makes the page of its record, or some of its layers of a part.
     pub(crate) fn decode(&mut self, codec: Option<&dyn PageCodec>) {
-        if let (Some(codec), Some(page)) = (codec, &mut self.page) {
-            codec.decode(&self.bytes[self.body.clone()], page);
+        let (Some(codec), Some(page)) = (codec, &mut self.page) else { return };
+        let coded = &self.bytes[self.body.clone()];
+        match codec.layer_bytes().filter(|_| self.is_part) {
+            Some((layer_bytes, coded_bytes)) => {
+                page.resize(coded.len() / coded_bytes * layer_bytes, 0);
+                codec.decode_layers(coded, page);
+            }
+            None => codec.decode(coded, page),
         }
     }
 }
@@ -142,11 +148,16 @@ impl Buffers {
     }
 
     /// Buffers for parts of pages, with the blocks that they begin and end in.
-    pub(crate) fn for_parts(shape: RecordShape) -> Self {
+    pub(crate) fn for_parts(shape: RecordShape, codec: Option<&dyn PageCodec>) -> Self {
         let n_bytes = shape.header_bytes() + shape.part_bytes + 2 * BLOCK;
         let (least, most) = N_BUFFERS;
-        let n = (BUFFER_BYTES / 2 / n_bytes).clamp(least, most);
-        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes: None, n_bytes, are_parts: true }
+        let page_bytes = codec.map(|codec| {
+            // Where layers cannot come alone, a part is a page.
+            let layer_bytes = codec.layer_bytes().unwrap_or((codec.page_bytes(), shape.page_bytes));
+            shape.part_bytes.div_ceil(layer_bytes.1) * layer_bytes.0
+        });
+        let n = (BUFFER_BYTES / 2 / (n_bytes + page_bytes.unwrap_or(0))).clamp(least, most);
+        Buffers { free: Vec::new(), n_unmade: n, shape, page_bytes, n_bytes, are_parts: true }
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossbeam_channel::Select;
 use nuthatch_types::PageKey;
 
-use crate::disk::{Asked, DiskStats, DiskTier, Loaded, PageName, RecordShape};
+use crate::disk::{Asked, DiskStats, DiskTier, Loaded, PageName, PartChecks, RecordShape};
 use crate::page_buf::PageBuf;
 use crate::remote::{RemoteCounters, RemoteTier};
 
@@ -135,11 +135,11 @@ impl SlowTiers {
     /// The form of the disk's records, if their parts can be read alone.
     pub fn parts(&self) -> Option<RecordShape> {
         let shape = self.disk.as_ref()?.shape();
-        (!shape.is_encrypted && shape.n_parts() > 1).then_some(shape)
+        (shape.n_parts() > 1).then_some(shape)
     }
 
     /// Asks for a part of a page of the disk: see [`DiskTier::read_part`].
-    pub fn read_part(&mut self, tag: u64, name: &PageName<'_>, part: (usize, u64)) -> Asked {
+    pub fn read_part(&mut self, tag: u64, name: &PageName<'_>, part: (usize, PartChecks)) -> Asked {
         self.disk.as_mut().map_or(Asked::Missing, |disk| disk.read_part(tag, name, part))
     }
 

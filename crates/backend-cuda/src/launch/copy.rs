@@ -1,10 +1,14 @@
-//! `copy.cu`: whole pages inside a tier and between tiers.
+//! `copy.cu`: whole pages inside a tier and between tiers, and pages or heads of them from the host.
 
+use std::ops::Range;
+
+use cudarc::driver::CudaStream;
 use nuthatch_backend::DeviceError;
 use nuthatch_types::{PageCopy, Slot};
 
 use super::{Address, count, params};
 use crate::device::{Device, Kernel};
+use crate::door::Door;
 use crate::kv::CudaKv;
 use crate::pinned::PinnedMemory;
 
@@ -21,7 +25,24 @@ params! {
     }
 }
 
+params! {
+    /// Mirrors `LandParams`.
+    LandParams {
+        device: Address,
+        host: Address,
+        slots: Address,
+        stride: u64,
+        n_device: u32,
+        page_bytes: u32,
+        n_heads: u32,
+        n_pages: u32,
+    }
+}
+
 const THREADS: u32 = 256;
+/// Blocks that bring pages over the link, beside those of a pass: 128 KiB of them are on their way at once.
+/// Guessed.
+const LAND_BLOCKS: u32 = 32;
 
 /// Pages that lie as those of keys and values do.
 #[derive(Clone, Copy)]
@@ -75,7 +96,7 @@ pub(crate) fn read_page(
 ) -> Result<(), DeviceError> {
     assert_eq!(target.len(), kv.page_bytes(), "a page's bytes");
     if slot.0 < kv.slots.device {
-        pass_gate(device, kernel, kv, slot, true)?;
+        pass_gate(device, kernel, kv, slot)?;
         kv.gate.read(0, target);
         return Ok(());
     }
@@ -87,45 +108,106 @@ pub(crate) fn read_page(
     Ok(())
 }
 
-/// Writes a page from bytes of the host, and waits.
+/// Copies a page of the device to the gate, and waits.
+fn pass_gate(device: &Device, kernel: &Kernel, kv: &CudaKv, slot: Slot) -> Result<(), DeviceError> {
+    let copy = PageCopy { source: slot, target: Slot(kv.slots.device) };
+    for tiers in Tiers::of(kv, (kv.gate.address(), 1)) {
+        copy_between(device, kernel, tiers, &[copy])?;
+    }
+    device.wait()
+}
+
+/// Writes a page from bytes of the host, or whole heads of it, which begin at the byte `start`.
 pub(crate) fn write_page(
-    device: &Device,
-    kernel: &Kernel,
+    (device, kernel): (&Device, &Kernel),
     kv: &mut CudaKv,
-    slot: Slot,
+    (slot, start): (Slot, usize),
     source: &[u8],
 ) -> Result<(), DeviceError> {
-    assert_eq!(source.len(), kv.page_bytes(), "a page's bytes");
+    let bytes = start..start + source.len();
+    assert!(bytes.end <= kv.page_bytes(), "a page's bytes");
     if slot.0 < kv.slots.device {
-        // Nothing that uses the gate is queued, because everything that did was waited for.
-        kv.gate.write(0, source);
-        pass_gate(device, kernel, kv, slot, false)?;
+        let made = kv.door.take().map_or_else(|| Door::new(device, kv.page_bytes()), Ok);
+        let mut door = made?;
+        let written = door.write((device, kernel), kv, (slot, start), source);
+        kv.door = Some(door);
+        written?;
         return kv.forget_near(device, std::iter::once(slot));
     }
     device.wait()?;
     let parts = kv.host_parts(slot);
     let host = kv.host.as_mut().expect("a slot of the arena");
-    for (part, start) in parts {
-        host.write(start, &source[part]);
+    let is_in = |(part, _): &(Range<usize>, usize)| part.start >= start && part.end <= bytes.end;
+    for (part, at) in parts.into_iter().filter(is_in) {
+        host.write(at, &source[part.start - start..part.end - start]);
     }
     Ok(())
 }
 
-/// Copies a page of the device to the gate, or from it, and waits.
-fn pass_gate(
-    device: &Device,
-    kernel: &Kernel,
-    kv: &CudaKv,
-    slot: Slot,
-    is_out: bool,
+/// What is queued from now on sees pages that were written so far: see `Backend::land_pages`.
+pub(crate) fn land(
+    (device, kernel): (&Device, &Kernel),
+    kv: &mut CudaKv,
+    beside: bool,
 ) -> Result<(), DeviceError> {
-    let gate = Slot(kv.slots.device);
-    let (source, target) = if is_out { (slot, gate) } else { (gate, slot) };
-    let copy = PageCopy { source, target };
-    for tiers in Tiers::of(kv, (kv.gate.address(), 1)) {
-        copy_between(device, kernel, tiers, &[copy])?;
+    let made = kv.door.take().map_or_else(|| Door::new(device, kv.page_bytes()), Ok);
+    let mut door = made?;
+    let landed = door.land((device, kernel), kv, beside);
+    kv.door = Some(door);
+    landed
+}
+
+/// The same bytes of some pages, in pinned memory.
+pub(crate) struct Landing {
+    /// `[n_pages]` where they go, as 32 bits each.
+    pub(crate) slots: Address,
+    /// `[n_pages][bytes]`
+    pub(crate) pages: Address,
+    pub(crate) n_pages: usize,
+    /// Which bytes of a page: whole heads.
+    pub(crate) bytes: Range<usize>,
+}
+
+/// Queues the copy of pages to their slots on a stream.
+pub(crate) fn land_pages(
+    device: &Device,
+    (kernel, stream): (&Kernel, &CudaStream),
+    kv: &CudaKv,
+    landing: &Landing,
+) -> Result<(), DeviceError> {
+    let Range { start, end } = landing.bytes;
+    for run in kv.runs() {
+        let page_bytes = run.page.bytes();
+        let (first, last) = (start.max(run.before), end.min(run.before + run.n * page_bytes));
+        if first >= last {
+            continue;
+        }
+        let n_heads = (last - first) / page_bytes;
+        let before = (first - run.before) / page_bytes;
+        let is_whole = (first - run.before).is_multiple_of(page_bytes)
+            && (last - first).is_multiple_of(page_bytes);
+        assert!(is_whole, "whole heads");
+        let head_bytes = page_bytes as u64 * u64::from(kv.slots.device);
+        let params = LandParams {
+            device: run.address + before as u64 * head_bytes,
+            host: landing.pages + (first - start) as u64,
+            slots: landing.slots,
+            stride: (end - start) as u64,
+            n_device: kv.slots.device,
+            page_bytes: count(page_bytes),
+            n_heads: count(n_heads),
+            n_pages: count(landing.n_pages),
+        };
+        let n_blocks = count(n_heads * landing.n_pages).min(LAND_BLOCKS);
+        #[expect(unsafe_code, reason = "a kernel")]
+        // SAFETY: the kernel reads so many slots and pages of the landing, which is pinned and is not
+        // written before this has been done, and writes to heads of the run, in slots that were asserted
+        // when they were written down.
+        unsafe {
+            device.launch_on((stream, false), kernel, ((n_blocks, 1), THREADS), &params)?;
+        }
     }
-    device.wait()
+    Ok(())
 }
 
 /// Copies pages in order, all heads of some tiers.

@@ -1,6 +1,8 @@
 //! Buffers, layers of the arena, and pages copied inside it.
 
-use nuthatch_types::{ColdDtype, ColdKv, HostReads, KvDtype, LayerIdx, LayerSet, PageCopy, Slot};
+use nuthatch_types::{
+    ColdDtype, ColdKv, HostReads, KvDtype, LayerIdx, LayerSet, PageCopy, PageImage, Slot,
+};
 
 use crate::{Backend, LayoutCodec, PageCodec as _, RopeStyle};
 
@@ -153,26 +155,47 @@ pub fn page_images_match<B: Backend>(b: &B) {
         assert_eq!(same.as_ref(), Some(&image), "two arenas of one shape");
         other.sequences = layers.sequences;
         let host = Slot(Layers::<B>::N_SLOTS + 1);
-        for (page, slot) in pages.iter().zip([Slot(0), host, Slot(5)]) {
-            // The second layer first, where layers can come alone.
-            let cut = image.layer_bytes.unwrap_or(page.len());
-            let (first, rest) = page.split_at(cut);
-            for (start, bytes) in [(cut, rest), (0, first)] {
-                if !bytes.is_empty() {
-                    b.write_page(&mut other.rig.kv, slot, start, bytes).expect("a page is written");
-                }
+        // In order with all else, and then beside it.
+        for (beside, targets) in
+            [(false, [Slot(0), host, Slot(5)]), (true, [Slot(8), host, Slot(4)])]
+        {
+            put_pages(b, &mut other.rig.kv, &pages, (&targets, &image), beside);
+            for (page, slot) in pages.iter().zip(targets) {
+                let mut again = vec![0; page.len()];
+                b.read_page(&other.rig.kv, slot, &mut again).expect("a page is read");
+                assert!(again == *page, "a page is read as it was written, {dtype}");
             }
-            let mut again = vec![0; page.len()];
-            b.read_page(&other.rig.kv, slot, &mut again).expect("a page is read");
-            assert!(again == *page, "a page is read as it was written, {dtype}");
+            let back = PageCopy { source: host, target: Slot(11) };
+            b.copy_pages(&mut other.rig.kv, &[back]).expect("copy_pages runs");
+            other.rig.write_table(1, 0, &[targets[0], Slot(11), targets[2]]);
+            for (layer, (got, expected)) in other.last_rows(1).iter().zip(&expected).enumerate() {
+                same_bits(got, expected, &|| {
+                    format!("attention of layer {layer} after pages left the device, {dtype}")
+                });
+            }
         }
-        let back = PageCopy { source: host, target: Slot(11) };
-        b.copy_pages(&mut other.rig.kv, &[back]).expect("copy_pages runs");
-        other.rig.write_table(1, 0, &[Slot(0), Slot(11), Slot(5)]);
-        for (layer, (got, expected)) in other.last_rows(1).iter().zip(&expected).enumerate() {
-            same_bits(got, expected, &|| {
-                format!("attention of layer {layer} after pages left the device, {dtype}")
-            });
+    }
+}
+
+/// Writes pages, the second layers first where layers can come alone.
+fn put_pages<B: Backend>(
+    b: &B,
+    kv: &mut B::Kv,
+    pages: &[Vec<u8>],
+    (slots, image): (&[Slot], &PageImage),
+    beside: bool,
+) {
+    if beside {
+        b.land_pages(kv, true).expect("pages may come");
+    }
+    let cut = image.layer_bytes.unwrap_or(image.bytes);
+    for layers in [cut..image.bytes, 0..cut] {
+        for (page, &slot) in pages.iter().zip(slots).filter(|_| !layers.is_empty()) {
+            let bytes = &page[layers.clone()];
+            b.write_page(kv, slot, layers.start, bytes).expect("a page is written");
+        }
+        if beside {
+            b.land_pages(kv, layers.start > 0).expect("pages have come");
         }
     }
 }

@@ -7,19 +7,19 @@ use std::time::Duration;
 use nuthatch_backend::DeviceError;
 use nuthatch_cache::{LoadId, Salt};
 use nuthatch_store::disk::{
-    DiskDir, DiskError, DiskIo, DiskTier, Files, IoEngine, N_PARTS, RecordShape, SystemFiles,
+    DiskDir, DiskError, DiskIo, DiskTier, Files, IoEngine, RecordShape, SystemFiles,
 };
 use nuthatch_store::remote::{self, Objects, RemoteTier};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_store::{RecordLayout, StoreKey};
-use nuthatch_types::{ColdKv, PageImage, TokenId};
+use nuthatch_types::{ColdKv, TokenId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::Engine;
 use crate::SharedClock;
 use crate::executor::Execute;
 use crate::moved::Moved;
-use crate::tier::Tier;
+use crate::tier::{LayerParts, Tier};
 
 /// Where pages are kept that outlive the engine.
 #[derive(Clone, Default)]
@@ -93,7 +93,7 @@ impl<E: Execute> Engine<E> {
         let cache = self.scheduler.cache();
         let (page_len, n_pages) = (cache.config().page_len, cache.config().slots().total());
         // The key names the model and its policy, the layout all else that decides a page's bytes.
-        let mut name = format!("2 {:032x} {page_len} {}", cache.key_mark(), image.layout);
+        let mut name = format!("3 {:032x} {page_len} {}", cache.key_mark(), image.layout);
         if let Some(cold) = &options.cold {
             name += &format!(", {cold}, 1");
         }
@@ -104,9 +104,9 @@ impl<E: Execute> Engine<E> {
         let page_bytes = codec.as_ref().map_or(image.bytes, |codec| codec.coded_bytes());
         let is_encrypted = options.key.is_some();
         // What top-k attention learned in a pass cannot be undone.
-        let comes_early = codec.is_none() && !is_encrypted && self.executor.topk().is_none();
-        let part_layers = if comes_early { part_layers(&image) } else { None };
-        let part_bytes = part_layers.map_or(page_bytes, |(n, layer_bytes)| n * layer_bytes);
+        let comes_early = self.executor.topk().is_none();
+        let parts = if comes_early { LayerParts::of(&image, codec.as_deref()) } else { None };
+        let part_bytes = parts.map_or(page_bytes, |parts| parts.stored_bytes);
         let shape = RecordShape { namespace, page_len, page_bytes, part_bytes, is_encrypted };
         let layout = RecordLayout::new(shape, codec, options.key.as_ref());
         let clock = || SharedClock::clone(&self.clock);
@@ -131,8 +131,8 @@ impl<E: Execute> Engine<E> {
         });
         let seed = cache.key_mark() as u64;
         let mut tier = Tier::new(SlowTiers::new(disk, remote), page_len, n_pages);
-        if let Some((n_layers, _)) = part_layers.filter(|_| options.by_layers.unwrap_or(is_apart)) {
-            tier.begin_early(n_layers as u32);
+        if let Some(parts) = parts.filter(|_| options.by_layers.unwrap_or(is_apart)) {
+            tier.begin_early(parts);
         }
         if let Some(least) = options.reuse {
             let mover = self.executor.row_mover().ok_or(DiskError::NoRows)?;
@@ -223,10 +223,4 @@ impl<E: Execute> Engine<E> {
         tier.save(&mut self.executor, &mut self.scheduler, &self.clock, step_time)?;
         Ok(())
     }
-}
-
-/// Layers of each part of a page, and bytes of a layer, if parts can come alone.
-fn part_layers(image: &PageImage) -> Option<(usize, usize)> {
-    let layer_bytes = image.layer_bytes.filter(|&bytes| bytes > 0)?;
-    Some(((image.bytes / layer_bytes).div_ceil(N_PARTS).max(1), layer_bytes))
 }

@@ -16,7 +16,7 @@ use nuthatch_backend::DeviceError;
 use nuthatch_cache::LoadId;
 use nuthatch_scheduler::{Scheduler, Source};
 use nuthatch_store::PageBuf;
-use nuthatch_store::disk::{Asked, Miss, PageName};
+use nuthatch_store::disk::{Asked, Miss, PageName, PartChecks};
 use nuthatch_store::slow::SlowTiers;
 use nuthatch_types::LayerIdx;
 
@@ -74,7 +74,7 @@ impl Arrivals for Coming<'_> {
         write: &mut WritePage<'_>,
     ) -> Result<bool, DeviceError> {
         let Coming { tier, id, clock } = self;
-        let part_layers = tier.part_layers.map_or(1, |n| n.max(1));
+        let part_layers = tier.parts.map_or(1, |parts| parts.n_layers);
         while let Some(loaded) = tier.slow.poll() {
             tier.place(loaded, write, clock)?;
         }
@@ -108,15 +108,15 @@ pub(super) fn ask_parts(slow: &mut SlowTiers, loading: &mut Loading, page_len: u
             loading.n_asked += 1;
             continue;
         }
-        let check = match (part, parts.checks[page]) {
-            (0, _) => 0,
-            (_, Some(checks)) => checks[part],
+        let checks = match (part, parts.checks[page]) {
+            (0, _) => PartChecks::default(),
+            (_, Some(checks)) => checks,
             // Its first part is on its way.
             (_, None) => return,
         };
         let tokens = &loading.tokens[page * page_len..(page + 1) * page_len];
         let name = PageName { key: loading.keys[page + 1], parent: loading.keys[page], tokens };
-        match slow.read_part(loading.tag + loading.n_asked as u64, &name, (part, check)) {
+        match slow.read_part(loading.tag + loading.n_asked as u64, &name, (part, checks)) {
             Asked::Begun => {}
             Asked::Busy => return,
             Asked::Missing => loading.has_come[page] = Some(false),
@@ -137,7 +137,7 @@ pub(super) fn place_part(
         loading.has_come[page] = Some(false);
         return Ok(false);
     };
-    write(loading.slots[page], parts.shape.part(part).start, buf.page())?;
+    write(loading.slots[page], part * parts.bytes, buf.page())?;
     let is_whole = parts.take(part, page, buf.checks());
     if is_whole {
         loading.has_come[page] = Some(true);

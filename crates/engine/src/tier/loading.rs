@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
+use nuthatch_backend::PageCodec;
 use nuthatch_store::disk::{N_PARTS, PartChecks, RecordShape};
-use nuthatch_types::{PageKey, Slot, TokenId};
+use nuthatch_types::{PageImage, PageKey, Slot, TokenId};
 
 use crate::moved::MovedPages;
 
@@ -43,10 +44,36 @@ pub(super) struct Loading {
     pub(super) is_early: bool,
 }
 
+/// How pages come part by part: each has so many layers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LayerParts {
+    pub(super) n_layers: u32,
+    /// Bytes of a part in a page.
+    pub(super) bytes: usize,
+    /// The same as it is stored.
+    pub(crate) stored_bytes: usize,
+}
+
+impl LayerParts {
+    /// `None` where layers cannot come alone.
+    pub(crate) fn of(image: &PageImage, codec: Option<&dyn PageCodec>) -> Option<Self> {
+        let layer_bytes = image.layer_bytes.filter(|&bytes| bytes > 0)?;
+        let stored = match codec {
+            Some(codec) => codec.layer_bytes().filter(|layer| layer.0 == layer_bytes)?.1,
+            None => layer_bytes,
+        };
+        let n = (image.bytes / layer_bytes).div_ceil(N_PARTS).max(1);
+        let (n_layers, bytes, stored_bytes) = (n as u32, n * layer_bytes, n * stored);
+        Some(LayerParts { n_layers, bytes, stored_bytes })
+    }
+}
+
 /// Pages that come part by part.
 #[derive(Debug)]
 pub(super) struct Parts {
     pub(super) shape: RecordShape,
+    /// Bytes of a part in a page, which may be stored in fewer.
+    pub(super) bytes: usize,
     /// `[n_pages]` what the parts of each page are checked by, when its first one has come.
     pub(super) checks: Vec<Option<PartChecks>>,
     /// `[n_pages]` a bit for each part that has come.
@@ -55,9 +82,9 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn new(shape: RecordShape, n_pages: usize) -> Self {
+    pub(super) fn new(shape: RecordShape, bytes: usize, n_pages: usize) -> Self {
         const { assert!(N_PARTS <= 8, "a bit for each part") };
-        Parts { shape, checks: vec![None; n_pages], came: vec![0; n_pages], n_came: 0 }
+        Parts { shape, bytes, checks: vec![None; n_pages], came: vec![0; n_pages], n_came: 0 }
     }
 
     /// Takes in that a part of a page has come, and says whether the page is whole.

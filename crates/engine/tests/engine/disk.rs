@@ -113,10 +113,11 @@ fn a_conversation_is_encrypted() {
     let (prompt, greedy) = golden("llama3");
     let turns = [&prompt[..], &greedy].concat();
     let request = request(&turns, Sampling::greedy());
-    let start = |key: Option<u8>| {
+    let start = |key: Option<u8>, by_layers: bool| {
         let mut engine = load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
         let key = key.map(|byte| StoreKey::read(&[byte; 32]).unwrap());
-        engine.keep_pages(&SlowOptions { key, ..disk(dir.path()) }).unwrap();
+        let by_layers = Some(by_layers);
+        engine.keep_pages(&SlowOptions { key, by_layers, ..disk(dir.path()) }).unwrap();
         engine.spawn().unwrap()
     };
     let mut answers = Vec::new();
@@ -124,7 +125,8 @@ fn a_conversation_is_encrypted() {
     for (key, n) in
         [(Some(1), 0), (Some(1), n_cached), (Some(2), 0), (None, 0), (Some(1), n_cached)]
     {
-        let handle = start(key);
+        // The last comes layer by layer.
+        let handle = start(key, answers.len() == 4);
         let (answer, n_cached) = ask(&handle, &request);
         assert_eq!(n_cached, n, "{key:?}");
         answers.push((answer.tokens, answer.logprobs));
@@ -158,20 +160,27 @@ fn a_conversation_in_fewer_bits_goes_on_nearly_as_it_would() {
     ] {
         let dir = TempDir::new().unwrap();
         let cold = ColdKv { dtype, exact_layers };
-        let options = SlowOptions { cold: Some(cold.clone()), ..disk(dir.path()) };
-        let start = || {
+        let start = |by_layers| {
+            let by_layers = Some(by_layers);
+            let options = SlowOptions { cold: Some(cold.clone()), by_layers, ..disk(dir.path()) };
             let mut engine =
                 load_topk(&folder("llama3"), POOL, &EngineOptions::default(), 10, None);
             engine.keep_pages(&options).unwrap();
             engine.spawn().unwrap()
         };
-        let handle = start();
+        let handle = start(false);
         let (before, n_cached) = ask(&handle, &request);
         assert_eq!(n_cached, 0);
         handle.shutdown().unwrap();
-        let handle = start();
+        let handle = start(false);
         let (after, n_cached) = ask(&handle, &request);
         assert_eq!(n_cached, 16 * ((turns.len() as u32 - 1) / 16), "{cold}");
+        handle.shutdown().unwrap();
+        // Layer by layer with the same bits.
+        let handle = start(true);
+        let (again, again_cached) = ask(&handle, &request);
+        assert_eq!((again.tokens, again.logprobs), (after.tokens.clone(), after.logprobs.clone()));
+        assert_eq!(again_cached, n_cached, "{cold}");
         let logprob = |answer: &Answer| answer.logprobs[0].unwrap();
         let far = (logprob(&before) - logprob(&after)).abs();
         assert!(far <= bound, "{cold}: {far}");
@@ -276,8 +285,8 @@ fn whatever_the_disk_does_answers_are_right() {
     assert!(n_loaded > 50 && n_faults > 200, "{n_loaded} pages, {n_faults} faults, {n_late} late");
 }
 
-/// A request that is alone is computed while its pages come; when some do not come, or come wrong, it
-/// is computed without them.
+/// A request that is alone is computed while its pages come, encrypted or not; when some do not come, or
+/// come wrong, it is computed without them.
 #[test]
 fn a_lone_request_begins_before_its_pages_are_there() {
     let (mut early, mut undone) = (0, 0);
@@ -293,7 +302,8 @@ fn a_lone_request_begins_before_its_pages_are_there() {
         let system = SystemFiles::new("threads".parse().unwrap()).unwrap();
         let files = FaultyFiles::new(Arc::new(system), FaultRates::default(), seed);
         let (mut engine, _) = engine_with(CAPACITY, Script::default(), Options::default());
-        let options = SlowOptions { by_layers: Some(true), ..disk(dir.path()) };
+        let key = (seed % 8 >= 4).then(|| StoreKey::read(&[5; 32]).unwrap());
+        let options = SlowOptions { by_layers: Some(true), key, ..disk(dir.path()) };
         engine.keep_pages_in(&options, Arc::new(files.clone())).unwrap();
         for round in 0..3 {
             let request = submission(seed + round, 40, 3);

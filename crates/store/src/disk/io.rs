@@ -16,10 +16,10 @@ use nuthatch_types::{Clock, PageKey};
 
 use super::files::{IoEngine, write_fully};
 use super::queue::{Moved, Queue, Transfer};
-use super::record::{BLOCK, Defect};
+use super::record::{BLOCK, Defect, PartChecks};
 use super::segments::Place;
 use super::{Files, SegmentFile};
-use crate::cipher::Form;
+use crate::cipher::RecordForm;
 use crate::page_buf::{Blocks, OwnedName, PageBuf};
 
 /// Threads that read. Where each reads one page at a time, more overlap more requests to the disk;
@@ -59,8 +59,8 @@ pub(super) struct ReadJob {
     pub(super) name: OwnedName,
     pub(super) buf: PageBuf,
     pub(super) is_direct: bool,
-    /// One part only, and its check; that of the first is in the header, which is read with it.
-    pub(super) part: Option<(usize, u64)>,
+    /// One part only, and the checks; the first comes with the header, which has them.
+    pub(super) part: Option<(usize, PartChecks)>,
 }
 
 /// Bytes that will be wanted soon.
@@ -105,7 +105,7 @@ pub(super) struct Threads {
 
 /// What every thread has.
 struct Worker {
-    form: Arc<Form>,
+    form: Arc<RecordForm>,
     codec: Option<Arc<dyn PageCodec>>,
     files: Arc<dyn Files>,
     clock: Arc<dyn Clock + Send + Sync>,
@@ -115,7 +115,7 @@ struct Worker {
 
 impl Threads {
     pub(super) fn start(
-        form: &Arc<Form>,
+        form: &Arc<RecordForm>,
         codec: Option<&Arc<dyn PageCodec>>,
         files: &Arc<dyn Files>,
         clock: &Arc<dyn Clock + Send + Sync>,
@@ -417,19 +417,19 @@ impl Worker {
 
     /// Checks what was read, which is so much of the buffer.
     fn check(&self, job: &mut ReadJob, read: Range<usize>) -> Result<(), Defect> {
-        let (shape, name) = (&self.form.shape, job.name.borrow());
+        let (form, name) = (&self.form, job.name.borrow());
         let bytes = job.buf.bytes.get_mut(read.clone()).ok_or(Defect::Torn)?;
-        let Some((part, check)) = job.part else { return self.form.open(&name, bytes) };
-        let (start, check) = match part {
-            0 => {
-                *job.buf.checks = shape.open_header(&name, bytes)?;
-                (shape.body().start, job.buf.checks[0])
-            }
-            _ => (0, check),
-        };
-        let bytes = bytes.get(start..start + shape.part(part).len()).ok_or(Defect::Torn)?;
-        shape.open_part(name.key, bytes, check)?;
-        job.buf.body = read.start + start..read.start + start + bytes.len();
+        let Some((part, mut checks)) = job.part else { return form.open(&name, bytes) };
+        let mut start = 0;
+        if part == 0 {
+            checks = form.open_header(&name, bytes)?;
+            start = form.shape.body().start;
+        }
+        let end = start + form.shape.part(part).len();
+        let bytes = bytes.get_mut(start..end).ok_or(Defect::Torn)?;
+        form.open_part(name.key, part, bytes, &checks)?;
+        *job.buf.checks = checks;
+        job.buf.body = read.start + start..read.start + end;
         Ok(())
     }
 }

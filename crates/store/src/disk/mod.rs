@@ -37,7 +37,7 @@ use nuthatch_types::{Clock, FastSet, PageKey};
 pub use files::{DiskIo, Files, IoEngine, SegmentFile, SystemFiles};
 pub use io::Miss;
 pub use queue::{Moved, Queue, SystemFile, Transfer};
-pub(crate) use record::BLOCK;
+pub(crate) use record::{BLOCK, part_check};
 pub use record::{Defect, N_PARTS, PageName, PartChecks, RecordShape};
 pub use recover::{DiskDir, DiskError};
 pub use stats::{DiskCounters, DiskStats};
@@ -137,7 +137,7 @@ impl DiskTier {
             writing: FastSet::default(),
             free_writes,
             free_reads,
-            free_parts: Buffers::for_parts(shape),
+            free_parts: Buffers::for_parts(shape, codec.as_deref()),
             records: None,
             n_failures: 0,
             n_refusals: 0,
@@ -258,19 +258,17 @@ impl DiskTier {
         self.segments.shape
     }
 
-    /// Asks for a part of a page, which is not encrypted. `check` is among those that came with the
-    /// first part, which needs none.
-    pub fn read_part(
+    /// Asks for a part of a page. The checks came with its first part, which needs none.
+    pub fn read_part(&mut self, tag: u64, name: &PageName<'_>, part: (usize, PartChecks)) -> Asked {
+        self.read_some(tag, name, Some(part))
+    }
+
+    fn read_some(
         &mut self,
         tag: u64,
         name: &PageName<'_>,
-        (part, check): (usize, u64),
+        part: Option<(usize, PartChecks)>,
     ) -> Asked {
-        assert!(!self.segments.shape.is_encrypted, "a part alone is not to be opened");
-        self.read_some(tag, name, Some((part, check)))
-    }
-
-    fn read_some(&mut self, tag: u64, name: &PageName<'_>, part: Option<(usize, u64)>) -> Asked {
         let Some((place, file)) = self.segments.find(name.key) else { return Asked::Missing };
         let file = Arc::clone(file);
         let buffers = if part.is_some() { &mut self.free_parts } else { &mut self.free_reads };

@@ -3,15 +3,16 @@
 //! ```text
 //!   segment   [ magic 8 | version 4 | page_len 4 | page_bytes 8 | part_bytes 8 | namespace 16 |
 //!               number 8 | check 8 ][ record ][ record ] ...
-//!   record    [ magic 4 | n_tokens 4 | key 16 | parent 16 | part checks 8 * 8 | tokens 4 * page_len |
+//!   record    [ magic 4 | n_tokens 4 | key 16 | parent 16 | part checks 8 * 16 | tokens 4 * page_len |
 //!               header check 8 ][ body: part | part | ... ]
 //! ```
 //!
 //! Numbers are little-endian. All records of a segment have one length, so that a broken one costs
 //! itself only. A body has up to eight parts, each with its own check, so that a page can be read part
-//! by part. The checks are xxh3 of 64 bits, with the namespace as seed for headers and with the key for
-//! parts: a record that strayed from another file, or a body under another header, is found out like a
-//! flipped bit. Nothing here is executed, followed or allocated from.
+//! by part. The checks are xxh3, with the namespace as seed for headers and with the key for parts: a
+//! record that strayed from another file, or a body under another header, is found out like a flipped
+//! bit. Encrypted records have the same header and parts ([`crate::RecordForm`]), whose checks are then
+//! the tags of the cipher. Nothing here is executed, followed or allocated from.
 //!
 //! Of large pages each of headers, bodies and records begins with a block of the disk and is filled up
 //! with zeros, as direct I/O asks.
@@ -19,14 +20,14 @@
 use std::ops::Range;
 
 use nuthatch_types::{PageKey, TokenId};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
 use crate::cipher::{HEAD_BYTES, TAG_BYTES, read_head};
 use crate::page_buf::OwnedName;
 
 const SEGMENT_MAGIC: [u8; 8] = *b"NUTHKVS\0";
 const RECORD_MAGIC: [u8; 4] = *b"PAGE";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// What direct I/O asks of places in files, of lengths and of memory.
 pub(crate) const BLOCK: usize = 4096;
@@ -38,7 +39,10 @@ pub const N_PARTS: usize = 8;
 /// Bytes of a segment's header.
 pub(crate) const SEGMENT_HEADER_BYTES: usize = 64;
 /// Where the tokens of a record begin.
-const TOKENS_START: usize = 40 + 8 * N_PARTS;
+const TOKENS_START: usize = CHECKS_START + CHECK_BYTES * N_PARTS;
+/// Where the checks of parts begin, and bytes of each.
+const CHECKS_START: usize = 40;
+const CHECK_BYTES: usize = 16;
 
 /// What all records of a directory's own segments have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,32 +99,26 @@ impl RecordShape {
         TOKENS_START + 4 * self.page_len as usize + 8
     }
 
-    /// Bytes of a record's header, before it is encrypted.
+    /// Bytes of a record before its page.
     pub fn header_bytes(&self) -> usize {
-        self.filled(self.header_len())
+        let around = if self.is_encrypted { HEAD_BYTES + TAG_BYTES } else { 0 };
+        self.filled(around + self.header_len())
     }
 
     /// Bytes of a record.
     pub fn record_bytes(&self) -> usize {
-        self.filled(self.sealed_bytes())
+        self.filled(self.header_bytes() + self.page_bytes)
     }
 
-    /// Bytes of a record without what fills it up.
-    pub(crate) fn sealed_bytes(&self) -> usize {
-        let around = if self.is_encrypted { HEAD_BYTES + TAG_BYTES } else { 0 };
-        around + self.header_bytes() + self.page_bytes
-    }
-
-    /// Where the record itself is, if it is encrypted.
-    pub(crate) fn inner(&self) -> Range<usize> {
+    /// Where the header itself is.
+    pub(crate) fn header(&self) -> Range<usize> {
         let start = if self.is_encrypted { HEAD_BYTES } else { 0 };
-        start..start + self.header_bytes() + self.page_bytes
+        start..start + self.header_len()
     }
 
     /// Where the page is.
-    pub(crate) fn body(&self) -> Range<usize> {
-        let end = self.inner().end;
-        end - self.page_bytes..end
+    pub fn body(&self) -> Range<usize> {
+        self.header_bytes()..self.header_bytes() + self.page_bytes
     }
 
     /// Parts of a page.
@@ -176,28 +174,38 @@ impl RecordShape {
         if *header == self.segment_header(number) { Ok(()) } else { Err(Defect::Foreign) }
     }
 
-    /// Writes a record's header in front of its body, which is in place: `record` is header and body.
-    pub fn seal(&self, page: &PageName<'_>, record: &mut [u8]) {
-        assert_eq!(record.len(), self.inner().len(), "records have one length");
+    /// The checks of a page's parts.
+    pub(crate) fn checks(&self, key: PageKey, body: &[u8]) -> [u128; N_PARTS] {
+        let mut checks = [0; N_PARTS];
+        for (part, check) in checks.iter_mut().enumerate().take(self.n_parts()) {
+            *check = part_check(key, &body[self.part(part)]);
+        }
+        checks
+    }
+
+    /// Writes what a record's header says.
+    pub(crate) fn write_header(
+        &self,
+        page: &PageName<'_>,
+        checks: &[u128; N_PARTS],
+        header: &mut [u8],
+    ) {
+        assert_eq!(header.len(), self.header_len(), "headers have one length");
         assert_eq!(page.tokens.len(), self.page_len as usize, "only full pages are stored");
-        let (header, body) = record.split_at_mut(self.header_bytes());
         header[..4].copy_from_slice(&RECORD_MAGIC);
         header[4..8].copy_from_slice(&self.page_len.to_le_bytes());
         header[8..24].copy_from_slice(&page.key.0.to_le_bytes());
-        header[24..40].copy_from_slice(&page.parent.0.to_le_bytes());
-        for part in 0..self.n_parts() {
-            let check = part_check(page.key, &body[self.part(part)]);
-            header[40 + 8 * part..][..8].copy_from_slice(&check.to_le_bytes());
+        header[24..CHECKS_START].copy_from_slice(&page.parent.0.to_le_bytes());
+        let (bytes, _) = header[CHECKS_START..TOKENS_START].as_chunks_mut::<CHECK_BYTES>();
+        for (bytes, check) in bytes.iter_mut().zip(checks) {
+            *bytes = check.to_le_bytes();
         }
-        header[40 + 8 * self.n_parts()..].fill(0);
-        let (tokens, rest) = header[TOKENS_START..].split_at_mut(4 * page.tokens.len());
-        for (bytes, token) in tokens.chunks_exact_mut(4).zip(page.tokens) {
+        let end = header.len() - 8;
+        for (bytes, token) in header[TOKENS_START..end].chunks_exact_mut(4).zip(page.tokens) {
             bytes.copy_from_slice(&token.0.to_le_bytes());
         }
-        rest.fill(0);
-        let end = TOKENS_START + tokens.len();
         let check = xxh3_64_with_seed(&header[..end], self.seed());
-        header[end..end + 8].copy_from_slice(&check.to_le_bytes());
+        header[end..].copy_from_slice(&check.to_le_bytes());
     }
 
     /// The name of the page whose record begins with these bytes; its body is not looked at.
@@ -227,19 +235,8 @@ impl RecordShape {
         Some(OwnedName::new(&PageName { key, parent, tokens: &tokens }))
     }
 
-    /// Checks that a record, as it is when it is not encrypted, is whole and holds this page, and gives
-    /// its body.
-    pub fn open<'a>(&self, page: &PageName<'_>, record: &'a [u8]) -> Result<&'a [u8], Defect> {
-        let checks = self.open_header(page, record)?;
-        let body = record.get(self.header_bytes()..).and_then(|body| body.get(..self.page_bytes));
-        let body = body.ok_or(Defect::Torn)?;
-        for (part, &check) in checks.iter().enumerate().take(self.n_parts()) {
-            self.open_part(page.key, &body[self.part(part)], check)?;
-        }
-        Ok(body)
-    }
-
-    /// Checks that a record's header is whole and of this page, and gives the checks of its parts.
+    /// Checks that a record that is not encrypted begins with a whole header of this page, and gives the
+    /// checks of its parts.
     pub(crate) fn open_header(
         &self,
         page: &PageName<'_>,
@@ -255,25 +252,25 @@ impl RecordShape {
         {
             return Err(Defect::Stale);
         }
-        let mut checks = [0; N_PARTS];
-        let (bytes, _) = record[40..TOKENS_START].as_chunks::<8>();
-        for (check, bytes) in checks.iter_mut().zip(bytes) {
-            *check = u64::from_le_bytes(*bytes);
+        let mut checks = PartChecks::default();
+        let (bytes, _) = record[CHECKS_START..TOKENS_START].as_chunks::<CHECK_BYTES>();
+        for (check, bytes) in checks.checks.iter_mut().zip(bytes) {
+            *check = u128::from_le_bytes(*bytes);
         }
         Ok(checks)
     }
-
-    /// Checks that bytes are the part of a page that they should be.
-    pub(crate) fn open_part(&self, key: PageKey, bytes: &[u8], check: u64) -> Result<(), Defect> {
-        if part_check(key, bytes) == check { Ok(()) } else { Err(Defect::Corrupt) }
-    }
 }
 
-/// The checks of a page's parts.
-pub type PartChecks = [u64; N_PARTS];
+/// What the parts of a page are checked by, or decrypted with, when they come alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PartChecks {
+    pub(crate) checks: [u128; N_PARTS],
+    /// Of an encrypted record.
+    pub(crate) nonce: [u8; 12],
+}
 
-fn part_check(key: PageKey, bytes: &[u8]) -> u64 {
-    xxh3_64_with_seed(bytes, key.low())
+pub(crate) fn part_check(key: PageKey, bytes: &[u8]) -> u128 {
+    xxh3_128_with_seed(bytes, key.low())
 }
 
 fn u128_at(bytes: &[u8], start: usize) -> u128 {
@@ -285,6 +282,7 @@ fn u128_at(bytes: &[u8], start: usize) -> u128 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{RecordForm, StoreKey};
 
     const SHAPE: RecordShape = RecordShape {
         namespace: 5,
@@ -301,22 +299,32 @@ mod tests {
             tokens: &[TokenId(1), TokenId(2), TokenId(300_000)],
         };
         let mut record = vec![0xAB; SHAPE.record_bytes()];
-        SHAPE.seal(&name, &mut record);
+        form(SHAPE).seal(&name, &mut record).unwrap();
         (name, record)
+    }
+
+    fn form(shape: RecordShape) -> RecordForm {
+        RecordForm::new(shape, None)
+    }
+
+    fn open(shape: RecordShape, name: &PageName<'_>, record: &[u8]) -> Result<Vec<u8>, Defect> {
+        let mut record = record.to_vec();
+        form(shape).open(name, &mut record)?;
+        Ok(record[shape.body()].to_vec())
     }
 
     #[test]
     fn a_record_comes_back_and_every_flipped_bit_is_found() {
         let (name, record) = record();
-        assert_eq!(SHAPE.open(&name, &record), Ok(&[0xAB; 40][..]));
+        assert_eq!(open(SHAPE, &name, &record), Ok(vec![0xAB; 40]));
         assert_eq!(SHAPE.read_key(&record), Ok(name.key));
         for bit in 0..record.len() * 8 {
             let mut broken = record.clone();
             broken[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(SHAPE.open(&name, &broken), Err(Defect::Corrupt), "bit {bit}");
+            assert_eq!(open(SHAPE, &name, &broken), Err(Defect::Corrupt), "bit {bit}");
         }
         for len in 0..record.len() {
-            assert_eq!(SHAPE.open(&name, &record[..len]), Err(Defect::Torn));
+            assert_eq!(open(SHAPE, &name, &record[..len]), Err(Defect::Torn));
         }
     }
 
@@ -330,34 +338,47 @@ mod tests {
             PageName { tokens: &tokens, ..name },
             PageName { tokens: &tokens[..2], ..name },
         ] {
-            assert_eq!(SHAPE.open(&other, &record), Err(Defect::Stale));
+            assert_eq!(open(SHAPE, &other, &record), Err(Defect::Stale));
         }
         let foreign = RecordShape { namespace: 6, ..SHAPE };
-        assert_eq!(foreign.open(&name, &record), Err(Defect::Corrupt));
+        assert_eq!(open(foreign, &name, &record), Err(Defect::Corrupt));
     }
 
     #[test]
     fn large_pages_have_whole_blocks_and_parts_that_open_alone() {
         let shape = RecordShape { page_bytes: 20 * BLOCK + 7, part_bytes: 5 * BLOCK, ..SHAPE };
         let (name, _) = record();
+        let key = StoreKey::read(&[3; 32]).unwrap();
         for is_encrypted in [false, true] {
             let shape = RecordShape { is_encrypted, ..shape };
+            let form = RecordForm::new(shape, is_encrypted.then_some(&key));
             assert!(shape.record_bytes().is_multiple_of(BLOCK));
             assert!(shape.record_start(3).is_multiple_of(BLOCK as u64));
+            assert_eq!((shape.body().start, shape.n_parts()), (BLOCK, 5));
+            let mut record = vec![3; shape.record_bytes()];
+            form.seal(&name, &mut record).unwrap();
+            let checks = form.open_header(&name, &mut record[..BLOCK].to_vec()).unwrap();
+            for part in 0..5 {
+                let bytes = &record[shape.body()][shape.part(part)];
+                let open = |as_part: usize, checks: &PartChecks, flip: usize| {
+                    let mut bytes = bytes.to_vec();
+                    bytes[flip / 8] ^= u8::from(flip > 0) << (flip % 8);
+                    form.open_part(name.key, as_part, &mut bytes, checks).map(|()| bytes)
+                };
+                assert_eq!(open(part, &checks, 0), Ok(vec![3; bytes.len()]));
+                assert_eq!(open(part, &checks, 8 * bytes.len() - 1), Err(Defect::Corrupt));
+                let mut other = checks;
+                other.checks[part] ^= 1;
+                assert_eq!(open(part, &other, 0), Err(Defect::Corrupt));
+                // Encrypted parts cannot take each other's places, whatever they say.
+                let at = (part + 1) % 4;
+                other.checks[at] = checks.checks[part];
+                assert_eq!(open(at, &other, 0).is_err(), is_encrypted);
+            }
+            let mut broken = record.clone();
+            broken[shape.body().end - 1] ^= 1;
+            assert_eq!(form.open(&name, &mut broken), Err(Defect::Corrupt));
         }
-        assert_eq!((shape.body().start, shape.n_parts()), (BLOCK, 5));
-        let mut record = vec![3; shape.record_bytes()];
-        shape.seal(&name, &mut record[shape.inner()]);
-        let checks = shape.open_header(&name, &record[..BLOCK]).unwrap();
-        let body = shape.open(&name, &record).unwrap();
-        for part in 0..5 {
-            let bytes = &body[shape.part(part)];
-            assert_eq!(shape.open_part(name.key, bytes, checks[part]), Ok(()));
-            let other = checks[(part + 1) % 5] ^ u64::from(part < 3);
-            assert_eq!(shape.open_part(name.key, bytes, other), Err(Defect::Corrupt));
-        }
-        record[shape.body().end - 1] ^= 1;
-        assert_eq!(shape.open(&name, &record), Err(Defect::Corrupt));
     }
 
     #[test]

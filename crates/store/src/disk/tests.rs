@@ -115,7 +115,7 @@ fn read(tier: &mut DiskTier, page: Page) -> Option<Vec<u8>> {
 fn read_parts(tier: &mut DiskTier, page: Page) -> Option<Vec<u8>> {
     let (mut bytes, mut checks) = (Vec::new(), PartChecks::default());
     for part in 0..tier.shape().n_parts() {
-        let asked = page.with_name(|name| tier.read_part(7, name, (part, checks[part])));
+        let asked = page.with_name(|name| tier.read_part(7, name, (part, checks)));
         assert_eq!(asked, Asked::Begun);
         let loaded = loop {
             if let Some(loaded) = tier.wait(Duration::from_secs(5)) {
@@ -334,6 +334,27 @@ fn damage_is_a_miss_with_its_reason() {
     let tier = open_shape(dir.path(), system("auto"), other, 1 << 20).unwrap();
     assert_eq!((tier.stats().pages, tier.stats().counters.segments_foreign), (0, 2));
     assert!(dir.path().join("notes.txt").is_file());
+}
+
+#[test]
+fn only_names_that_we_give_are_segments() {
+    for number in [0, 1, 0xFF, u64::MAX] {
+        let path = segment_path(Path::new("kv"), number);
+        assert_eq!(path.parent(), Some(Path::new("kv")));
+        assert_eq!(segment_number(path.file_name().unwrap().to_str().unwrap()), Some(number));
+    }
+    for name in [
+        "1.kvseg",
+        "00000000000000FF.kvseg",
+        "+000000000000001.kvseg",
+        "0000000000000001.kvseg.bak",
+        "../000000000001.kvseg",
+        "00000000000000000.kvseg",
+        "000000000000000\u{e9}.kvseg",
+        ".kvseg",
+    ] {
+        assert_eq!(segment_number(name), None, "{name}");
+    }
 }
 
 #[test]
