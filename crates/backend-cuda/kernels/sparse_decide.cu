@@ -10,6 +10,9 @@
 // attention/src/topk decides from the same scores, number by number: the sums of a cosine have the order
 // of `reuse::cosine`, k is computed in f64, and ties have its order.
 //
+// A head may be served late: what it has serves once more, attention keeps its queries, and it chooses in a
+// second launch (FLAG_LATE), beside what comes after; if all heads may, there is no first one (FLAG_LOOKS).
+//
 // A miss is a chain of latencies, so blocks meet as seldom as they can: once for the sums of softmax,
 // mostly twice for the threshold of scores, and once for who goes. Rows that go and places that come are
 // two lists, which the kernel that brings rows puts together, and it marks the places.
@@ -411,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     const u32 cut = cut_of(p, row.kv_len), n_pieces = (cut + PIECE - 1) / PIECE;
     share.count = min(share.count, n_pieces);
     if (share.index >= share.count) return;
-    share.ask = Question{number, row.row, row.table_row, head, cut};
+    share.ask = Question{number, query_row(p, row), row.table_row, head, cut};
     share.tally = p.tallies + number;
     share.marks = row.marks + (p.first_head + head) * p.mark_stride;
     share.n_met = 0;
@@ -449,8 +452,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
         find_leaving(share, n_new, now, k, capacity, is_whole, bins, shared, before);
     change_set(share, now, leaving, before, is_whole, p.moves + (u64)number * p.score.stride, shared);
     if (share.index > 0) return;
-    // Others may still look at what is remembered of this head.
-    if (p.flags & FLAG_TOGETHER && thread == 0) {
+    // Others may still look at what is remembered of this head, unless that was done before.
+    if (p.flags & FLAG_TOGETHER && !recalls(p) && thread == 0) {
         u32 n;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(&p.tallies->n_looked) : "memory");

@@ -142,6 +142,9 @@ pub struct ReuseRule {
 pub struct HeadNumbers {
     /// The similarity that a query must keep.
     pub threshold: f32,
+    /// The similarity from which on a query that has turned is served by the selection that there is, and
+    /// makes the next one after its attention; more than any query has if none is.
+    pub soft: f32,
     /// Its share of rows, as a multiple of the average head's.
     pub weight: f32,
     /// `[group]` importances of its query heads.
@@ -178,6 +181,13 @@ pub struct Rules {
     pub heads: Vec<HeadNumbers>,
 }
 
+impl Rules {
+    /// Whether selections may be made after the attention that asks for them.
+    pub fn is_soft(&self) -> bool {
+        self.reuse.is_some() && self.heads.iter().any(|head| head.soft <= 1.0)
+    }
+}
+
 /// A sequence of the batch about whose only row the device decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deciding {
@@ -204,6 +214,8 @@ pub enum Found {
     Turned,
     /// The query has turned by a right angle or more.
     TurnedFar,
+    /// The query has turned away, but it serves once more, and the next one is made.
+    Late,
     /// The selection is too old.
     Aged,
     /// Nobody asked.
@@ -227,6 +239,9 @@ pub struct Decided {
     pub n_first: u32,
     /// Places from here on are seen.
     pub tail: u32,
+    /// Rows of the working set that the step has seen, and where its tail began: the same, unless a
+    /// selection was made afterwards.
+    pub seen: (u32, u32),
 }
 
 /// Places of one head.

@@ -111,6 +111,18 @@ pub struct Qsac {
     pub aggregate: Aggregate,
     /// A selection is made again after this many steps, if given.
     pub max_age: Option<u32>,
+    /// Queries that have turned, but not too far, are served by the selection that there is, and the
+    /// next one is made after their layer's attention, if given.
+    pub soft: Option<Soft>,
+}
+
+/// The similarity from which on a query that misses is served late.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Soft {
+    /// Of a head of importance 0; -1 if any query is.
+    pub floor: f32,
+    /// Of a head of importance 1.
+    pub eta: f32,
 }
 
 impl Default for Qsac {
@@ -122,6 +134,7 @@ impl Default for Qsac {
             is_adaptive: true,
             aggregate: Aggregate::Harmonic,
             max_age: None,
+            soft: None,
         }
     }
 }
@@ -213,6 +226,11 @@ impl Policy {
             return 0;
         }
         self.set_size(self.budget.weighted_rows(n, weight) as usize).min(n as usize) as u32
+    }
+
+    /// Whether a selection that no longer serves may serve once more, while the next one is made.
+    pub fn is_soft(&self) -> bool {
+        matches!(self.reuse, Reuse::Qsac(Qsac { soft: Some(_), .. }))
     }
 
     /// Rows of a working set whose last selection has `k`.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse};
+use super::policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, Soft};
 
 /// What may be written.
 pub const GRAMMAR: &str = "\
@@ -21,8 +21,10 @@ RETRIEVER[,OPTION=VALUE]...
   focus        3                how many times as many important heads have [1]
   reuse        none             select at each step [none]
                qsac(eta=0.8,p=3,floor=-1,max_age=N,thresholds=adaptive|fixed,
-                    aggregate=harmonic|min|mean)
-                                select when the query has turned away
+                    aggregate=harmonic|min|mean,soft=-1,soft_eta=S)
+                                select when the query has turned away; a query
+                                at least as similar as soft, of important heads
+                                soft_eta, is served first by what is there
                lru(page=8,capacity=3)
                                 cache pages, the least recently used going first
   refresh      delta or whole   what is moved when the selection changes [delta]
@@ -73,6 +75,9 @@ fn parse(text: &str) -> Result<Policy, String> {
         }
         seen.push(key);
         set(&mut policy, key, value)?;
+    }
+    if policy.is_soft() && policy.speculates {
+        return Err("soft and speculate=on do not go together".to_owned());
     }
     if policy.budget.min > policy.budget.max {
         let (min, max) = (policy.budget.min, policy.budget.max);
@@ -195,8 +200,11 @@ fn parse_reuse(text: &str) -> Result<Reuse, String> {
 
 fn parse_qsac(pairs: &[(&str, &str)]) -> Result<Qsac, String> {
     let mut qsac = Qsac::default();
+    let (mut soft, mut soft_eta) = (None, None);
     for &(key, value) in pairs {
         match (key, value) {
+            ("soft", _) => soft = Some(float(key, value, -1.0, 1.0)?),
+            ("soft_eta", _) => soft_eta = Some(float(key, value, -1.0, 1.0)?),
             ("eta", _) => qsac.eta = float(key, value, -1.0, 1.0)?,
             ("p", _) => qsac.p = float(key, value, 0.0, 100.0)?,
             ("floor", _) => qsac.floor = float(key, value, -1.0, 1.0)?,
@@ -209,6 +217,10 @@ fn parse_qsac(pairs: &[(&str, &str)]) -> Result<Qsac, String> {
             _ => return Err(format!("{key}={value} is no option of qsac")),
         }
     }
+    qsac.soft = match (soft, soft_eta) {
+        (None, Some(_)) => return Err("soft_eta needs soft".to_owned()),
+        (soft, eta) => soft.map(|floor| Soft { floor, eta: eta.unwrap_or(floor) }),
+    };
     Ok(qsac)
 }
 
@@ -289,7 +301,7 @@ impl Policy {
             Reuse::PageLru { page, capacity } => {
                 write!(f, ",reuse=lru(page={page},capacity={capacity})")
             }
-            Reuse::Qsac(Qsac { eta, p, floor, is_adaptive, aggregate, max_age }) => {
+            Reuse::Qsac(Qsac { eta, p, floor, is_adaptive, aggregate, max_age, soft }) => {
                 write!(f, ",reuse=qsac(eta={eta},p={p}")?;
                 if floor != Qsac::default().floor {
                     write!(f, ",floor={floor}")?;
@@ -299,6 +311,12 @@ impl Policy {
                 }
                 if !is_adaptive {
                     f.write_str(",thresholds=fixed")?;
+                }
+                if let Some(Soft { floor, eta }) = soft {
+                    write!(f, ",soft={floor}")?;
+                    if eta != floor {
+                        write!(f, ",soft_eta={eta}")?;
+                    }
                 }
                 f.write_str(match aggregate {
                     Aggregate::Harmonic => ")",
@@ -333,6 +351,8 @@ mod tests {
             "ds:8,refresh=whole,sinks=0,speculate=on",
             "hata:256,reuse=qsac(eta=0.8,p=3,aggregate=mean)",
             "hata:256,focus=6,reuse=qsac(eta=0.9,p=2,floor=0.7)",
+            "loki:32,reuse=qsac(eta=0.9,p=3,soft=-1)",
+            "loki:32,reuse=qsac(eta=0.9,p=3,soft=0.25,soft_eta=0.75,aggregate=min)",
         ] {
             let policy: Policy = text.parse().unwrap();
             assert_eq!(policy.to_string(), text);
@@ -364,6 +384,9 @@ mod tests {
             ("hata,k_min=9,k_max=8", "k_min 9 is above k_max 8"),
             ("hata,reuse=qsac(eta=2)", "2 of eta is not between -1 and 1"),
             ("hata,reuse=qsac(eat=1)", "eat=1 is no option of qsac"),
+            ("hata,reuse=qsac(soft=-2)", "-2 of soft is not between -1 and 1"),
+            ("hata,reuse=qsac(soft_eta=0)", "soft_eta needs soft"),
+            ("hata,reuse=qsac(soft=0),speculate=on", "soft and speculate=on do not go together"),
             ("hata,reuse=qsac(eta=1", "a parenthesis is not closed"),
             ("hata,reuse=qsac)", "a parenthesis closes what is not open"),
             ("hata,refresh=some", "refresh is delta or whole, not \"some\""),

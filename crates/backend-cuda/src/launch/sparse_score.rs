@@ -66,6 +66,8 @@ params! {
     HeadRule {
         threshold: f32,
         weight: f32,
+        soft: f32,
+        padding: u32,
     }
 }
 
@@ -100,11 +102,14 @@ const BINS: usize = 2048;
 const MAX_BLOCKS: usize = 64;
 /// Words of a tally that are zero between decisions.
 pub(crate) const TALLY_ZEROS: usize = 32 + 5 * BINS;
-/// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING` and `FLAG_TOGETHER`.
+/// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING`, `FLAG_TOGETHER`, `FLAG_LATE` and
+/// `FLAG_LOOKS`.
 pub(crate) const REUSES: u32 = 1;
 pub(crate) const WHOLE: u32 = 2;
 pub(crate) const NOTHING: u32 = 4;
 const TOGETHER: u32 = 8;
+pub(crate) const LATE: u32 = 16;
+pub(crate) const LOOKS: u32 = 32;
 /// Heads that every block looks at; `LOOK_MAX`.
 const LOOK_MAX: usize = 16;
 /// Places of a piece; `PIECE` of `sparse_score.cuh`.

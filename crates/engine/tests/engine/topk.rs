@@ -29,10 +29,12 @@ const FORGETFUL: [&str; 5] = [
 ];
 
 /// Policies that do.
-const REMEMBERING: [&str; 3] = [
+const REMEMBERING: [&str; 5] = [
     "hata:128,k=8,sinks=4,recent=8,reuse=qsac(eta=0.9,p=3)",
     "hata:64,k=6,sinks=0,recent=1,working_set=2,reuse=qsac(eta=0.5,p=3,max_age=3)",
     "exact,k=8,recent=4,working_set=1.5,speculate=on",
+    "hata:128,k=8,sinks=4,recent=8,reuse=qsac(eta=0.95,p=3,soft=-1)",
+    "loki:4,k=6,recent=2,working_set=2,reuse=qsac(eta=0.95,floor=0.9,soft=0.2,soft_eta=0.6)",
 ];
 
 fn ask(handle: &EngineHandle, prompt: &[TokenId]) -> Answer {
