@@ -379,9 +379,9 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// The same with other dynamic shared memory, no more than any kernel may have unasked.
+    /// The same with less dynamic shared memory.
     pub(crate) fn with_shared_bytes(&self, bytes: usize) -> Self {
-        assert!(bytes <= 48 * 1024, "more has to be asked for");
+        assert!(bytes <= self.shared_bytes as usize, "no more than was asked for");
         Kernel { shared_bytes: bytes as u32, ..self.clone() }
     }
 }

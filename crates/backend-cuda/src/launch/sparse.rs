@@ -250,11 +250,15 @@ pub(crate) struct Gather {
 }
 
 impl Gather {
-    /// The same with the shared memory that these heads need: for each of them the first of its rows, and a
-    /// bit.
+    /// Shared memory for so many rows and heads: for each of them the first of its rows, and a bit.
+    pub(crate) fn shared_bytes(n: usize) -> usize {
+        4 * (n + 1 + n.div_ceil(32))
+    }
+
+    /// The kernel, with as much of it as these heads need.
     fn with_room(&self, heads: &SparseHeads) -> Kernel {
         let n = (heads.n_rows * heads.n_kv_heads) as usize;
-        self.kernel.with_shared_bytes(4 * (n + 1 + n.div_ceil(32)))
+        self.kernel.with_shared_bytes(Gather::shared_bytes(n))
     }
 }
 

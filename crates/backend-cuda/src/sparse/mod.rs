@@ -169,7 +169,7 @@ impl SparseKernels {
             cuda.device.load(cuda.cubin(&Program::sparse(attend, limit, cuda.tuning))?)?;
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
         let threads = cuda.tuning.threads;
-        let gather = |name| Ok::<_, DeviceError>(Gather { kernel: kernel(name, 0)?, threads });
+        let most = Gather::shared_bytes(MAX_NUMBERS);
         let split = |shape: SparseShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
@@ -188,8 +188,8 @@ impl SparseKernels {
                 pieces: kernel("score_pieces", score_bytes)?,
                 finish: kernel("score_finish", 0)?,
             },
-            gather: gather("sparse_gather")?,
-            post: gather("sparse_post")?,
+            gather: Gather { kernel: kernel("sparse_gather", most)?, threads },
+            post: Gather { kernel: kernel("sparse_post", most)?, threads },
             attend: split_kernels,
             module,
         })
