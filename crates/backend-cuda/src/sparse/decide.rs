@@ -388,7 +388,7 @@ impl Cuda {
             padding: 0,
         };
         // Of those that may run at once; two layers may, or one alone.
-        let n_late = (self.tuning.late_blocks as usize).clamp(1, by.n_at_once / 2);
+        let n_late = (self.tuning.late_blocks as usize).min(by.n_at_once / 2).max(1);
         let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
         let most = match (is_late, is_alone) {
             (true, _) => n_late,

@@ -60,9 +60,10 @@ fn decided(state: &HeadState) -> Decided {
         7 => Found::Late,
         _ => Found::Always,
     };
-    let seen = match found {
-        Found::Late => (state.seen_members, state.seen_cut),
-        _ => (state.n_members, state.cut),
+    let seen = if found == Found::Late {
+        (state.seen_members, state.seen_cut)
+    } else {
+        (state.n_members, state.cut)
     };
     Decided {
         found,
