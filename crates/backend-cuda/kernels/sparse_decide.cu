@@ -20,35 +20,6 @@
 // Reads digests of all places once, and 8 bytes of marks twice; all else is smaller. Scores are in shared
 // memory, or in the second-level cache. Grid: (blocks), or (share, row and head).
 
-// A block's share of a head.
-struct Share {
-    u32 index, count;  // of the head's blocks
-    Question ask;
-    Tally* tally;
-    uint2* marks;    // of the head
-    u32* scores;     // of the share, from its first place on
-    u32 start, end;  // places
-    u32 n_met;       // times that the blocks met
-};
-
-// Waits for the other blocks; what they wrote before is there.
-DEVICE void meet(Share& share) {
-    share.n_met++;
-    __syncthreads();
-    if (share.count > 1 && threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(&share.tally->n_arrived, 1u);
-        u32 n;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                         : "=r"(n)
-                         : "l"(&share.tally->n_arrived)
-                         : "memory");
-        } while (n < share.n_met * share.count);
-    }
-    __syncthreads();
-}
-
 // Rows that a selection of `n` places has; `Budget::weighted_rows`.
 DEVICE u32 rows_of(const DecideParams& p, u32 n, float weight) {
     const double wanted = ceil(__ddiv_rn(__dmul_rn(__dmul_rn(p.percent, (double)weight), (double)n), 100.0));
@@ -433,15 +404,23 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     prepare_queries(p.score, share.ask, room);
     for (u32 piece = first_piece; piece < end_piece; piece++)
         score_piece(p.score, share.ask, room, piece, keeps);
+    const u64 raw_at = (u64)number * p.score.group * p.score.stride + share.start;
+    if (p.fade > 0) {
+        __syncthreads();
+        if (keeps) leave_edge(p, share, room.raw, PIECE);
+        else if (p.score.kind == SCORE_SIGNS) leave_edge(p, share, (float*)share.scores, 0);
+        else leave_edge(p, share, p.score.raw + raw_at, p.score.stride);
+    }
+    if (p.fade > 0 || p.score.kind != SCORE_SIGNS) meet(share);
     if (p.score.kind != SCORE_SIGNS) {
-        meet(share);
         total_sums(p.score, share.ask, totals);
-        const float* raw = p.score.raw + (u64)number * p.score.group * p.score.stride + share.start;
+        const float* raw = p.score.raw + raw_at;
         for (u32 i = thread; i < share.end - share.start; i += SCORE_THREADS)
             share.scores[i] = keeps ? finish_score(p.score, totals, room.raw + i, PIECE)
                                     : finish_score(p.score, totals, raw + i, p.score.stride);
     }
     __syncthreads();
+    if (p.fade > 0) follow(p, share, totals);
     Choice choice = {~0u, false, 0, 0};
     if (!is_all && k > 0) choice = choose(p, share, k, bins, shared);
     const u32 now = state.now + 1;

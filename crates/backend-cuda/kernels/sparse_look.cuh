@@ -28,6 +28,7 @@ struct Tally {
     u32 own_digits[MAX_BLOCKS][BINS];
     u32 own_ages[MAX_BLOCKS][BINS];  // of at least each age
     u32 n_new[MAX_BLOCKS];           // places that come
+    float edges[MAX_BLOCKS][MAX_GROUP * N_FOLLOWERS];  // raw scores of a share's last places, the last first
 };
 #define TALLY_ZEROS (32 + 5 * BINS)
 static_assert(sizeof(Tally) == TALLY_SIZE, "the host's Tally differs");
@@ -57,7 +58,7 @@ struct DecideParams {
     u32 max_age;
     u32 aggregate;
     u32 flags;
-    u32 padding;
+    u32 fade;                  // what a score loses with each place that follows it; 0 if nobody follows
 };
 static_assert(sizeof(DecideParams) == DECIDE_PARAMS_SIZE, "the host's DecideParams differs");
 

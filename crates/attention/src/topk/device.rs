@@ -71,6 +71,7 @@ impl TopK {
             k_max: policy.budget.max,
             sinks: policy.sinks,
             recent: policy.recent,
+            fade: policy.fade(self.shape.group),
             working_set: policy.working_set,
             is_whole: policy.refresh == Refresh::Whole,
             reuse,

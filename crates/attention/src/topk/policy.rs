@@ -175,6 +175,8 @@ pub struct Policy {
     /// How many times as many the most important heads have as the least, at least 1; on the average
     /// over heads there are as many as `budget` says.
     pub focus: f32,
+    /// What a token's score is worth to the one after it, from 0, which is nothing, to below 1.
+    pub follow: f32,
     /// When.
     pub reuse: Reuse,
     /// What is moved then.
@@ -201,6 +203,7 @@ impl Default for Policy {
             retriever: Retriever::Hata { bits: 256 },
             budget: Budget { percent: 10.0, min: 256, max: u32::MAX },
             focus: 1.0,
+            follow: 0.0,
             reuse: Reuse::Never,
             refresh: Refresh::Delta,
             working_set: 1.0,
@@ -231,6 +234,21 @@ impl Policy {
     /// Whether a selection that no longer serves may serve once more, while the next one is made.
     pub fn is_soft(&self) -> bool {
         matches!(self.reuse, Reuse::Qsac(Qsac { soft: Some(_), .. }))
+    }
+
+    /// What a score loses with each place that follows it, of a head of `group` query heads.
+    ///
+    /// Scores are the bits of floats, whose exponents count halvings; those by hash codes are bits that
+    /// agree, of which a sixty-fourth stands for a halving.
+    pub fn fade(&self, group: usize) -> u32 {
+        if self.follow == 0.0 {
+            return 0;
+        }
+        let halving = match self.retriever {
+            Retriever::Hata { bits } => (group as u32 * bits) as f32 / 64.0,
+            _ => (1 << 23) as f32,
+        };
+        (-self.follow.log2() * halving).ceil() as u32
     }
 
     /// Rows of a working set whose last selection has `k`.

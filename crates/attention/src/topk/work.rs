@@ -1,6 +1,6 @@
 //! What is decided about the heads of one layer.
 
-use nuthatch_backend::{Ask, Backend, Bring, DeviceError, Pick, ScoreBy};
+use nuthatch_backend::{Ask, Backend, Best, Bring, DeviceError, Pick, ScoreBy};
 
 use super::head::{Head, Lookup};
 use super::policy::{Refresh, Retriever, Reuse};
@@ -150,7 +150,8 @@ impl TopK {
             let cut = policy.cut(work.at.kv_len);
             let weight = rules[first_head + work.head_idx].weight;
             let k = policy.budget.weighted_rows(cut - policy.sinks, weight);
-            b.select(&scores[start..end], policy.sinks, k as usize, &mut work.head.chosen);
+            let best = Best { first: policy.sinks, k: k as usize, fade: policy.fade(group) };
+            b.select(&scores[start..end], best, &mut work.head.chosen);
             let at = work.at.query_row * width + work.head_idx * group * head_dim;
             let label = match policy.reuse {
                 Reuse::Qsac(_) => &queries[at..at + group * head_dim],

@@ -172,6 +172,7 @@ fn rules(shape: &Shape, of: &Named) -> Rules {
         k_max: u32::MAX,
         sinks: 16,
         recent: 64,
+        fade: 0,
         working_set: of.working_set,
         is_whole: of.is_whole,
         reuse: of.reuses.then_some(ReuseRule { mix: Mix::Harmonic, max_age: None }),

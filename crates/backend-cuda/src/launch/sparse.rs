@@ -2,6 +2,7 @@
 //! `sparse.cuh`, `sparse_digest.cu`, `sparse_gather.cu`.
 
 use cudarc::driver::CudaStream;
+use nuthatch_backend::topk::N_FOLLOWERS;
 use nuthatch_backend::{DeviceError, DigestKind};
 use nuthatch_types::KvDtype;
 
@@ -189,6 +190,7 @@ pub(crate) fn constants(
         ("GATHER_THREADS", tuning.threads.to_string()),
         ("GATHER_PIECES", tuning.pieces.to_string()),
         ("MAX_GROUP", MAX_GROUP.to_string()),
+        ("N_FOLLOWERS", N_FOLLOWERS.to_string()),
         ("MAX_WIDTH", MAX_WIDTH.to_string()),
         ("SPARSE_ROW_SIZE", size_of::<SparseRow>().to_string()),
         ("HEAD_STATE_SIZE", size_of::<HeadState>().to_string()),

@@ -2,8 +2,9 @@
 
 use cudarc::driver::CudaStream;
 use nuthatch_backend::DeviceError;
+use nuthatch_backend::topk::N_FOLLOWERS;
 
-use super::sparse::{SparseHeads, SparsePages};
+use super::sparse::{MAX_GROUP, SparseHeads, SparsePages};
 use super::{Address, count, params};
 use crate::device::{Device, Kernel};
 
@@ -58,6 +59,7 @@ params! {
         own_digits: [[u32; BINS]; MAX_BLOCKS],
         own_ages: [[u32; BINS]; MAX_BLOCKS],
         n_new: [u32; MAX_BLOCKS],
+        edges: [[f32; MAX_GROUP * N_FOLLOWERS]; MAX_BLOCKS],
     }
 }
 
@@ -92,7 +94,7 @@ params! {
         max_age: u32,
         aggregate: u32,
         flags: u32,
-        padding: u32,
+        fade: u32,
     }
 }
 

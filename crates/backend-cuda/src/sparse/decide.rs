@@ -385,7 +385,7 @@ impl Cuda {
             max_age: rules.reuse.and_then(|reuse| reuse.max_age).unwrap_or(u32::MAX),
             aggregate: by.aggregate(),
             flags: by.flags() + flags,
-            padding: 0,
+            fade: rules.fade,
         };
         // Of those that may run at once; two layers may, or one alone.
         let n_late = (self.tuning.late_blocks as usize).min(by.n_at_once / 2).max(1);

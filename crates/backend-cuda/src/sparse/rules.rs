@@ -123,6 +123,7 @@ mod tests {
             k_max: 300,
             sinks: 4,
             recent: 4,
+            fade: 0,
             working_set: 2.0,
             is_whole: false,
             reuse: None,
