@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use nuthatch_backend::{
-    Ask, AttnSpec, Backend, BatchLayout, Digest, DigestKind, HostMatrix, PlanShape, RopeSpec,
+    Ask, AttnSpec, Backend, BatchLayout, Best, Digest, DigestKind, HostMatrix, PlanShape, RopeSpec,
     RopeStyle, ScoreBy, WeightType, quant,
 };
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
@@ -232,7 +232,8 @@ fn choose(
         let begin = clock.now();
         cpu.score(&plan, layer, &spec(), &qkv, &store, &[ask], &mut scores)?;
         let middle = clock.now();
-        cpu.select(&scores, 16, depth / 25, &mut chosen);
+        let best = Best { first: 16, k: depth / 25, fade: 1 << 23 };
+        cpu.select(&scores, best, &mut chosen);
         scoring.push(middle - begin);
         selecting.push(clock.now() - middle);
     }

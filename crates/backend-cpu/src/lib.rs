@@ -33,8 +33,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{
-    Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
-    PageLayout, Pick, PlanShape,
+    Ask, AttnSpec, Backend, BatchLayout, Best, Bring, DeviceError, Digest, HostMatrix, Near,
+    NearCounts, PageLayout, Pick, PlanShape,
 };
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
@@ -463,8 +463,8 @@ impl Backend for Cpu {
         kv.check()
     }
 
-    fn select(&self, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
-        topk::select(self.isa, scores, first, k, chosen);
+    fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
+        topk::select(self.isa, scores, best, chosen);
     }
 
     fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {

@@ -34,7 +34,9 @@ struct HeadState {
     u32 n_moved;    // rows that count as moved
     u32 n_moves;    // rows that are to be brought
     u32 n_gone;     // rows that went: the first moves take their places, the others those behind the last
-    u32 padding[2];
+    // What the step saw, if the selection was made after it (LOOKUP_LATE).
+    u32 seen_members;
+    u32 seen_cut;
 };
 static_assert(sizeof(HeadState) == HEAD_STATE_SIZE, "the host's HeadState differs");
 
@@ -45,6 +47,7 @@ static_assert(sizeof(HeadState) == HEAD_STATE_SIZE, "the host's HeadState differ
 #define LOOKUP_TURNED_FAR 4  // by a right angle or more
 #define LOOKUP_AGED 5
 #define LOOKUP_ALWAYS 6
+#define LOOKUP_LATE 7  // turned, but what there is serves once more, and the next one is made
 
 // Rows and states of one layer.
 struct SparseHeads {

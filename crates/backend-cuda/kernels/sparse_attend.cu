@@ -22,12 +22,21 @@ struct SparseParams {
     float* partials;  // [task][group][WIDTH]
     float* sums;      // [task][group][2]
     u32* tasks;       // [row][G] + 1: the first task of each
+    float* asked;     // [state row][state_stride][group][D]: where queries are kept, or null
     u32 q_stride;     // floats
     float scale;      // times log2(e)
     u32 head_tasks;   // that a head should have at most, if chunks are not short then
     u32 padding;
 };
 static_assert(sizeof(SparseParams) == SPARSE_PARAMS_SIZE, "the host's SparseParams differs");
+
+// Keeps the query of a row's query head `h`, for the selection that is made late: others soon take its place.
+DEVICE void keep_query(const SparseParams& p, const SparseRow& row, u32 h, u32 n_threads) {
+    if (!p.asked) return;
+    float* kept = p.asked + ((u64)row.state_row * p.heads.state_stride * p.heads.group + h) * HEAD_DIM;
+    const float* query = p.qkv + (u64)row.row * p.q_stride + h * HEAD_DIM;
+    for (u32 i = threadIdx.x; i < HEAD_DIM; i += n_threads) kept[i] = query[i];
+}
 
 // What a head sees, as pages.
 struct Seen {
@@ -305,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_PARTS * MERGE_COLUMNS) sparse
     const u32 n_heads = p.heads.n_kv_heads * p.heads.group, g = blockIdx.y % p.heads.group;
     const u32 number = blockIdx.x * p.heads.n_kv_heads + blockIdx.y / p.heads.group;
     const u32 first = p.tasks[number], n = p.tasks[number + 1] - first;
+    keep_query(p, p.heads.rows[blockIdx.x], blockIdx.y, MERGE_PARTS * MERGE_COLUMNS);
     float largest = -INFINITE;
     for (u32 i = thread; i < n; i += MERGE_PARTS * MERGE_COLUMNS)
         largest = fmaxf(largest, p.sums[((u64)(first + i) * p.heads.group + g) * 2]);
@@ -363,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(32) sparse_attend_f32(SparseParams 
     const SparseRow row = p.heads.rows[blockIdx.x];
     const HeadState state = *state_of(p.heads, row, head);
     const Seen seen = seen_by(row, state);
+    keep_query(p, row, blockIdx.y, 32);
     for (u32 i = lane; i < HEAD_DIM; i += 32)
         q[i] = p.qkv[(u64)row.row * p.q_stride + blockIdx.y * HEAD_DIM + i];
     __syncwarp();

@@ -10,41 +10,15 @@
 // attention/src/topk decides from the same scores, number by number: the sums of a cosine have the order
 // of `reuse::cosine`, k is computed in f64, and ties have its order.
 //
+// A head may be served late: what it has serves once more, attention keeps its queries, and it chooses in a
+// second launch (FLAG_LATE), beside what comes after; if all heads may, there is no first one (FLAG_LOOKS).
+//
 // A miss is a chain of latencies, so blocks meet as seldom as they can: once for the sums of softmax,
 // mostly twice for the threshold of scores, and once for who goes. Rows that go and places that come are
 // two lists, which the kernel that brings rows puts together, and it marks the places.
 //
 // Reads digests of all places once, and 8 bytes of marks twice; all else is smaller. Scores are in shared
 // memory, or in the second-level cache. Grid: (blocks), or (share, row and head).
-
-// A block's share of a head.
-struct Share {
-    u32 index, count;  // of the head's blocks
-    Question ask;
-    Tally* tally;
-    uint2* marks;    // of the head
-    u32* scores;     // of the share, from its first place on
-    u32 start, end;  // places
-    u32 n_met;       // times that the blocks met
-};
-
-// Waits for the other blocks; what they wrote before is there.
-DEVICE void meet(Share& share) {
-    share.n_met++;
-    __syncthreads();
-    if (share.count > 1 && threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(&share.tally->n_arrived, 1u);
-        u32 n;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                         : "=r"(n)
-                         : "l"(&share.tally->n_arrived)
-                         : "memory");
-        } while (n < share.n_met * share.count);
-    }
-    __syncthreads();
-}
 
 // Rows that a selection of `n` places has; `Budget::weighted_rows`.
 DEVICE u32 rows_of(const DecideParams& p, u32 n, float weight) {
@@ -411,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     const u32 cut = cut_of(p, row.kv_len), n_pieces = (cut + PIECE - 1) / PIECE;
     share.count = min(share.count, n_pieces);
     if (share.index >= share.count) return;
-    share.ask = Question{number, row.row, row.table_row, head, cut};
+    share.ask = Question{number, query_row(p, row), row.table_row, head, cut};
     share.tally = p.tallies + number;
     share.marks = row.marks + (p.first_head + head) * p.mark_stride;
     share.n_met = 0;
@@ -430,15 +404,23 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     prepare_queries(p.score, share.ask, room);
     for (u32 piece = first_piece; piece < end_piece; piece++)
         score_piece(p.score, share.ask, room, piece, keeps);
+    const u64 raw_at = (u64)number * p.score.group * p.score.stride + share.start;
+    if (p.fade > 0) {
+        __syncthreads();
+        if (keeps) leave_edge(p, share, room.raw, PIECE);
+        else if (p.score.kind == SCORE_SIGNS) leave_edge(p, share, (float*)share.scores, 0);
+        else leave_edge(p, share, p.score.raw + raw_at, p.score.stride);
+    }
+    if (p.fade > 0 || p.score.kind != SCORE_SIGNS) meet(share);
     if (p.score.kind != SCORE_SIGNS) {
-        meet(share);
         total_sums(p.score, share.ask, totals);
-        const float* raw = p.score.raw + (u64)number * p.score.group * p.score.stride + share.start;
+        const float* raw = p.score.raw + raw_at;
         for (u32 i = thread; i < share.end - share.start; i += SCORE_THREADS)
             share.scores[i] = keeps ? finish_score(p.score, totals, room.raw + i, PIECE)
                                     : finish_score(p.score, totals, raw + i, p.score.stride);
     }
     __syncthreads();
+    if (p.fade > 0) follow(p, share, totals);
     Choice choice = {~0u, false, 0, 0};
     if (!is_all && k > 0) choice = choose(p, share, k, bins, shared);
     const u32 now = state.now + 1;
@@ -449,8 +431,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
         find_leaving(share, n_new, now, k, capacity, is_whole, bins, shared, before);
     change_set(share, now, leaving, before, is_whole, p.moves + (u64)number * p.score.stride, shared);
     if (share.index > 0) return;
-    // Others may still look at what is remembered of this head.
-    if (p.flags & FLAG_TOGETHER && thread == 0) {
+    // Others may still look at what is remembered of this head, unless that was done before.
+    if (p.flags & FLAG_TOGETHER && !recalls(p) && thread == 0) {
         u32 n;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(&p.tallies->n_looked) : "memory");

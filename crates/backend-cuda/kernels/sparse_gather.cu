@@ -25,9 +25,6 @@ struct GatherRowsParams {
 };
 static_assert(sizeof(GatherRowsParams) == GATHER_ROWS_PARAMS_SIZE, "the host's params differ");
 
-#define GATHER_THREADS 256
-#define GATHER_PIECES 8  // of a thread that are on their way: eight blocks fill the link
-#define GATHER_NUMBERS 1024  // rows and heads; `MAX_NUMBERS` of sparse_attend.cu
 #define MOVE_PIECES (2 * ROW_PIECES)
 
 // The last head whose first row is not behind this one; heads without rows are passed over.
@@ -121,7 +118,9 @@ DEVICE u32 count_moves(const GatherRowsParams& p, u32* firsts, u32* chosen) {
                 const SparseRow& row = p.heads.rows[i / p.heads.n_kv_heads];
                 const HeadState* state = state_of(p.heads, row, i % p.heads.n_kv_heads);
                 own = state->n_moves;
-                has_chosen = state->lookup != LOOKUP_NOTHING && state->lookup != LOOKUP_HIT;
+                // Those that choose late have not before their turn.
+                has_chosen = state->lookup != LOOKUP_NOTHING && state->lookup != LOOKUP_HIT &&
+                             state->made_at == row.kv_len;
             }
             u32 upto = own;
             for (u32 step = 1; step < 32; step *= 2) {
@@ -160,10 +159,14 @@ DEVICE bool have_come(const GatherRowsParams& p) {
     return has_come;
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather(GatherRowsParams p) {
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREADS)
+    sparse_gather(GatherRowsParams p) {
     begin();
-    __shared__ u32 firsts[GATHER_NUMBERS + 1], chosen[GATHER_NUMBERS / 32];
-    const u32 n = p.heads.n_rows * p.heads.n_kv_heads, n_all = count_moves(p, firsts, chosen);
+    // As little as there is need for: two blocks of a product leave two kilobytes.
+    extern __shared__ __align__(128) u32 shared_words[];
+    const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
+    u32 *firsts = shared_words, *chosen = firsts + n + 1;
+    const u32 n_all = count_moves(p, firsts, chosen);
     const u32 lane = threadIdx.x % 32;
     bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
     if (is_staged) is_staged = have_come(p);

@@ -5,6 +5,8 @@
 #define FLAG_WHOLE 2
 #define FLAG_NOTHING 4  // only sinks and the last places are seen
 #define FLAG_TOGETHER 8  // every block looks at all heads
+#define FLAG_LATE 16  // the attention of the layer is over: about those that it served once more
+#define FLAG_LOOKS 32  // nobody has looked before it: all of them were served
 #define AGGREGATE_HARMONIC 0
 #define AGGREGATE_MIN 1
 #define AGGREGATE_MEAN 2
@@ -26,6 +28,7 @@ struct Tally {
     u32 own_digits[MAX_BLOCKS][BINS];
     u32 own_ages[MAX_BLOCKS][BINS];  // of at least each age
     u32 n_new[MAX_BLOCKS];           // places that come
+    float edges[MAX_BLOCKS][MAX_GROUP * N_FOLLOWERS];  // raw scores of a share's last places, the last first
 };
 #define TALLY_ZEROS (32 + 5 * BINS)
 static_assert(sizeof(Tally) == TALLY_SIZE, "the host's Tally differs");
@@ -34,6 +37,8 @@ static_assert(sizeof(Tally) == TALLY_SIZE, "the host's Tally differs");
 struct HeadRule {
     float threshold;
     float weight;
+    float soft;  // the similarity from which on a miss is served late
+    u32 padding;
 };
 
 struct DecideParams {
@@ -53,7 +58,7 @@ struct DecideParams {
     u32 max_age;
     u32 aggregate;
     u32 flags;
-    u32 padding;
+    u32 fade;                  // what a score loses with each place that follows it; 0 if nobody follows
 };
 static_assert(sizeof(DecideParams) == DECIDE_PARAMS_SIZE, "the host's DecideParams differs");
 
@@ -98,7 +103,7 @@ DEVICE Similarity similarity_of(const DecideParams& p, const float* importances,
 // What a look-up needs of a head besides its query.
 struct Known {
     u32 kv_len, has_label, made_at;
-    float threshold;
+    float threshold, soft;
 };
 
 DEVICE u32 look_up(const DecideParams& p, Known known, const float* importances, const float* cosines,
@@ -109,9 +114,10 @@ DEVICE u32 look_up(const DecideParams& p, Known known, const float* importances,
     if (!known.has_label) return LOOKUP_FIRST;
     if (known.kv_len - known.made_at >= p.max_age) return LOOKUP_AGED;
     const Similarity found = similarity_of(p, importances, cosines);
-    if (!found.is_there) return LOOKUP_TURNED_FAR;
-    similarity = found.value;
-    return found.value > known.threshold ? LOOKUP_HIT : LOOKUP_TURNED;
+    similarity = found.is_there ? found.value : 0.0f;
+    if (found.is_there && found.value > known.threshold) return LOOKUP_HIT;
+    if ((found.is_there ? found.value : -1.0f) >= known.soft) return LOOKUP_LATE;
+    return found.is_there ? LOOKUP_TURNED : LOOKUP_TURNED_FAR;
 }
 
 // What a block has found.
@@ -122,7 +128,16 @@ struct Looks {
     float similarities[LOOK_MAX];
 };
 
-DEVICE bool chooses(u32 lookup) { return lookup != LOOKUP_NOTHING && lookup != LOOKUP_HIT; }
+// Whether a head chooses now.
+DEVICE bool chooses(const DecideParams& p, u32 lookup) {
+    if (p.flags & FLAG_LATE) return lookup == LOOKUP_LATE;
+    return lookup != LOOKUP_NOTHING && lookup != LOOKUP_HIT && lookup != LOOKUP_LATE;
+}
+
+// Where a row's queries are; those that attention has kept lie as labels do.
+DEVICE u32 query_row(const DecideParams& p, const SparseRow& row) {
+    return p.flags & FLAG_LATE ? row.state_row : row.row;
+}
 
 // A query and its label.
 struct Pair {
@@ -133,7 +148,7 @@ DEVICE Pair pair_of(const DecideParams& p, u32 first, u32 i) {
     const u32 group = p.heads.group, number = first + i / group, g = i % group;
     const u32 head = number % p.heads.n_kv_heads;
     const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
-    return Pair{p.score.qkv + (u64)row.row * p.score.q_stride + (head * group + g) * HEAD_DIM,
+    return Pair{p.score.qkv + (u64)query_row(p, row) * p.score.q_stride + (head * group + g) * HEAD_DIM,
                 p.labels + label_at(p, row, head) + g * HEAD_DIM};
 }
 
@@ -165,12 +180,13 @@ DEVICE void load_lanes(const float* from, float (&to)[LOOK_PIECES]) {
 DEVICE void look_at(const DecideParams& p, u32 first, u32 n, Looks& looks) {
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = p.heads.group;
     const u32 n_pairs = p.flags & FLAG_REUSES ? n * group : 0;
-    Known known = {0, 0, 0, 0.0f};
+    Known known = {0, 0, 0, 0.0f, 0.0f};
     if (thread < n) {
         const SparseRow& row = p.heads.rows[(first + thread) / p.heads.n_kv_heads];
         const u32 head = (first + thread) % p.heads.n_kv_heads;
         const HeadState* state = state_of(p.heads, row, head);
-        known = Known{row.kv_len, state->has_label, state->made_at, p.rules[head].threshold};
+        const HeadRule rule = p.rules[head];
+        known = Known{row.kv_len, state->has_label, state->made_at, rule.threshold, rule.soft};
     }
     for (u32 i = thread; i < n_pairs; i += SCORE_THREADS)
         looks.importances[i] =
@@ -211,30 +227,52 @@ DEVICE void tell(const DecideParams& p, u32 number, u32 lookup, float similarity
     HeadState* target = state_of(p.heads, row, number % p.heads.n_kv_heads);
     target->lookup = lookup, target->similarity = similarity;
     target->n_chosen = target->n_moved = target->n_moves = target->n_gone = 0;
+    if (lookup == LOOKUP_LATE) target->seen_members = target->n_members, target->seen_cut = target->cut;
     if (lookup == LOOKUP_NOTHING)
         target->cut = cut_of(p, row.kv_len), target->n_first = min(p.sinks, row.kv_len);
+}
+
+// Whether it was looked before the layer attended.
+DEVICE bool recalls(const DecideParams& p) { return (p.flags & (FLAG_LATE | FLAG_LOOKS)) == FLAG_LATE; }
+
+// Recalls what was found of `n` heads, from the `first` on, before their layer attended.
+DEVICE void recall(const DecideParams& p, u32 first, u32 n, bool tells, Looks& looks) {
+    if (threadIdx.x < n) {
+        const u32 number = first + threadIdx.x;
+        const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
+        HeadState* state = state_of(p.heads, row, number % p.heads.n_kv_heads);
+        looks.lookups[threadIdx.x] = state->lookup;
+        // Whoever chose before has its rows.
+        if (tells && state->lookup != LOOKUP_LATE) state->n_moves = state->n_gone = 0;
+    }
+    __syncthreads();
 }
 
 // Gives the block its share: true if there is one. Nobody writes labels before all have looked.
 DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, u32& index, u32& count) {
     const u32 thread = threadIdx.x, n = p.heads.n_rows * p.heads.n_kv_heads;
+    const bool is_known = recalls(p);
     if (!(p.flags & FLAG_TOGETHER)) {
         number = blockIdx.y, index = blockIdx.x, count = gridDim.x;
-        look_at(p, number, 1, looks);
-        if (index == 0 && thread == 0) tell(p, number, looks.lookups[0], looks.similarities[0]);
-        return chooses(looks.lookups[0]);
+        if (is_known) recall(p, number, 1, index == 0, looks);
+        else look_at(p, number, 1, looks);
+        if (!is_known && index == 0 && thread == 0)
+            tell(p, number, looks.lookups[0], looks.similarities[0]);
+        return chooses(p, looks.lookups[0]);
     }
-    look_at(p, 0, n, looks);
-    if (blockIdx.x == 0 && thread < n) tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
+    if (is_known) recall(p, 0, n, blockIdx.x == 0, looks);
+    else look_at(p, 0, n, looks);
+    if (!is_known && blockIdx.x == 0 && thread < n)
+        tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
     u32 n_choosing = 0;
-    for (u32 i = 0; i < n; i++) n_choosing += chooses(looks.lookups[i]);
+    for (u32 i = 0; i < n; i++) n_choosing += chooses(p, looks.lookups[i]);
     if (n_choosing == 0) return false;
-    if (thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
+    if (!is_known && thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
     count = min(gridDim.x / n_choosing, (u32)MAX_BLOCKS);
     index = blockIdx.x % count;
     u32 before = blockIdx.x / count;
     for (number = 0; number < n; number++) {
-        if (!chooses(looks.lookups[number])) continue;
+        if (!chooses(p, looks.lookups[number])) continue;
         if (before == 0) break;
         before--;
     }

@@ -8,18 +8,38 @@
 //! There are two, for turns that overlap: one is joined after the next has forked.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::{CudaEvent, CudaStream, sys};
 use nuthatch_backend::DeviceError;
 
 use crate::device::Device;
 
-/// Blocks that bring rows over the link: 0.86 of the copy engine's rate for 4 MiB, 0.92 for 16 and 0.97 for
-/// 64, and more blocks bring hardly more (`cuda_bench bring host`, one H200).
+/// Blocks that write over the link.
 pub(crate) const LINK_BLOCKS: u32 = 8;
-/// The same where nothing else runs meanwhile: with 32 of them a step of 128K tokens took 10.1 ms instead of
-/// 10.7 (`cuda_bench topk 131072 host`).
-pub(crate) const LINK_BLOCKS_ALONE: u32 = 32;
+
+/// How rows are brought over the link, and how much of the device choosing late takes. The usual numbers
+/// were measured (docs/sparse.md); others are for measuring.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkTuning {
+    /// Pieces of sixteen bytes of a thread that are on their way.
+    pub pieces: u32,
+    /// Threads of a block that brings rows.
+    pub threads: u32,
+    /// Such blocks beside which something else runs.
+    pub blocks: u32,
+    /// Such blocks where nothing does.
+    pub blocks_alone: u32,
+    /// Blocks that choose for selections that are made late.
+    pub late_blocks: u32,
+}
+
+impl Default for LinkTuning {
+    fn default() -> Self {
+        // Eight pieces do not fit the registers, and come at half the rate.
+        LinkTuning { pieces: 4, threads: 256, blocks: 8, blocks_alone: 32, late_blocks: 64 }
+    }
+}
 
 /// Streams beside the first, and the events that tie them to it.
 pub(crate) struct Branch {
@@ -66,6 +86,70 @@ impl Branch {
     /// What is queued on the stream from now on begins after the turn's end.
     pub(crate) fn join(&self, device: &Device, turn: usize) -> Result<(), DeviceError> {
         wait(device, device.main_stream(), &self.done[turn % 2])
+    }
+}
+
+/// Two streams on which selections are made late: one chooses, and the other brings rows meanwhile.
+///
+/// ```text
+///   stream     attend ──┬── other layers ───────────────────────── join ──
+///   choosing            └── choose ──┬── wait for the set ── choose the next
+///   bringing                         └── bring ──┘────────────────┘
+/// ```
+pub(crate) struct LateBranch {
+    choosing: Arc<CudaStream>,
+    bringing: Arc<CudaStream>,
+    forked: CudaEvent,
+    chosen: CudaEvent,
+    /// Of both sets of scratch.
+    brought: [CudaEvent; 2],
+    /// Turns since the last join.
+    n: AtomicUsize,
+}
+
+impl LateBranch {
+    pub(crate) fn new(device: &Device) -> Result<Self, DeviceError> {
+        let context = device.context();
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        let event = || device.check(context.new_event(flags));
+        // Few blocks, which would else wait behind the thousands of a product.
+        let stream = || device.check(context.new_stream_with_priority(-1));
+        let (choosing, bringing, forked, chosen) = (stream()?, stream()?, event()?, event()?);
+        let brought = [event()?, event()?];
+        Ok(LateBranch { choosing, bringing, forked, chosen, brought, n: AtomicUsize::new(0) })
+    }
+
+    /// A turn chooses after all that is queued on the stream, with the scratch of this number.
+    pub(crate) fn fork(&self, device: &Device) -> Result<(usize, &CudaStream), DeviceError> {
+        let n = self.n.load(Ordering::Relaxed);
+        record(device, &self.forked, device.main_stream())?;
+        wait(device, &self.choosing, &self.forked)?;
+        // Of earlier passes nothing is left, and what is recorded may not wait for what is not.
+        if n >= 2 {
+            wait(device, &self.choosing, &self.brought[n % 2])?;
+        }
+        Ok((n % 2, &self.choosing))
+    }
+
+    /// It has chosen, and its rows are brought.
+    pub(crate) fn pass_on(&self, device: &Device) -> Result<&CudaStream, DeviceError> {
+        record(device, &self.chosen, &self.choosing)?;
+        wait(device, &self.bringing, &self.chosen)?;
+        Ok(&self.bringing)
+    }
+
+    /// Its rows are brought.
+    pub(crate) fn end(&self, device: &Device) -> Result<(), DeviceError> {
+        let n = self.n.fetch_add(1, Ordering::Relaxed);
+        record(device, &self.brought[n % 2], &self.bringing)
+    }
+
+    /// What is queued on the stream from now on begins after all turns.
+    pub(crate) fn join(&self, device: &Device) -> Result<(), DeviceError> {
+        match self.n.swap(0, Ordering::Relaxed) {
+            0 => Ok(()),
+            n => wait(device, device.main_stream(), &self.brought[(n - 1) % 2]),
+        }
     }
 }
 

@@ -370,11 +370,20 @@ impl Device {
 }
 
 /// A kernel that can be queued.
+#[derive(Clone)]
 pub(crate) struct Kernel {
     name: &'static str,
     function: CudaFunction,
     /// Dynamic shared memory of a block.
     shared_bytes: u32,
+}
+
+impl Kernel {
+    /// The same with less dynamic shared memory.
+    pub(crate) fn with_shared_bytes(&self, bytes: usize) -> Self {
+        assert!(bytes <= self.shared_bytes as usize, "no more than was asked for");
+        Kernel { shared_bytes: bytes as u32, ..self.clone() }
+    }
 }
 
 /// Device memory. Dropping it frees it, once nothing that is queued can use it.

@@ -49,6 +49,7 @@ use std::sync::{Arc, Mutex};
 
 use nuthatch_backend::WeightType;
 
+pub use branch::LinkTuning;
 pub use buf::CudaBuf;
 use common::Common;
 pub use compile::{Extent, compile_all};
@@ -80,5 +81,6 @@ pub struct Cuda {
     l2_prefetch: u32,
     is_eager: AtomicBool,
     far: Option<FarPages>,
+    tuning: LinkTuning,
     scratch: Mutex<Scratch>,
 }

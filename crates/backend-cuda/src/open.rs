@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use nuthatch_backend::DeviceError;
 
 use crate::Cuda;
+use crate::branch::LinkTuning;
 use crate::buf::CudaBuf;
 use crate::common::Common;
 use crate::device::Device;
@@ -39,6 +40,8 @@ pub struct CudaConfig {
     /// for every table at its longest; memory is put behind them by [`Cuda::back`]. Attention then needs
     /// no table, and nothing can be shared: to compare with.
     pub kv_virtual: bool,
+    /// How rows are brought over the link.
+    pub tuning: LinkTuning,
 }
 
 impl Cuda {
@@ -59,6 +62,7 @@ impl Cuda {
             l2_prefetch: config.l2_prefetch,
             is_eager: config.is_eager.into(),
             far: config.far,
+            tuning: config.tuning,
             scratch: Mutex::new(Scratch::default()),
         })
     }

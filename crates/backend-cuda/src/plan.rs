@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nuthatch_backend::{BatchLayout, DeviceError, PlanShape};
 use nuthatch_types::Slot;
 
-use crate::branch::Branch;
+use crate::branch::{Branch, LateBranch};
 use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{CudaKv, PAGE_LEN, PageShape};
@@ -126,6 +126,10 @@ pub struct CudaPlan {
     pub(crate) deciding: Vec<(usize, usize)>,
     /// Layers that were decided about before their turn: an even one, and an odd one.
     pub(crate) ahead: [Cell<Option<usize>>; 2],
+    /// Whether all rows are served by the selections that their heads have.
+    pub(crate) is_served: bool,
+    /// Where selections are made late.
+    pub(crate) late: Option<Arc<LateBranch>>,
     parts: Parts,
     /// While a pass is queued: beside which pages that are far are written, or digests taken.
     pub(crate) beside: Option<Branch>,
@@ -168,6 +172,8 @@ impl CudaPlan {
             seqs: Vec::new(),
             deciding: Vec::new(),
             ahead: Default::default(),
+            late: None,
+            is_served: false,
             shape: shape.clone(),
             kernels,
             inv_freq,
@@ -263,6 +269,7 @@ impl CudaPlan {
     /// What comes after the pass begins after that has ended.
     pub(crate) fn end_beside(&mut self, device: &Device) -> Result<(), DeviceError> {
         self.beside.as_ref().map_or(Ok(()), |branch| branch.join(device, 0))?;
+        self.late.take().map_or(Ok(()), |late| late.join(device))?;
         self.leave_beside();
         Ok(())
     }
@@ -344,6 +351,7 @@ impl CudaPlan {
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         self.seqs.clear();
         self.deciding.clear();
+        self.is_served = false;
         self.ahead.iter().for_each(|ahead| ahead.set(None));
         let max_partials = self.max_partials;
         let tile_lines = self.tile_lines();

@@ -7,6 +7,7 @@
 use nuthatch_backend::WeightType;
 use nuthatch_types::{KvDtype, LayerSet};
 
+use crate::branch::LinkTuning;
 use crate::compile::Extent;
 use crate::kv::PageShape;
 use crate::launch::{
@@ -151,10 +152,14 @@ impl Program {
     }
 
     /// Top-k attention for one KV type and head width, on a device with so much shared memory.
-    pub(crate) fn sparse(attend: attend_shape::AttendShape, shared_bytes_max: usize) -> Self {
+    pub(crate) fn sparse(
+        attend: attend_shape::AttendShape,
+        shared_bytes_max: usize,
+        tuning: LinkTuning,
+    ) -> Self {
         let attend_shape::AttendShape { page, parts, .. } = attend;
         let mut constants = page_constants(attend);
-        constants.extend(sparse::constants(attend, shared_bytes_max));
+        constants.extend(sparse::constants(attend, shared_bytes_max, tuning));
         let mut files = vec![("kv.cuh", include_str!("../kernels/kv.cuh"))];
         if page.dtype != KvDtype::F32 {
             files.push(("attend.cuh", include_str!("../kernels/attend.cuh")));
@@ -165,6 +170,7 @@ impl Program {
             ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
             ("sparse_score.cu", include_str!("../kernels/sparse_score.cu")),
             ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
+            ("sparse_share.cuh", include_str!("../kernels/sparse_share.cuh")),
             ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
             ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
             ("sparse_post.cu", include_str!("../kernels/sparse_post.cu")),
@@ -209,7 +215,7 @@ impl Program {
             let mut programs = vec![Program::attention(usual, splits)];
             if !page.dtype.is_coded() {
                 programs.push(Program::attention(rows, splits));
-                programs.push(Program::sparse(rows, shared_bytes_max));
+                programs.push(Program::sparse(rows, shared_bytes_max, LinkTuning::default()));
             }
             programs
         };

@@ -5,8 +5,8 @@ use nuthatch_types::{
 };
 
 use crate::{
-    Ask, AttnSpec, BatchLayout, Bring, Decided, DecidedPlaces, Deciding, DeviceError, Digest, Draw,
-    HostMatrix, Near, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules, topk,
+    Ask, AttnSpec, BatchLayout, Best, Bring, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
+    Draw, HostMatrix, Near, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules, topk,
 };
 
 /// A device that can run the model.
@@ -400,8 +400,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
         self.lacks("top-k attention", (plan, layer, spec, qkv, kv, asks, scores))
     }
     /// See [`topk::select`], which this does in whatever way is fast here.
-    fn select(&self, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
-        topk::select(scores, first, k, chosen);
+    fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
+        topk::select(scores, best, chosen);
     }
     /// Calls `body` for each item, on several threads where the device computes on this machine's.
     fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {

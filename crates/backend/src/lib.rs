@@ -29,5 +29,7 @@ pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeSty
 pub use near::{Bring, Near, NearCounts, NearHead};
 pub use page_layout::{LayoutCodec, PageLayout};
 pub use row_mover::{RowMove, RowMover};
-pub use topk::{Ask, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy};
+pub use topk::{
+    Ask, Best, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy,
+};
 pub use weight::{HostMatrix, WeightType};

@@ -142,6 +142,9 @@ pub struct ReuseRule {
 pub struct HeadNumbers {
     /// The similarity that a query must keep.
     pub threshold: f32,
+    /// The similarity from which on a query that has turned is served by the selection that there is, and
+    /// makes the next one after its attention; more than any query has if none is.
+    pub soft: f32,
     /// Its share of rows, as a multiple of the average head's.
     pub weight: f32,
     /// `[group]` importances of its query heads.
@@ -164,6 +167,8 @@ pub struct Rules {
     pub sinks: u32,
     /// Last places, always attended.
     pub recent: u32,
+    /// What a score loses with each place that follows it, see [`follow`].
+    pub fade: u32,
     /// Rows that stay, in selections.
     pub working_set: f32,
     /// Whether all rows of a selection move, and not only those that are not there.
@@ -176,6 +181,13 @@ pub struct Rules {
     pub first_layer: u32,
     /// `[layer][G]`, all layers of the model.
     pub heads: Vec<HeadNumbers>,
+}
+
+impl Rules {
+    /// Whether selections may be made after the attention that asks for them.
+    pub fn is_soft(&self) -> bool {
+        self.reuse.is_some() && self.heads.iter().any(|head| head.soft <= 1.0)
+    }
 }
 
 /// A sequence of the batch about whose only row the device decides.
@@ -204,6 +216,8 @@ pub enum Found {
     Turned,
     /// The query has turned by a right angle or more.
     TurnedFar,
+    /// The query has turned away, but it serves once more, and the next one is made.
+    Late,
     /// The selection is too old.
     Aged,
     /// Nobody asked.
@@ -227,6 +241,9 @@ pub struct Decided {
     pub n_first: u32,
     /// Places from here on are seen.
     pub tail: u32,
+    /// Rows of the working set that the step has seen, and where its tail began: the same, unless a
+    /// selection was made afterwards.
+    pub seen: (u32, u32),
 }
 
 /// Places of one head.
@@ -238,11 +255,45 @@ pub struct DecidedPlaces {
     pub members: Vec<u32>,
 }
 
+/// Which places are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Best {
+    /// Places before this one are none to choose from.
+    pub first: u32,
+    /// How many are chosen.
+    pub k: usize,
+    /// What a score loses with each place that follows it, see [`follow`]; 0 if places stand for
+    /// themselves.
+    pub fade: u32,
+}
+
+/// Places after a good one that are good because of it.
+pub const N_FOLLOWERS: usize = 7;
+
+/// Gives each place the largest of its own score and of those of the [`N_FOLLOWERS`] places before it,
+/// less `fade` for each step between.
+///
+/// What is copied from a text is read on, token by token: the places after the best one are asked for
+/// next, and a selection that has them serves longer.
+pub fn follow(scores: &[u32], fade: u32, out: &mut Vec<u32>) {
+    out.clear();
+    out.extend((0..scores.len()).map(|place| {
+        let before = (0..=N_FOLLOWERS.min(place) as u32).zip(scores[..=place].iter().rev());
+        before.map(|(step, score)| score.saturating_sub(step * fade)).max().unwrap_or(0)
+    }));
+}
+
 /// The `k` places with the largest scores among `first..scores.len()`, ascending; of equal scores
 /// the first. All of them if there are not more than `k`.
-pub fn select(scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
+pub fn select(scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
     chosen.clear();
-    let middle = &scores[(first as usize).min(scores.len())..];
+    let Best { first, k, fade } = best;
+    let mut middle = &scores[(first as usize).min(scores.len())..];
+    let mut followed = Vec::new();
+    if fade > 0 {
+        follow(middle, fade, &mut followed);
+        middle = &followed;
+    }
     if k >= middle.len() {
         chosen.extend(first..first + middle.len() as u32);
         return;
@@ -341,7 +392,7 @@ mod tests {
                         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                         scores.push(if k % 2 == 0 { (state >> 24) % 9 } else { state });
                     }
-                    select(&scores, first, k, &mut chosen);
+                    select(&scores, Best { first, k, fade: 0 }, &mut chosen);
                     let mut naive: Vec<u32> = (first..n.max(first)).collect();
                     naive.sort_by_key(|&i| (std::cmp::Reverse(scores[i as usize]), i));
                     naive.truncate(k);
@@ -350,6 +401,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn places_after_a_good_one_are_chosen_with_it() {
+        const HALVING: u32 = 1 << 23;
+        let mut scores = vec![0.001f32.to_bits(); 64];
+        (scores[3], scores[10], scores[30]) = (9f32.to_bits(), 1f32.to_bits(), 0.2f32.to_bits());
+        let best = |first, k, fade| {
+            let mut chosen = Vec::new();
+            select(&scores, Best { first, k, fade }, &mut chosen);
+            chosen
+        };
+        assert_eq!(best(5, 2, 0), [10, 30]);
+        // 1, a half, a quarter, then 0.2.
+        assert_eq!(best(5, 4, HALVING), [10, 11, 12, 30]);
+        // The seventh place has a 128th and the eighth nothing; what comes first leads nobody.
+        let all: Vec<u32> = [5].into_iter().chain(10..18).chain(30..38).collect();
+        assert_eq!(best(5, 17, HALVING), all);
+        assert_eq!(best(5, 9, 2 * HALVING), [10, 11, 12, 13, 14, 30, 31, 32, 33]);
     }
 
     #[test]

@@ -151,6 +151,7 @@ impl Device {
                     max_context,
                     n_tables,
                     set_rows: topk.working_rows(&shape, max_context),
+                    is_soft: topk.policies.iter().any(Policy::is_soft),
                 })
             }
         }

@@ -60,6 +60,7 @@ impl TopK {
         }
         let numbers = |rule: &HeadRule| HeadNumbers {
             threshold: rule.threshold,
+            soft: rule.soft,
             weight: rule.weight,
             importances: rule.importances.clone(),
         };
@@ -70,6 +71,7 @@ impl TopK {
             k_max: policy.budget.max,
             sinks: policy.sinks,
             recent: policy.recent,
+            fade: policy.fade(self.shape.group),
             working_set: policy.working_set,
             is_whole: policy.refresh == Refresh::Whole,
             reuse,
@@ -123,6 +125,7 @@ impl TopK {
         // What the host decides from the same queries and scores says what the device had to.
         let mut works = self.take_heads(layer, run::Deciding::Now);
         self.decide(b, plan, layer, (kv, qkv), &mut works)?;
+        self.decide_late(b, layer, &mut works);
         works.append(&mut self.ahead[layer.idx % 2]);
         self.check_device(b, layer, store, &works)?;
         self.put_back(layer.idx, works);
@@ -166,8 +169,8 @@ impl TopK {
                 }
                 counts.heads += 1;
                 counts.rows_full += u64::from(at.kv_len);
-                let n_seen = decided.n_first + decided.n_members + at.kv_len - decided.tail;
-                counts.rows_attended += u64::from(n_seen);
+                let (n_members, tail) = decided.seen;
+                counts.rows_attended += u64::from(decided.n_first + n_members + at.kv_len - tail);
                 if matches!(of.policy.reuse, Reuse::Qsac(_)) && decided.found != Found::Nothing {
                     counts.count_lookup(rule.is_frozen(), lookup_of(decided));
                 }
@@ -229,6 +232,7 @@ fn expected(work: &Work, pick: &nuthatch_backend::Pick<'_>) -> Decided {
         Lookup::Hit(similarity) => (Found::Hit, similarity),
         Lookup::Turned(Some(similarity)) => (Found::Turned, similarity),
         Lookup::Turned(None) => (Found::TurnedFar, 0.0),
+        Lookup::Late(similarity) => (Found::Late, similarity.unwrap_or(0.0)),
         Lookup::Aged => (Found::Aged, 0.0),
         Lookup::Always if has_chosen => (Found::Always, 0.0),
         Lookup::Always => (Found::Nothing, 0.0),
@@ -241,6 +245,7 @@ fn expected(work: &Work, pick: &nuthatch_backend::Pick<'_>) -> Decided {
         n_members: pick.places.len() as u32,
         n_first: pick.n_first,
         tail: pick.tail,
+        seen: work.seen,
     }
 }
 
@@ -250,6 +255,7 @@ fn lookup_of(decided: &Decided) -> Lookup {
         Found::Hit => Lookup::Hit(decided.similarity),
         Found::Turned => Lookup::Turned(Some(decided.similarity)),
         Found::TurnedFar => Lookup::Turned(None),
+        Found::Late => Lookup::Late(Some(decided.similarity)),
         Found::Aged => Lookup::Aged,
         Found::Nothing | Found::Always => Lookup::Always,
     }

@@ -2,7 +2,7 @@
 
 use super::near_rows::NearRows;
 use super::policy::{Policy, Refresh, Reuse};
-use super::reuse::{aggregate, cosine, threshold};
+use super::reuse::{aggregate, cosine, soft_threshold, threshold};
 use super::working_set::WorkingSet;
 
 /// What decides about one key/value head, the same for all sequences.
@@ -13,6 +13,9 @@ pub struct HeadRule {
     /// The similarity that a query must keep; a head where it is below 0 is called frozen, because
     /// adjacent queries practically never differ that much.
     pub threshold: f32,
+    /// The similarity from which on a query that misses is served by the selection that there is, while
+    /// the next one is made; more than any query has if none is.
+    pub soft: f32,
     /// Its share of rows, as a multiple of the average head's.
     pub weight: f32,
 }
@@ -25,11 +28,11 @@ impl HeadRule {
     /// threshold.
     pub fn new(policy: &Policy, importances: &[f32]) -> Self {
         let most = importances.iter().copied().fold(0.0, f32::max);
-        let threshold = match &policy.reuse {
-            Reuse::Qsac(qsac) => threshold(most, qsac),
-            Reuse::Never | Reuse::PageLru { .. } => 1.0,
+        let (threshold, soft) = match &policy.reuse {
+            Reuse::Qsac(qsac) => (threshold(most, qsac), soft_threshold(most, qsac)),
+            Reuse::Never | Reuse::PageLru { .. } => (1.0, f32::INFINITY),
         };
-        HeadRule { importances: importances.to_vec(), threshold, weight: 1.0 }
+        HeadRule { importances: importances.to_vec(), threshold, soft, weight: 1.0 }
     }
 
     /// Shares the rows among all heads of a model, by the importance of each one's most important
@@ -61,6 +64,9 @@ pub enum Lookup {
     Hit(f32),
     /// The query has turned away; nothing if it turned by a right angle or more.
     Turned(Option<f32>),
+    /// The same, but it serves once more, and the next selection, which this query makes, serves from the
+    /// next step on.
+    Late(Option<f32>),
     /// It was made too long ago.
     Aged,
     /// Nobody asked: the policy selects at each step.
@@ -71,6 +77,11 @@ impl Lookup {
     /// Whether the last selection serves.
     pub fn is_hit(&self) -> bool {
         matches!(self, Lookup::Hit(_))
+    }
+
+    /// Whether it serves once more.
+    pub fn is_late(&self) -> bool {
+        matches!(self, Lookup::Late(_))
     }
 }
 
@@ -120,6 +131,7 @@ impl Head {
         let similarities: Vec<f32> = pairs.map(|(a, b)| cosine(a, b)).collect();
         match aggregate(&similarities, &rule.importances, qsac.aggregate) {
             Some(similarity) if similarity > rule.threshold => Lookup::Hit(similarity),
+            similarity if similarity.unwrap_or(-1.0) >= rule.soft => Lookup::Late(similarity),
             similarity => Lookup::Turned(similarity),
         }
     }
@@ -220,6 +232,22 @@ mod tests {
             head.reuse();
         }
         assert_eq!(head.look_up(&policy, &rule, &far), Lookup::Aged);
+    }
+
+    #[test]
+    fn what_has_turned_a_little_is_served_late() {
+        let policy = policy("hata,reuse=qsac(eta=0.8,thresholds=fixed,soft=0.4)");
+        let rule = HeadRule::new(&policy, &[1.0]);
+        let mut head = Head::default();
+        assert_eq!(head.look_up(&policy, &rule, &[1.0, 0.0]), Lookup::First);
+        head.refresh(&policy, &[1.0, 0.0], &[3, 4], 9);
+        assert!(head.look_up(&policy, &rule, &[0.85, 0.527]).is_hit());
+        assert!(head.look_up(&policy, &rule, &[0.5, 0.866]).is_late());
+        assert!(matches!(head.look_up(&policy, &rule, &[0.3, 0.954]), Lookup::Turned(Some(_))));
+        assert_eq!(head.look_up(&policy, &rule, &[-1.0, 0.0]), Lookup::Turned(None));
+        let always = HeadRule { soft: -1.0, ..rule };
+        assert_eq!(head.look_up(&policy, &always, &[-1.0, 0.0]), Lookup::Late(None));
+        assert_eq!((head.places(&policy), head.cut()), (&[3, 4][..], 9));
     }
 
     #[test]

@@ -36,10 +36,12 @@ mod working_set;
 pub use frames::{orthonormal_frame, principal_frame};
 pub use head::{Head, HeadRule, Lookup};
 pub use near::{NearError, NearNeeds, NearPlan, NearRequest};
-pub use policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, digest_page_bytes};
+pub use policy::{
+    Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, Soft, digest_page_bytes,
+};
 pub use profile::{Calibration, Profile, ProfileError};
 pub use residency::prefetchable_heads;
-pub use reuse::{aggregate, cosine, threshold};
+pub use reuse::{aggregate, cosine, soft_threshold, threshold};
 pub use run::{TopK, TopKLayer, TopKShape, working_rows};
 pub use spec::{AUTO, GRAMMAR, SpecError};
 pub use stats::{Counts, Stats};

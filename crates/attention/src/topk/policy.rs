@@ -111,6 +111,18 @@ pub struct Qsac {
     pub aggregate: Aggregate,
     /// A selection is made again after this many steps, if given.
     pub max_age: Option<u32>,
+    /// Queries that have turned, but not too far, are served by the selection that there is, and the
+    /// next one is made after their layer's attention, if given.
+    pub soft: Option<Soft>,
+}
+
+/// The similarity from which on a query that misses is served late.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Soft {
+    /// Of a head of importance 0; -1 if any query is.
+    pub floor: f32,
+    /// Of a head of importance 1.
+    pub eta: f32,
 }
 
 impl Default for Qsac {
@@ -122,6 +134,7 @@ impl Default for Qsac {
             is_adaptive: true,
             aggregate: Aggregate::Harmonic,
             max_age: None,
+            soft: None,
         }
     }
 }
@@ -162,6 +175,8 @@ pub struct Policy {
     /// How many times as many the most important heads have as the least, at least 1; on the average
     /// over heads there are as many as `budget` says.
     pub focus: f32,
+    /// What a token's score is worth to the one after it, from 0, which is nothing, to below 1.
+    pub follow: f32,
     /// When.
     pub reuse: Reuse,
     /// What is moved then.
@@ -188,6 +203,7 @@ impl Default for Policy {
             retriever: Retriever::Hata { bits: 256 },
             budget: Budget { percent: 10.0, min: 256, max: u32::MAX },
             focus: 1.0,
+            follow: 0.0,
             reuse: Reuse::Never,
             refresh: Refresh::Delta,
             working_set: 1.0,
@@ -213,6 +229,26 @@ impl Policy {
             return 0;
         }
         self.set_size(self.budget.weighted_rows(n, weight) as usize).min(n as usize) as u32
+    }
+
+    /// Whether a selection that no longer serves may serve once more, while the next one is made.
+    pub fn is_soft(&self) -> bool {
+        matches!(self.reuse, Reuse::Qsac(Qsac { soft: Some(_), .. }))
+    }
+
+    /// What a score loses with each place that follows it, of a head of `group` query heads.
+    ///
+    /// Scores are the bits of floats, whose exponents count halvings; those by hash codes are bits that
+    /// agree, of which a sixty-fourth stands for a halving.
+    pub fn fade(&self, group: usize) -> u32 {
+        if self.follow == 0.0 {
+            return 0;
+        }
+        let halving = match self.retriever {
+            Retriever::Hata { bits } => (group as u32 * bits) as f32 / 64.0,
+            _ => (1 << 23) as f32,
+        };
+        (-self.follow.log2() * halving).ceil() as u32
     }
 
     /// Rows of a working set whose last selection has `k`.

@@ -1,6 +1,6 @@
 //! Whether a selection still serves: similarities of queries, and the thresholds they must reach.
 
-use super::policy::{Aggregate, Qsac};
+use super::policy::{Aggregate, Qsac, Soft};
 
 /// Lanes of a sum: as many as a GPU's warp has, so that its sums have the same bits.
 const LANES: usize = 32;
@@ -42,9 +42,25 @@ pub fn threshold(importance: f32, qsac: &Qsac) -> f32 {
     if !qsac.is_adaptive {
         return qsac.eta;
     }
-    let lambda = importance.clamp(0.0, 1.0).powf(qsac.p);
+    between(importance, qsac.p, (qsac.floor, qsac.eta))
+}
+
+/// The least similarity at which a query of such a head that misses is served late; more than any query
+/// has if none is.
+pub fn soft_threshold(importance: f32, qsac: &Qsac) -> f32 {
+    match qsac.soft {
+        None => f32::INFINITY,
+        // To the bit: what has turned by a right angle or more counts as -1.
+        Some(Soft { floor, eta }) if floor == eta => eta,
+        Some(Soft { floor, eta }) => between(importance, qsac.p, (floor, eta)),
+    }
+}
+
+/// A similarity whose angle lies between two, by importance.
+fn between(importance: f32, p: f32, (floor, eta): (f32, f32)) -> f32 {
+    let lambda = importance.clamp(0.0, 1.0).powf(p);
     let angle = |similarity: f32| similarity.clamp(-1.0, 1.0).acos();
-    (lambda * angle(qsac.eta) + (1.0 - lambda) * angle(qsac.floor)).cos()
+    (lambda * angle(eta) + (1.0 - lambda) * angle(floor)).cos()
 }
 
 /// One similarity of a group's, or nothing where one of them is not above 0 and the mean is
@@ -94,6 +110,20 @@ mod tests {
         assert!((threshold(1.0, &floored) - 0.8).abs() < 1e-6);
         let fixed = Qsac { is_adaptive: false, ..qsac };
         assert_eq!(threshold(0.1, &fixed), 0.8);
+    }
+
+    #[test]
+    fn heads_that_matter_are_served_late_less_often() {
+        let qsac = Qsac::default();
+        assert_eq!(soft_threshold(0.5, &qsac), f32::INFINITY);
+        let all = Qsac { soft: Some(Soft { floor: -1.0, eta: -1.0 }), ..qsac };
+        for importance in [0.0, 0.3, 0.9, 1.0] {
+            assert_eq!(soft_threshold(importance, &all), -1.0);
+        }
+        let some = Qsac { soft: Some(Soft { floor: 0.2, eta: 0.9 }), ..qsac };
+        let found = [0.0, 0.6, 0.9, 1.0].map(|importance| soft_threshold(importance, &some));
+        assert!(found.is_sorted(), "{found:?}");
+        assert!((found[0] - 0.2).abs() < 1e-6 && (found[3] - 0.9).abs() < 1e-6, "{found:?}");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::policy::{Policy, Retriever};
 use super::profile::Profile;
 use super::stats::{Counts, Stats};
 use super::trace::Decision;
-use super::work::{Work, pick};
+use super::work::{When, Work, pick};
 use crate::Dense;
 
 /// Layers and heads of a model.
@@ -366,8 +366,29 @@ impl TopK {
         }
         let picks: Vec<_> = works.iter().map(|work| pick(self, layer.idx, work)).collect();
         b.attend_picks(plan, dense.layer, &dense.spec(), qkv, kv, &picks, out)?;
+        self.decide_late(b, layer, &mut works);
+        if self.near.is_some() {
+            let late = || works.iter().filter(|work| work.chooses(When::Late));
+            let brings: Vec<Bring<'_>> = late().filter_map(Work::bring).collect();
+            b.bring(plan, dense.layer, kv, &brings)?;
+            works.iter_mut().for_each(|work| work.head.near.settle());
+        }
         self.put_back(layer.idx, works);
         Ok(())
+    }
+
+    /// Makes the selections that serve from the next step on, from the scores of [`TopK::decide`].
+    pub(super) fn decide_late<B: Backend>(
+        &mut self,
+        b: &B,
+        layer: &TopKLayer<'_, B>,
+        works: &mut [Work],
+    ) {
+        if works.iter().any(|work| work.chooses(When::Late)) {
+            let begin = self.now();
+            self.select(b, layer, works, When::Late);
+            self.stats.select_nanos += self.nanos_since(begin);
+        }
     }
 
     /// Looks up, scores and selects.
@@ -388,7 +409,7 @@ impl TopK {
         if !asks.is_empty() {
             b.score(plan, dense.layer, &dense.spec(), queries, kv, asks, scores)?;
         }
-        self.select(b, layer, works);
+        self.select(b, layer, works, When::Now);
         self.stats.select_nanos += self.nanos_since(begin);
         Ok(())
     }

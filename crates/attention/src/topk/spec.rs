@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse};
+use super::policy::{Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, Soft};
 
 /// What may be written.
 pub const GRAMMAR: &str = "\
@@ -19,10 +19,13 @@ RETRIEVER[,OPTION=VALUE]...
   k            10% or 512       tokens of a selection, as a share of the context or a number [10%]
   k_min, k_max N                bounds of the share [256, none]
   focus        3                how many times as many important heads have [1]
+  follow       0.5              what a token's score is worth to the next [0]
   reuse        none             select at each step [none]
                qsac(eta=0.8,p=3,floor=-1,max_age=N,thresholds=adaptive|fixed,
-                    aggregate=harmonic|min|mean)
-                                select when the query has turned away
+                    aggregate=harmonic|min|mean,soft=-1,soft_eta=S)
+                                select when the query has turned away; a query
+                                at least as similar as soft, of important heads
+                                soft_eta, is served first by what is there
                lru(page=8,capacity=3)
                                 cache pages, the least recently used going first
   refresh      delta or whole   what is moved when the selection changes [delta]
@@ -34,10 +37,10 @@ RETRIEVER[,OPTION=VALUE]...
   speculate    on or off        choose by the query of the layer before [off]";
 
 /// What `auto` stands for: small selections that add up to a tenth of the context, more of it for
-/// important heads, made again when the query has turned away. docs/sparse.md has what it was found
-/// best by.
+/// important heads, with what follows the best tokens, made again when the query has turned away.
+/// docs/sparse.md has what it was found best by.
 pub const AUTO: &str =
-    "loki:32,k=4%,k_min=64,focus=6,reuse=qsac(eta=0.9,floor=0.8),working_set=2.5";
+    "loki:32,k=4%,k_min=64,focus=6,follow=0.5,reuse=qsac(eta=0.9,floor=0.7),working_set=2.5";
 
 /// A policy that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -73,6 +76,9 @@ fn parse(text: &str) -> Result<Policy, String> {
         }
         seen.push(key);
         set(&mut policy, key, value)?;
+    }
+    if policy.is_soft() && policy.speculates {
+        return Err("soft and speculate=on do not go together".to_owned());
     }
     if policy.budget.min > policy.budget.max {
         let (min, max) = (policy.budget.min, policy.budget.max);
@@ -138,6 +144,7 @@ fn set(policy: &mut Policy, key: &str, value: &str) -> Result<(), String> {
         "k_min" => policy.budget.min = number(key, value, 0, u32::MAX)?,
         "k_max" => policy.budget.max = number(key, value, 1, u32::MAX)?,
         "focus" => policy.focus = float(key, value, 1.0, 1000.0)?,
+        "follow" => policy.follow = parse_follow(key, value)?,
         "reuse" => policy.reuse = parse_reuse(value)?,
         "refresh" => {
             policy.refresh = match value {
@@ -161,6 +168,14 @@ fn set(policy: &mut Policy, key: &str, value: &str) -> Result<(), String> {
         _ => return Err(format!("{key:?} is no option")),
     }
     Ok(())
+}
+
+fn parse_follow(key: &str, text: &str) -> Result<f32, String> {
+    match float(key, text, 0.0, 0.99)? {
+        0.0 => Ok(0.0),
+        // A score that is halved ten times for each step is worth nothing to anybody.
+        x => Ok(x.max(0.001)),
+    }
 }
 
 fn parse_reuse(text: &str) -> Result<Reuse, String> {
@@ -195,8 +210,11 @@ fn parse_reuse(text: &str) -> Result<Reuse, String> {
 
 fn parse_qsac(pairs: &[(&str, &str)]) -> Result<Qsac, String> {
     let mut qsac = Qsac::default();
+    let (mut soft, mut soft_eta) = (None, None);
     for &(key, value) in pairs {
         match (key, value) {
+            ("soft", _) => soft = Some(float(key, value, -1.0, 1.0)?),
+            ("soft_eta", _) => soft_eta = Some(float(key, value, -1.0, 1.0)?),
             ("eta", _) => qsac.eta = float(key, value, -1.0, 1.0)?,
             ("p", _) => qsac.p = float(key, value, 0.0, 100.0)?,
             ("floor", _) => qsac.floor = float(key, value, -1.0, 1.0)?,
@@ -209,6 +227,10 @@ fn parse_qsac(pairs: &[(&str, &str)]) -> Result<Qsac, String> {
             _ => return Err(format!("{key}={value} is no option of qsac")),
         }
     }
+    qsac.soft = match (soft, soft_eta) {
+        (None, Some(_)) => return Err("soft_eta needs soft".to_owned()),
+        (soft, eta) => soft.map(|floor| Soft { floor, eta: eta.unwrap_or(floor) }),
+    };
     Ok(qsac)
 }
 
@@ -261,6 +283,9 @@ impl fmt::Display for Policy {
         if self.focus != default.focus {
             write!(f, ",focus={}", self.focus)?;
         }
+        if self.follow != default.follow {
+            write!(f, ",follow={}", self.follow)?;
+        }
         self.fmt_reuse(f)?;
         if self.refresh == Refresh::Whole {
             f.write_str(",refresh=whole")?;
@@ -289,7 +314,7 @@ impl Policy {
             Reuse::PageLru { page, capacity } => {
                 write!(f, ",reuse=lru(page={page},capacity={capacity})")
             }
-            Reuse::Qsac(Qsac { eta, p, floor, is_adaptive, aggregate, max_age }) => {
+            Reuse::Qsac(Qsac { eta, p, floor, is_adaptive, aggregate, max_age, soft }) => {
                 write!(f, ",reuse=qsac(eta={eta},p={p}")?;
                 if floor != Qsac::default().floor {
                     write!(f, ",floor={floor}")?;
@@ -299,6 +324,12 @@ impl Policy {
                 }
                 if !is_adaptive {
                     f.write_str(",thresholds=fixed")?;
+                }
+                if let Some(Soft { floor, eta }) = soft {
+                    write!(f, ",soft={floor}")?;
+                    if eta != floor {
+                        write!(f, ",soft_eta={eta}")?;
+                    }
                 }
                 f.write_str(match aggregate {
                     Aggregate::Harmonic => ")",
@@ -332,7 +363,10 @@ mod tests {
             "loki:32,reuse=qsac(eta=0.75,p=2,max_age=64,thresholds=fixed,aggregate=min)",
             "ds:8,refresh=whole,sinks=0,speculate=on",
             "hata:256,reuse=qsac(eta=0.8,p=3,aggregate=mean)",
+            "loki:32,follow=0.5",
             "hata:256,focus=6,reuse=qsac(eta=0.9,p=2,floor=0.7)",
+            "loki:32,reuse=qsac(eta=0.9,p=3,soft=-1)",
+            "loki:32,reuse=qsac(eta=0.9,p=3,soft=0.25,soft_eta=0.75,aggregate=min)",
         ] {
             let policy: Policy = text.parse().unwrap();
             assert_eq!(policy.to_string(), text);
@@ -364,8 +398,12 @@ mod tests {
             ("hata,k_min=9,k_max=8", "k_min 9 is above k_max 8"),
             ("hata,reuse=qsac(eta=2)", "2 of eta is not between -1 and 1"),
             ("hata,reuse=qsac(eat=1)", "eat=1 is no option of qsac"),
+            ("hata,reuse=qsac(soft=-2)", "-2 of soft is not between -1 and 1"),
+            ("hata,reuse=qsac(soft_eta=0)", "soft_eta needs soft"),
+            ("hata,reuse=qsac(soft=0),speculate=on", "soft and speculate=on do not go together"),
             ("hata,reuse=qsac(eta=1", "a parenthesis is not closed"),
             ("hata,reuse=qsac)", "a parenthesis closes what is not open"),
+            ("hata,follow=1", "1 of follow is not between 0 and 0.99"),
             ("hata,refresh=some", "refresh is delta or whole, not \"some\""),
             ("hata,working_set=0.5", "0.5 of working_set is not between 1 and 1000"),
             ("hata,recent=0", "0 of recent is not between 1 and 4294967295"),

@@ -17,6 +17,8 @@ pub struct Counts {
     pub frozen_lookups: u64,
     /// Hits among them.
     pub frozen_hits: u64,
+    /// Lookups of both after which the last selection served once more, while the next one was made.
+    pub late: u64,
     /// Selections that were made.
     pub selections: u64,
     /// Rows of those selections.
@@ -40,6 +42,7 @@ impl AddAssign for Counts {
         self.live_hits += other.live_hits;
         self.frozen_lookups += other.frozen_lookups;
         self.frozen_hits += other.frozen_hits;
+        self.late += other.late;
         self.selections += other.selections;
         self.rows_selected += other.rows_selected;
         self.rows_moved += other.rows_moved;
@@ -59,6 +62,7 @@ impl Counts {
         };
         *lookups += 1;
         *hits += u64::from(lookup.is_hit());
+        self.late += u64::from(lookup.is_late());
     }
 
     /// Hits among the lookups of live heads; nothing if there were none.
@@ -69,6 +73,11 @@ impl Counts {
     /// Hits among the lookups of frozen heads; nothing if there were none.
     pub fn frozen_hit_ratio(&self) -> Option<f64> {
         ratio(self.frozen_hits, self.frozen_lookups)
+    }
+
+    /// Lookups after which the last selection served once more; nothing if there were none.
+    pub fn late_ratio(&self) -> Option<f64> {
+        ratio(self.late, self.live_lookups + self.frozen_lookups)
     }
 
     /// Rows that moved, of those that full attention would have read.

@@ -1,6 +1,6 @@
 //! What is decided about the heads of one layer.
 
-use nuthatch_backend::{Ask, Backend, Bring, DeviceError, Pick, ScoreBy};
+use nuthatch_backend::{Ask, Backend, Best, Bring, DeviceError, Pick, ScoreBy};
 
 use super::head::{Head, Lookup};
 use super::policy::{Refresh, Retriever, Reuse};
@@ -17,11 +17,31 @@ pub(super) struct Work {
     /// Places of the scores, if a selection is made.
     pub(super) scores: Option<(usize, usize)>,
     pub(super) n_moved: usize,
+    /// Rows of the working set that are attended, and where the tail begins; a late selection changes both
+    /// afterwards.
+    pub(super) seen: (u32, u32),
+    /// Its number in the trace, if that is recorded.
+    traced: usize,
+}
+
+/// Which selections are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    /// Those that attention waits for.
+    Now,
+    /// Those that serve from the next step on.
+    Late,
 }
 
 impl Work {
     pub(super) fn new(at: Active, head_idx: usize, head: Head) -> Self {
-        Work { at, head_idx, head, lookup: Lookup::Always, scores: None, n_moved: 0 }
+        let (lookup, scores) = (Lookup::Always, None);
+        Work { at, head_idx, head, lookup, scores, n_moved: 0, seen: (0, 0), traced: 0 }
+    }
+
+    /// Whether a selection is made.
+    pub(super) fn chooses(&self, when: When) -> bool {
+        self.scores.is_some() && self.lookup.is_late() == (when == When::Late)
     }
 
     /// Rows that must come near, if any must.
@@ -112,24 +132,26 @@ impl TopK {
         Ok(())
     }
 
-    /// Makes the selections that were asked for.
+    /// Makes the selections that were asked for; late ones after all that is attended was picked.
     pub(super) fn select<B: Backend>(
         &mut self,
         b: &B,
         layer: &TopKLayer<'_, B>,
         works: &mut [Work],
+        when: When,
     ) {
         let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
         let width = self.query_stride(layer.dense.owns_kv);
         let (topk, Scratch { queries, scores, .. }) = (&*self, &self.scratch);
         let (layer_idx, first_head) = (layer.idx, layer.idx * n_kv_heads);
         let make = |work: &mut Work| {
-            let Some((start, end)) = work.scores else { return };
+            let Some((start, end)) = work.scores.filter(|_| work.chooses(when)) else { return };
             let PolicyRules { policy, rules, .. } = &topk.policies[work.at.policy];
             let cut = policy.cut(work.at.kv_len);
             let weight = rules[first_head + work.head_idx].weight;
             let k = policy.budget.weighted_rows(cut - policy.sinks, weight);
-            b.select(&scores[start..end], policy.sinks, k as usize, &mut work.head.chosen);
+            let best = Best { first: policy.sinks, k: k as usize, fade: policy.fade(group) };
+            b.select(&scores[start..end], best, &mut work.head.chosen);
             let at = work.at.query_row * width + work.head_idx * group * head_dim;
             let label = match policy.reuse {
                 Reuse::Qsac(_) => &queries[at..at + group * head_dim],
@@ -143,33 +165,52 @@ impl TopK {
             }
         };
         // Mostly there is one or none, which is not worth waking threads for.
-        match works.iter().filter(|work| work.scores.is_some()).count() {
+        match works.iter().filter(|work| work.chooses(when)).count() {
             0 | 1 => works.iter_mut().for_each(make),
             _ => b.each(works, make),
         }
-        self.count(works);
-        if self.trace.is_some() {
-            let decisions: Vec<Decision> =
-                works.iter().map(|work| self.decision(layer_idx, work)).collect();
-            self.trace.get_or_insert_default().extend(decisions);
+        if when == When::Now {
+            self.count_attended(works);
         }
+        self.count_selected(works, when);
+        self.trace_decisions(layer_idx, works, when);
     }
 
-    fn count(&mut self, works: &[Work]) {
+    fn count_attended(&mut self, works: &mut [Work]) {
         for work in works {
             let policy = &self.policies[work.at.policy].policy;
             let counts = &mut self.stats.policies[work.at.policy];
             let (kv_len, tail) = (work.at.kv_len, work.head.cut());
-            let n_near = work.head.places(policy).len() as u32 + policy.sinks.min(tail);
+            work.seen = (work.head.places(policy).len() as u32, tail);
+            let n_near = work.seen.0 + policy.sinks.min(tail);
             counts.heads += 1;
             counts.rows_full += u64::from(kv_len);
             counts.rows_attended += u64::from(n_near + kv_len - tail);
-            if work.scores.is_some() {
-                counts.selections += 1;
-                counts.rows_selected += work.head.chosen.len() as u64;
-                counts.rows_moved += work.n_moved as u64;
+        }
+    }
+
+    fn count_selected(&mut self, works: &[Work], when: When) {
+        for work in works.iter().filter(|work| work.chooses(when)) {
+            let counts = &mut self.stats.policies[work.at.policy];
+            counts.selections += 1;
+            counts.rows_selected += work.head.chosen.len() as u64;
+            counts.rows_moved += work.n_moved as u64;
+        }
+    }
+
+    fn trace_decisions(&mut self, layer_idx: usize, works: &mut [Work], when: When) {
+        let Some(mut trace) = self.trace.take() else { return };
+        for work in works.iter_mut().filter(|work| when == When::Now || work.chooses(when)) {
+            if when == When::Now {
+                work.traced = trace.len();
+                trace.push(self.decision(layer_idx, work));
+            } else {
+                let decision = &mut trace[work.traced];
+                decision.chosen = Some(work.head.chosen.clone());
+                decision.n_moved = work.n_moved;
             }
         }
+        self.trace = Some(trace);
     }
 
     fn decision(&self, layer_idx: usize, work: &Work) -> Decision {
@@ -181,7 +222,7 @@ impl TopK {
             head: work.head_idx,
             kv_len: work.at.kv_len,
             lookup: work.lookup,
-            chosen: work.scores.map(|_| work.head.chosen.clone()),
+            chosen: work.chooses(When::Now).then(|| work.head.chosen.clone()),
             n_moved: work.n_moved,
             n_first: pick.n_first,
             places: pick.places.to_vec(),

@@ -3,6 +3,9 @@
 
 use std::cell::RefCell;
 
+use nuthatch_backend::Best;
+use nuthatch_backend::topk::N_FOLLOWERS;
+
 use crate::isa::Isa;
 use crate::versions::versions;
 
@@ -10,14 +13,17 @@ thread_local! {
     /// Places that may be among the best, and their scores. One thread's are near to it, as those of
     /// each head would not be.
     static CANDIDATES: RefCell<(Vec<u32>, Vec<u32>)> = RefCell::default();
+    /// Scores that places have by those before them.
+    static FOLLOWED: RefCell<Vec<u32>> = RefCell::default();
 }
 
 /// Scores of a sample.
 const SAMPLE: usize = 512;
 
 /// See [`nuthatch_backend::topk::select`].
-pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mut Vec<u32>) {
+pub(crate) fn select(isa: Isa, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
     chosen.clear();
+    let Best { first, k, fade } = best;
     let middle = &scores[(first as usize).min(scores.len())..];
     if k >= middle.len() {
         chosen.extend(first..first + middle.len() as u32);
@@ -26,6 +32,21 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
     if k == 0 {
         return;
     }
+    if fade == 0 {
+        return select_middle(isa, middle, (first, k), chosen);
+    }
+    FOLLOWED.with_borrow_mut(|followed| {
+        if followed.len() < middle.len() {
+            followed.resize(middle.len(), 0);
+        }
+        let followed = &mut followed[..middle.len()];
+        follow(isa, middle, fade, followed);
+        select_middle(isa, followed, (first, k), chosen);
+    });
+}
+
+/// The `k` best of the scores, of which there are more; they are of the places from `first` on.
+fn select_middle(isa: Isa, middle: &[u32], (first, k): (u32, usize), chosen: &mut Vec<u32>) {
     let floor = probable_floor(isa, middle, k);
     let n_reach = count(isa, middle, floor);
     // The sample was not like the rest.
@@ -41,6 +62,28 @@ pub(crate) fn select(isa: Isa, scores: &[u32], first: u32, k: usize, chosen: &mu
         write(isa, &left[..n], Choice { threshold, n_equal: k - n_above }, places);
         chosen.extend_from_slice(&places[..k]);
     });
+}
+
+versions! {
+    /// See [`nuthatch_backend::topk::follow`].
+    fn follow(scores: &[u32], fade: u32, out: &mut [u32]) = follow_inner;
+}
+
+#[inline(always)]
+fn follow_inner<const FUSED: bool>(scores: &[u32], fade: u32, out: &mut [u32]) {
+    let n_first = N_FOLLOWERS.min(scores.len());
+    for (place, out) in out[..n_first].iter_mut().enumerate() {
+        let before = (0..).zip(scores[..=place].iter().rev());
+        *out = before.fold(0, |best, (step, score)| best.max(score.saturating_sub(step * fade)));
+    }
+    for (before, out) in scores.windows(N_FOLLOWERS + 1).zip(&mut out[n_first..]) {
+        let mut best = before[N_FOLLOWERS];
+        for step in 1..=N_FOLLOWERS {
+            let lost = step as u32 * fade;
+            best = best.max(before[N_FOLLOWERS - step].max(lost) - lost);
+        }
+        *out = best;
+    }
 }
 
 /// A score that is probably reached by k of many, and by not many more.
@@ -248,11 +291,13 @@ mod tests {
                 let mut scores: Vec<u32> = (0..n).map(|_| next() % spread).collect();
                 scores.extend([u32::MAX, 0, u32::MAX]);
                 for k in [0, 1, 2, 5, 16, n / 2, n, n + 2, n + 3, 2 * n] {
-                    for first in [0, 1, 16, 20] {
-                        topk::select(&scores, first, k, &mut expected);
+                    for (first, fade) in [(0, 0), (1, 1), (16, 0), (16, spread / 4), (20, 1 << 23)]
+                    {
+                        let best = Best { first, k, fade };
+                        topk::select(&scores, best, &mut expected);
                         for isa in Isa::ALL.into_iter().filter(|&isa| isa <= Isa::detect()) {
-                            select(isa, &scores, first, k, &mut got);
-                            assert_eq!(got, expected, "{isa}: {k} of {scores:?} from {first}");
+                            select(isa, &scores, best, &mut got);
+                            assert_eq!(got, expected, "{isa}: {best:?} of {scores:?}");
                         }
                     }
                 }

@@ -27,7 +27,7 @@ use std::error::Error;
 use std::fmt::Write as _;
 
 use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, LinkTuning};
 use nuthatch_types::{Clock, KvDtype, KvShape, LayerSet, SystemClock};
 
 use rig::Rig;
@@ -75,7 +75,8 @@ fn main() -> Outcome {
     let n_threads = number(&words, "threads").unwrap_or(0) as u32;
     let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident, n_threads });
     let is_exact = false;
-    let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual };
+    let tuning = tuning(&words);
+    let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual, tuning };
     let cuda = Cuda::open(0, config.clone())?;
     println!("{} {words:?}", cuda.name());
     let mut report = Report { has_breakdown: has("breakdown"), ..Report::default() };
@@ -128,6 +129,20 @@ fn main() -> Outcome {
         std::fs::write(path, text)?;
     }
     Ok(())
+}
+
+/// How rows are brought, with `pieces=`, `gather_threads=`, `blocks=`, `alone=` and `late_blocks=` otherwise
+/// than usually.
+fn tuning(words: &[String]) -> LinkTuning {
+    let usual = LinkTuning::default();
+    let or = |name, usual| number(words, name).map_or(usual, |n| n as u32);
+    LinkTuning {
+        pieces: or("pieces", usual.pieces),
+        threads: or("gather_threads", usual.threads),
+        blocks: or("blocks", usual.blocks),
+        blocks_alone: or("alone", usual.blocks_alone),
+        late_blocks: or("late_blocks", usual.late_blocks),
+    }
 }
 
 /// The number of a word such as `batch=16`.

@@ -82,6 +82,8 @@ struct Named {
     working_set: f32,
     is_whole: bool,
     reuses: bool,
+    /// The similarity from which on queries that have turned are served late; more than 1 for none.
+    soft: f32,
     /// Whether layers are decided about before their turn: not, so, or both.
     ahead: &'static [bool],
 }
@@ -97,8 +99,12 @@ const AUTO: Named = Named {
     working_set: 2.5,
     is_whole: false,
     reuses: true,
+    soft: f32::INFINITY,
     ahead: &[false, true],
 };
+
+/// The same, if all that has turned is served by what is there, and chooses afterwards.
+const LATE: Named = Named { name: "auto, late", soft: -1.0, ahead: &[false], ..AUTO };
 
 const QSAC: Named = Named {
     name: "qsac + delta (hata:256 10%)",
@@ -157,7 +163,8 @@ fn parts() -> Vec<Part> {
 
 fn rules(shape: &Shape, of: &Named) -> Rules {
     let group = (shape.n_heads / shape.n_kv_heads) as usize;
-    let head = HeadNumbers { threshold: 0.85, weight: 1.0, importances: vec![1.0; group] };
+    let (threshold, soft, weight) = (0.85, of.soft, 1.0);
+    let head = HeadNumbers { threshold, soft, weight, importances: vec![1.0; group] };
     Rules {
         by: of.by,
         percent: of.percent,
@@ -165,6 +172,7 @@ fn rules(shape: &Shape, of: &Named) -> Rules {
         k_max: u32::MAX,
         sinks: 16,
         recent: 64,
+        fade: 0,
         working_set: of.working_set,
         is_whole: of.is_whole,
         reuse: of.reuses.then_some(ReuseRule { mix: Mix::Harmonic, max_age: None }),
@@ -194,7 +202,7 @@ fn digests(shape: &Shape) -> [Digest; 2] {
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
-/// rates, or, with `turn=N`, at that one. With `ablation` LiteCache's parts are taken away one by one; with
+/// rates, or, with `turn=N`, at that one; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts are taken away one by one; with
 /// `breakdown`, kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let has = |name: &str| words.iter().any(|word| word == name);
@@ -207,7 +215,9 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     let lines: Vec<Part> = match (has("ablation"), has("policies")) {
         (true, _) => parts(),
         (_, is_all) => {
-            let of = &POLICIES[..if is_all { POLICIES.len() } else { 1 }];
+            let mut of = POLICIES[..if is_all { POLICIES.len() } else { 1 }].to_vec();
+            of.drain(..if has("only") { of.len() } else { 0 });
+            of.extend(has("late").then_some(LATE));
             let turns =
                 |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
             let part = |of: Named| move |turned| Part { of, turned, has_graph: true };
@@ -398,7 +408,9 @@ pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outc
     let places: Vec<u32> = (0..16_384).map(|i| 2 * i + i % 2).collect();
     cuda.bring_rows(&far.plan, LayerIdx(0), &far.kv, &places, 8)?;
     let beside = cuda.beside()?;
-    for n_blocks in [0, 8, 16] {
+    // As many threads as such blocks usually have.
+    let share = 256 / number(words, "gather_threads").unwrap_or(256) as u32;
+    for n_blocks in [0, 4, 8, 16].map(|n| n * share) {
         let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
             // For longer than a step takes.
             for at in 0..if n_blocks > 0 { 8 } else { 0 } {
@@ -426,14 +438,17 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         rig.lay_out(&[(0, DEPTH - 1, 1)])?;
         let threads = cuda.threads(&rig.kv)?;
         let row_bytes = 4 * head_dim as usize;
-        for n in [64, 256, 512, 1024, 2048, 4096, 8192, 16_384] {
+        let all = [64, 256, 512, 1024, 2048, 4096, 8192, 16_384];
+        let is_short = words.iter().any(|word| word == "short");
+        for n in if is_short { vec![512, 2048, 8192] } else { all.to_vec() } {
             let mut random = Random(n as u64);
             let mut places: Vec<u32> =
                 (0..n).map(|_| (random.unit() * (DEPTH - 1) as f32) as u32).collect();
             places.sort_unstable();
             let bytes = (8 * n * row_bytes) as f64;
             let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
-            for blocks in [4, 8, 16] {
+            let share = 256 / number(words, "gather_threads").unwrap_or(256) as u32;
+            for blocks in [4, 8, 16].map(|n| n * share) {
                 let seconds = time(cuda, |i| {
                     Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &places, blocks)?)
                 })?;

@@ -2,12 +2,14 @@
 //! `sparse.cuh`, `sparse_digest.cu`, `sparse_gather.cu`.
 
 use cudarc::driver::CudaStream;
+use nuthatch_backend::topk::N_FOLLOWERS;
 use nuthatch_backend::{DeviceError, DigestKind};
 use nuthatch_types::KvDtype;
 
 use super::sparse_attend::{SparseParams, SparseShape};
 use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tally};
 use super::{Address, NearPages, count, params};
+use crate::branch::LinkTuning;
 use crate::device::{Device, Kernel};
 use crate::launch::attend_shape::AttendShape;
 
@@ -41,7 +43,8 @@ params! {
         n_moved: u32,
         n_moves: u32,
         n_gone: u32,
-        padding: [u32; 2],
+        seen_members: u32,
+        seen_cut: u32,
     }
 }
 
@@ -63,7 +66,8 @@ impl HeadState {
             n_moved: 0,
             n_moves: 0,
             n_gone: 0,
-            padding: [0; 2],
+            seen_members: 0,
+            seen_cut: 0,
         }
     }
 }
@@ -164,7 +168,6 @@ pub(crate) const MAX_WIDTH: usize = 1024;
 const DIGEST_TOKENS: usize = 8;
 const DIGEST_THREADS: u32 = 128;
 const READ_THREADS: u32 = 128;
-const GATHER_THREADS: u32 = 256;
 /// Blocks that write addresses of rows; few, because they wait for nothing.
 const POST_BLOCKS: u32 = 8;
 
@@ -181,9 +184,13 @@ pub(crate) fn kind_number(kind: DigestKind) -> u32 {
 pub(crate) fn constants(
     attend: AttendShape,
     shared_bytes_max: usize,
+    tuning: LinkTuning,
 ) -> Vec<(&'static str, String)> {
     let mut constants = vec![
+        ("GATHER_THREADS", tuning.threads.to_string()),
+        ("GATHER_PIECES", tuning.pieces.to_string()),
         ("MAX_GROUP", MAX_GROUP.to_string()),
+        ("N_FOLLOWERS", N_FOLLOWERS.to_string()),
         ("MAX_WIDTH", MAX_WIDTH.to_string()),
         ("SPARSE_ROW_SIZE", size_of::<SparseRow>().to_string()),
         ("HEAD_STATE_SIZE", size_of::<HeadState>().to_string()),
@@ -238,18 +245,38 @@ pub(crate) fn read_keys(
     }
 }
 
+/// A kernel that brings rows, and threads of its blocks.
+pub(crate) struct Gather {
+    pub(crate) kernel: Kernel,
+    pub(crate) threads: u32,
+}
+
+impl Gather {
+    /// Shared memory for so many rows and heads: for each of them the first of its rows, and a bit.
+    pub(crate) fn shared_bytes(n: usize) -> usize {
+        4 * (n + 1 + n.div_ceil(32))
+    }
+
+    /// The kernel, with as much of it as these heads need.
+    fn with_room(&self, heads: &SparseHeads) -> Kernel {
+        let n = (heads.n_rows * heads.n_kv_heads) as usize;
+        self.kernel.with_shared_bytes(Gather::shared_bytes(n))
+    }
+}
+
 /// Asks threads of the host for the rows of all moves, which [`gather_rows`] then waits for.
 pub(crate) fn post_rows(
     device: &Device,
-    kernel: &Kernel,
+    post: &Gather,
     params: &PostParams,
     branch: Option<&CudaStream>,
 ) -> Result<(), DeviceError> {
+    let kernel = post.with_room(&params.gather.heads);
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: as below; the order has room for as many rows as the parameters say.
     unsafe {
-        device.launch_on(on, kernel, ((POST_BLOCKS, 1), GATHER_THREADS), params)
+        device.launch_on(on, &kernel, ((POST_BLOCKS, 1), post.threads), params)
     }
 }
 
@@ -257,15 +284,16 @@ pub(crate) fn post_rows(
 /// one.
 pub(crate) fn gather_rows(
     device: &Device,
-    kernel: &Kernel,
+    gather: &Gather,
     params: &GatherRowsParams,
     (n_blocks, branch): (u32, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
+    let kernel = gather.with_room(&params.heads);
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: moves name places of the sequences' tables and rows of working sets that have room for
     // them; whoever made them has seen to that.
     unsafe {
-        device.launch_on(on, kernel, ((n_blocks, 1), GATHER_THREADS), params)
+        device.launch_on(on, &kernel, ((n_blocks, 1), gather.threads), params)
     }
 }

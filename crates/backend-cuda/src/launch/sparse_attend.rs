@@ -19,6 +19,7 @@ params! {
         partials: Address,
         sums: Address,
         tasks: Address,
+        asked: Address,
         q_stride: u32,
         scale: f32,
         head_tasks: u32,

@@ -2,8 +2,9 @@
 
 use cudarc::driver::CudaStream;
 use nuthatch_backend::DeviceError;
+use nuthatch_backend::topk::N_FOLLOWERS;
 
-use super::sparse::{SparseHeads, SparsePages};
+use super::sparse::{MAX_GROUP, SparseHeads, SparsePages};
 use super::{Address, count, params};
 use crate::device::{Device, Kernel};
 
@@ -58,6 +59,7 @@ params! {
         own_digits: [[u32; BINS]; MAX_BLOCKS],
         own_ages: [[u32; BINS]; MAX_BLOCKS],
         n_new: [u32; MAX_BLOCKS],
+        edges: [[f32; MAX_GROUP * N_FOLLOWERS]; MAX_BLOCKS],
     }
 }
 
@@ -66,6 +68,8 @@ params! {
     HeadRule {
         threshold: f32,
         weight: f32,
+        soft: f32,
+        padding: u32,
     }
 }
 
@@ -90,7 +94,7 @@ params! {
         max_age: u32,
         aggregate: u32,
         flags: u32,
-        padding: u32,
+        fade: u32,
     }
 }
 
@@ -100,11 +104,14 @@ const BINS: usize = 2048;
 const MAX_BLOCKS: usize = 64;
 /// Words of a tally that are zero between decisions.
 pub(crate) const TALLY_ZEROS: usize = 32 + 5 * BINS;
-/// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING` and `FLAG_TOGETHER`.
+/// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING`, `FLAG_TOGETHER`, `FLAG_LATE` and
+/// `FLAG_LOOKS`.
 pub(crate) const REUSES: u32 = 1;
 pub(crate) const WHOLE: u32 = 2;
 pub(crate) const NOTHING: u32 = 4;
 const TOGETHER: u32 = 8;
+pub(crate) const LATE: u32 = 16;
+pub(crate) const LOOKS: u32 = 32;
 /// Heads that every block looks at; `LOOK_MAX`.
 const LOOK_MAX: usize = 16;
 /// Places of a piece; `PIECE` of `sparse_score.cuh`.

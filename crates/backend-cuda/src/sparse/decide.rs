@@ -3,20 +3,20 @@
 //!
 //! ```text
 //!   decide ─► gather ─► attend ─► merge        once a layer
+//!                                   └─► decide ─► gather        beside the next ones, if policies are soft
 //! ```
 //!
 //! What is remembered of a sequence lies in the seat of its table's row (`room`). Rows that are decided
 //! about by the same rules are decided about together, and all of them attend together.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
-use nuthatch_backend::topk::Found;
-use nuthatch_backend::{Decided, DecidedPlaces, Deciding, DeviceError, Rules, ScoreBy};
+use nuthatch_backend::{Deciding, DeviceError, Rules, ScoreBy};
 
 use crate::Cuda;
-use crate::branch::{Branch, LINK_BLOCKS, LINK_BLOCKS_ALONE};
+use crate::branch::{Branch, LateBranch};
 use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
@@ -26,43 +26,42 @@ use crate::launch::sparse::{
 };
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide, shared_bytes,
+    DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide,
+    shared_bytes,
 };
 use crate::launch::{count, sparse};
 use crate::link::Link;
 use crate::plan::CudaPlan;
 
 use super::SparseLayer;
-use super::room::{Room, RoomShape, Seats};
+use super::room::{Room, RoomShape, Seats, Set};
 use super::rules::DeviceRules;
 
 pub(super) const WHAT: &str = "top-k attention";
 
 /// What decides.
 pub(crate) struct Decider {
-    rules: Vec<DeviceRules>,
+    pub(super) rules: Vec<DeviceRules>,
     /// Heads of all layers.
-    n_all: usize,
-    group: usize,
+    pub(super) n_all: usize,
+    pub(super) group: usize,
     max_context: usize,
     /// How large everything is.
-    room: Room,
-    seats: Mutex<Seats>,
-    /// `[table][layer][G]`, `[table][layer][G][group][D]` and `[table][layer][G][stride]`.
-    states: Memory,
+    pub(super) room: Room,
+    pub(super) seats: Mutex<Seats>,
+    /// `[table][layer][G]`, `[table][layer][G][group][D]` twice and `[table][layer][G][stride]`.
+    pub(super) states: Memory,
     labels: Memory,
-    marks: Memory,
+    pub(super) asked: Memory,
+    pub(super) marks: Memory,
     /// `[table]` the pages of working sets.
     pages: Memory,
     /// The rows of the batch.
     rows: Memory,
-    /// Two of each, because layers that are decided about before their turn overlap.
-    raw: [Memory; 2],
-    scores: [Memory; 2],
-    score_sums: [Memory; 2],
-    tallies: [Memory; 2],
-    moves: [Memory; 2],
+    sets: Vec<Set>,
     branch: Branch,
+    /// Where selections are made late, if any are.
+    pub(super) late: Option<Arc<LateBranch>>,
     /// Threads of the host that bring rows, if they do.
     link: Option<Link>,
     partials: Memory,
@@ -72,10 +71,20 @@ pub(crate) struct Decider {
 
 /// Rows that are decided about together.
 #[derive(Clone, Copy)]
-struct Turn {
-    rules: usize,
+pub(super) struct Turn {
+    pub(super) rules: usize,
     first: usize,
     n: usize,
+}
+
+/// When and where is decided.
+#[derive(Clone, Copy)]
+pub(super) struct Place<'a> {
+    /// With which scratch.
+    pub(super) set: usize,
+    pub(super) branch: Option<&'a CudaStream>,
+    /// About those that attention has served once more.
+    pub(super) is_late: bool,
 }
 
 impl Decider {
@@ -87,7 +96,7 @@ impl Decider {
         (rules, n_tables): (Vec<DeviceRules>, usize),
     ) -> Result<Self, DeviceError> {
         let alloc = |bytes| device.alloc(bytes, WHAT);
-        let two = |bytes| Ok::<_, DeviceError>([alloc(bytes)?, alloc(bytes)?]);
+        let is_soft = rules.iter().any(|one| one.rules.is_soft());
         let n_all = rules.first().map_or(0, |one| one.rules.heads.len());
         assert!(rules.iter().all(|one| one.rules.heads.len() == n_all), "rules of one model");
         let max_context = plan.shape.max_context;
@@ -99,7 +108,9 @@ impl Decider {
             max_context,
             n_rows: plan.shape.max_seqs,
             set_pages: rules.iter().map(DeviceRules::n_pages).max().unwrap_or(0),
+            is_soft,
         });
+        let sets = (0..room.n_sets).map(|_| Set::new(device, &room)).collect::<Result<_, _>>()?;
         Ok(Decider {
             rules,
             n_all,
@@ -108,15 +119,13 @@ impl Decider {
             seats: Mutex::new(Seats::new(n_tables)),
             states: alloc(n_tables * room.states)?,
             labels: alloc(n_tables * room.labels)?,
+            asked: alloc(n_tables * room.asked)?,
             marks: alloc(n_tables * room.marks)?,
             pages: alloc(n_tables * room.pages)?,
             rows: alloc(room.rows)?,
-            raw: two(room.raw)?,
-            scores: two(room.scores)?,
-            score_sums: two(room.score_sums)?,
-            tallies: two(room.tallies)?,
-            moves: two(room.moves)?,
+            sets,
             branch: Branch::new(device, true)?,
+            late: is_soft.then(|| LateBranch::new(device).map(Arc::new)).transpose()?,
             link: kv.start_link(device)?,
             partials: alloc(room.partials)?,
             sums: alloc(room.sums)?,
@@ -233,6 +242,7 @@ impl Cuda {
         decider.link.as_ref().map_or(Ok(()), Link::check)?;
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
+        let mut is_served = true;
         let list = rows
             .iter()
             .map(|row| {
@@ -241,6 +251,7 @@ impl Cuda {
                 assert!(seq.kv_len() <= decider.max_context, "no longer than planned for");
                 let (marks, pages) = decider.seat(&self.device, row)?;
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
+                is_served &= decider.serves(row, kv_len);
                 let batch_row = count(seq.first_row);
                 let state_row = table_row;
                 Ok(SparseRow { row: batch_row, kv_len, table_row, state_row, marks, pages })
@@ -249,6 +260,8 @@ impl Cuda {
         self.device.upload(&decider.rows, 0, &list)?;
         let same = rows.chunk_by(|a, b| a.rules == b.rules);
         plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
+        plan.late = decider.late.clone();
+        plan.is_served = is_served;
         Ok(())
     }
 
@@ -275,9 +288,12 @@ impl Cuda {
         if is_decided {
             decider.branch.join(&self.device, idx)?;
         }
-        for &turn in turns.iter().filter(|_| !is_decided) {
-            self.decide_turn(at, (decider, idx), turn, None)?;
-            self.bring_turn(at, (decider, idx), turn, None)?;
+        // What is made late may still be on its way in the first two sets.
+        let set = if decider.late.is_some() { 2 } else { idx % 2 };
+        let place = Place { set, branch: None, is_late: false };
+        for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
+            self.decide_turn(at, (decider, idx), turn, place)?;
+            self.bring_turn(at, (decider, idx), turn, place)?;
         }
         // Rows that pick are one behind the other, except for those of rules that do not pick here.
         let mut runs: Vec<(usize, usize)> = Vec::new();
@@ -293,7 +309,7 @@ impl Cuda {
             self.attend_decided_some(at, (decider, idx), run, (!is_decided, out))?;
         }
         out.set_fresh(plan.n_rows() * width);
-        Ok(())
+        turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
     }
 
     /// Decides about a layer before its turn, and brings rows meanwhile.
@@ -310,37 +326,46 @@ impl Cuda {
             return Ok(());
         }
         let branch = decider.branch.fork(&self.device, idx)?;
+        let place = Place { set: idx % 2, branch: Some(branch), is_late: false };
         for &turn in &turns {
-            self.decide_turn(at, (decider, idx), turn, Some(branch))?;
-            self.bring_turn(at, (decider, idx), turn, Some(branch))?;
+            self.decide_turn(at, (decider, idx), turn, place)?;
+            self.bring_turn(at, (decider, idx), turn, place)?;
         }
         decider.branch.end(&self.device, idx)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }
 
-    /// Decides; on a branch if there is one.
-    fn decide_turn(
+    /// Decides.
+    pub(super) fn decide_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        branch: Option<&CudaStream>,
+        Place { set, branch, is_late }: Place<'_>,
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
-        let (tallies, moves) = (&decider.tallies[idx % 2], &decider.moves[idx % 2]);
+        let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
         let (by, first_head) = (&decider.rules[rules], idx * n_heads);
         let rules = &by.rules;
         let heads = decider.heads(at, idx, (first, n));
-        let score = ScoreParams {
-            raw: decider.raw[idx % 2].address(),
-            scores: decider.scores[idx % 2].address(),
-            sums: decider.score_sums[idx % 2].address(),
+        let d = at.kv.page.head_dim as usize;
+        let at_head = |bytes: usize| (first_head * bytes) as u64;
+        let mut score = ScoreParams {
+            raw: raw.address(),
+            scores: scores.address(),
+            sums: score_sums.address(),
             stride: count(decider.room.stride),
             ..at.score_params(rules.by)
         };
-        let d = at.kv.page.head_dim as usize;
-        let at_head = |bytes: usize| (first_head * bytes) as u64;
+        let flags = match (is_late, at.plan.is_served) {
+            (false, _) => 0,
+            (true, false) => LATE,
+            (true, true) => LATE + LOOKS,
+        };
+        if is_late {
+            (score.qkv, score.q_stride) = decider.asked(at, idx);
+        }
         let params = DecideParams {
             score,
             heads,
@@ -359,25 +384,31 @@ impl Cuda {
             working_set: rules.working_set,
             max_age: rules.reuse.and_then(|reuse| reuse.max_age).unwrap_or(u32::MAX),
             aggregate: by.aggregate(),
-            flags: by.flags(),
-            padding: 0,
+            flags: by.flags() + flags,
+            fade: rules.fade,
         };
         // Of those that may run at once; two layers may, or one alone.
+        let n_late = (self.tuning.late_blocks as usize).min(by.n_at_once / 2).max(1);
         let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
-        let most = by.n_at_once / if is_alone { 1 } else { 2 };
+        let most = match (is_late, is_alone) {
+            (true, _) => n_late,
+            (false, false) => by.n_at_once / 2,
+            (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
+            (false, true) => by.n_at_once,
+        };
         decide(&self.device, &by.kernel, &params, (most, branch))
     }
 
-    /// Brings the rows that were decided about; on a branch if there is one.
-    fn bring_turn(
+    /// Brings the rows that were decided about.
+    pub(super) fn bring_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { first, n, .. }: Turn,
-        branch: Option<&CudaStream>,
+        Place { set, branch, is_late }: Place<'_>,
     ) -> Result<(), DeviceError> {
         let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
-        let (tallies, moves) = (&decider.tallies[idx % 2], &decider.moves[idx % 2]);
+        let Set { tallies, moves, .. } = &decider.sets[set];
         let mut gather = GatherRowsParams {
             heads: decider.heads(at, idx, (first, n)),
             pages: at.pages(),
@@ -394,13 +425,14 @@ impl Cuda {
             n_zeros: count(TALLY_ZEROS),
         };
         let is_far = at.kv.is_far(at.layer.0);
-        if let Some(link) = decider.link.as_ref().filter(|_| is_far) {
+        // A desk has one order at a time.
+        if let Some(link) = decider.link.as_ref().filter(|_| is_far && !is_late) {
             let params = link.ask(idx, &mut gather);
             post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
         }
         let blocks = match (is_far, branch) {
-            (true, Some(_)) => LINK_BLOCKS,
-            (true, None) => LINK_BLOCKS_ALONE,
+            (true, Some(_)) => self.tuning.blocks,
+            (true, None) => self.tuning.blocks_alone,
             (false, _) => self.device.n_multiprocessors(),
         };
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
@@ -422,6 +454,7 @@ impl Cuda {
             partials: decider.partials.address(),
             sums: decider.sums.address(),
             tasks: decider.tasks.address(),
+            asked: if decider.is_soft(at.plan) { decider.asked(at, idx).0 } else { 0 },
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
@@ -429,66 +462,9 @@ impl Cuda {
         };
         attend(&self.device, &at.sparse().kernels.attend, &params, is_early)
     }
-
-    /// What was last decided about a table's sequence.
-    pub(crate) fn decisions(
-        &self,
-        kv: &CudaKv,
-        table_row: u32,
-    ) -> Result<Vec<Decided>, DeviceError> {
-        let decider = decider_of(kv);
-        let mut states = vec![HeadState::empty(0, 0); decider.n_all];
-        let start = table_row as usize * decider.room.states;
-        self.device.download_from(&decider.states, start, &mut states)?;
-        Ok(states.iter().map(decided).collect())
-    }
-
-    /// The places of one head of a table's sequence.
-    pub(crate) fn places_of(
-        &self,
-        kv: &CudaKv,
-        (table_row, head): (u32, usize),
-    ) -> Result<DecidedPlaces, DeviceError> {
-        let decider = decider_of(kv);
-        let mut state = [HeadState::empty(0, 0)];
-        let start = table_row as usize * decider.room.states + head * size_of::<HeadState>();
-        self.device.download_from(&decider.states, start, &mut state)?;
-        let mut places = DecidedPlaces::default();
-        let mut marks = vec![[0u32; 2]; decider.room.stride];
-        let start = table_row as usize * decider.room.marks + head * size_of_val(&marks[..]);
-        self.device.download_from(&decider.marks, start, &mut marks)?;
-        for (place, [stamp, _]) in (0..).zip(marks).filter(|(_, [stamp, _])| *stamp > 0) {
-            places.members.push(place);
-            if stamp == state[0].now {
-                places.chosen.push(place);
-            }
-        }
-        Ok(places)
-    }
 }
 
-fn decider_of(kv: &CudaKv) -> &Decider {
+pub(super) fn decider_of(kv: &CudaKv) -> &Decider {
     let sparse = kv.sparse.as_ref().and_then(|sparse| sparse.decider.as_ref());
     sparse.expect("an arena that decides")
-}
-
-fn decided(state: &HeadState) -> Decided {
-    let found = match state.lookup {
-        0 => Found::Nothing,
-        1 => Found::First,
-        2 => Found::Hit,
-        3 => Found::Turned,
-        4 => Found::TurnedFar,
-        5 => Found::Aged,
-        _ => Found::Always,
-    };
-    Decided {
-        found,
-        similarity: state.similarity,
-        n_chosen: state.n_chosen,
-        n_moved: state.n_moved,
-        n_members: state.n_members,
-        n_first: state.n_first,
-        tail: state.cut,
-    }
 }

@@ -9,10 +9,12 @@
 
 mod decide;
 mod digest;
+mod late;
 mod measure;
 mod room;
 mod rules;
 mod scratch;
+mod told;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -28,8 +30,8 @@ use crate::launch::attend::{AttendKernels, Attention};
 use crate::launch::attend_shape::AttendShape;
 use crate::launch::count;
 use crate::launch::sparse::{
-    GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads, SparsePages,
-    SparseRow, gather_rows, kind_number, read_keys,
+    Gather, GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads,
+    SparsePages, SparseRow, gather_rows, kind_number, read_keys,
 };
 use crate::launch::sparse_attend::{
     MAX_NUMBERS, SparseAttend, SparseParams, SparseShape, attend, max_tasks,
@@ -71,8 +73,8 @@ struct SparseKernels {
     digest: Kernel,
     read_keys: Kernel,
     score: ScoreKernels,
-    gather: Kernel,
-    post: Kernel,
+    gather: Gather,
+    post: Gather,
     attend: SparseAttend,
 }
 
@@ -163,8 +165,11 @@ impl SparseLayer<'_> {
 impl SparseKernels {
     fn new(cuda: &Cuda, attend: AttendShape, score_bytes: usize) -> Result<Self, DeviceError> {
         let limit = cuda.device.shared_bytes_max();
-        let module = cuda.device.load(cuda.cubin(&Program::sparse(attend, limit))?)?;
+        let module =
+            cuda.device.load(cuda.cubin(&Program::sparse(attend, limit, cuda.tuning))?)?;
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
+        let threads = cuda.tuning.threads;
+        let most = Gather::shared_bytes(MAX_NUMBERS);
         let split = |shape: SparseShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
@@ -183,8 +188,8 @@ impl SparseKernels {
                 pieces: kernel("score_pieces", score_bytes)?,
                 finish: kernel("score_finish", 0)?,
             },
-            gather: kernel("sparse_gather", 0)?,
-            post: kernel("sparse_post", 0)?,
+            gather: Gather { kernel: kernel("sparse_gather", most)?, threads },
+            post: Gather { kernel: kernel("sparse_post", most)?, threads },
             attend: split_kernels,
             module,
         })
@@ -385,6 +390,7 @@ impl Cuda {
             partials: room.partials.address(),
             sums: room.sums.address(),
             tasks: room.tasks.address(),
+            asked: 0,
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,

@@ -2,16 +2,20 @@
 //! allocated: a sequence has the memory of its table's row, a *seat*, for as long as it runs.
 //!
 //! ```text
-//!   each seat    states, labels, marks of all places, pages of working sets
+//!   each seat    states, labels, queries that choose late, marks of all places, pages of working sets
 //!   once         scores and moves of as many rows as are decided about at a time, partial results
 //! ```
 
+use nuthatch_backend::DeviceError;
 use nuthatch_types::KvShape;
 
+use crate::device::{Device, Memory};
 use crate::kv::{PAGE_LEN, PageShape};
 use crate::launch::sparse::{HeadState, SparseRow};
 use crate::launch::sparse_attend::{MAX_NUMBERS, max_tasks};
 use crate::launch::sparse_score::{PIECE, Tally};
+
+use super::decide::WHAT;
 
 /// Bytes of scratch that rows may need together; more of them are decided about in turns. Guessed.
 const SCRATCH_BYTES_MAX: usize = 512 << 20;
@@ -31,6 +35,8 @@ pub struct DecidingShape {
     pub n_tables: u32,
     /// Rows of the working sets of all heads of a sequence together, at most.
     pub set_rows: u64,
+    /// Whether selections may be made late.
+    pub is_soft: bool,
 }
 
 /// Bytes that deciding takes at most; the rules themselves, a few bytes for each head, are not counted.
@@ -46,6 +52,7 @@ pub fn deciding_bytes(shape: &DecidingShape) -> u64 {
         max_context: shape.max_context as usize,
         n_rows: shape.n_tables as usize,
         set_pages,
+        is_soft: shape.is_soft,
     });
     room.bytes(shape.n_tables as usize) as u64
 }
@@ -63,6 +70,8 @@ pub(super) struct RoomShape {
     pub(super) n_rows: usize,
     /// Pages of the working sets of a sequence.
     pub(super) set_pages: usize,
+    /// Whether selections may be made late.
+    pub(super) is_soft: bool,
 }
 
 /// Bytes of everything.
@@ -75,9 +84,11 @@ pub(super) struct Room {
     /// Of each seat.
     pub(super) states: usize,
     pub(super) labels: usize,
+    pub(super) asked: usize,
     pub(super) marks: usize,
     pub(super) pages: usize,
-    /// Two of each.
+    /// So many sets of scratch, each of which has these.
+    pub(super) n_sets: usize,
     pub(super) raw: usize,
     pub(super) scores: usize,
     pub(super) score_sums: usize,
@@ -92,7 +103,8 @@ pub(super) struct Room {
 
 impl Room {
     pub(super) fn new(shape: &RoomShape) -> Self {
-        let RoomShape { page, n_all, n_kv_heads, group, max_context, n_rows, set_pages } = *shape;
+        let &RoomShape { page, n_all, n_kv_heads, group, max_context, n_rows, set_pages, is_soft } =
+            shape;
         let stride = max_context.next_multiple_of(PIECE);
         let one = n_kv_heads * stride * 4 * (group + 3) + n_kv_heads * size_of::<Tally>();
         let n_at_once = (SCRATCH_BYTES_MAX / one.max(1)).min(MAX_NUMBERS / n_kv_heads.max(1));
@@ -105,8 +117,11 @@ impl Room {
             n_at_once,
             states: n_all * size_of::<HeadState>(),
             labels: n_all * group * page.head_dim as usize * 4,
+            asked: if is_soft { n_all * group * page.head_dim as usize * 4 } else { 0 },
             marks: n_all * stride * 8,
             pages: set_pages * page.bytes(),
+            // Two for what is decided before or after its turn, which overlaps; one more for the turn.
+            n_sets: if is_soft { 3 } else { 2 },
             raw: n * group * stride * 4,
             scores: n * stride * 4,
             score_sums: n * stride / PIECE * group * 8,
@@ -121,25 +136,64 @@ impl Room {
 
     /// Everything together, for so many seats.
     fn bytes(&self, n_seats: usize) -> usize {
-        let seat = self.states + self.labels + self.marks + self.pages;
-        let two = self.raw + self.scores + self.score_sums + self.tallies + self.moves;
-        n_seats.saturating_mul(seat) + 2 * two + self.rows + self.partials + self.sums + self.tasks
+        let seat = self.states + self.labels + self.asked + self.marks + self.pages;
+        let set = self.raw + self.scores + self.score_sums + self.tallies + self.moves;
+        n_seats.saturating_mul(seat)
+            + self.n_sets * set
+            + self.rows
+            + self.partials
+            + self.sums
+            + self.tasks
     }
 }
 
-/// Whose memory each seat is: which rules its sequence is decided about by.
+/// Scratch of one decision.
+pub(super) struct Set {
+    pub(super) raw: Memory,
+    pub(super) scores: Memory,
+    pub(super) score_sums: Memory,
+    pub(super) tallies: Memory,
+    pub(super) moves: Memory,
+}
+
+impl Set {
+    pub(super) fn new(device: &Device, room: &Room) -> Result<Self, DeviceError> {
+        let alloc = |bytes| device.alloc(bytes, WHAT);
+        Ok(Set {
+            raw: alloc(room.raw)?,
+            scores: alloc(room.scores)?,
+            score_sums: alloc(room.score_sums)?,
+            tallies: alloc(room.tallies)?,
+            moves: alloc(room.moves)?,
+        })
+    }
+}
+
+/// Whose memory each seat is: which rules its sequence is decided about by, and whether its heads have a
+/// selection.
 #[derive(Debug)]
-pub(super) struct Seats(Vec<Option<usize>>);
+pub(super) struct Seats(Vec<(Option<usize>, bool)>);
 
 impl Seats {
     pub(super) fn new(n: usize) -> Self {
-        Seats(vec![None; n])
+        Seats(vec![(None, false); n])
+    }
+
+    /// The heads of this seat are decided about, and choose if there `is_choice`; says whether they have chosen
+    /// before, and still have to choose from.
+    pub(super) fn choose(&mut self, seat: usize, is_choice: bool) -> bool {
+        let has_chosen = &mut self.0[seat].1;
+        std::mem::replace(has_chosen, *has_chosen || is_choice) && is_choice
     }
 
     /// A row of this seat is decided about by these rules; says whether the seat has to be cleared, because
     /// another sequence had it, or other rules.
     pub(super) fn take(&mut self, seat: usize, rules: usize, is_new: bool) -> bool {
-        self.0[seat].replace(rules) != Some(rules) || is_new
+        let is_other = self.0[seat].0 != Some(rules) || is_new;
+        if is_other {
+            self.0[seat] = (Some(rules), false);
+        }
+        is_other
     }
 }
 
@@ -161,6 +215,7 @@ mod tests {
             max_context: 131_072,
             n_tables,
             set_rows,
+            is_soft: false,
         }
     }
 
@@ -190,6 +245,16 @@ mod tests {
     }
 
     #[test]
+    fn choosing_late_has_queries_and_scratch_of_its_own() {
+        let soft = |n| DecidingShape { is_soft: true, ..shape(n) };
+        let more = |n| deciding_bytes(&soft(n)) - deciding_bytes(&shape(n));
+        let raw_scores_moves = 8 * 131_072 * (4 * 4 + 4 + 8);
+        let set = raw_scores_moves + 2048 * 8 + 8 * size_of::<Tally>() as u64;
+        assert_eq!(more(1), 256 * 4 * 128 * 4 + set);
+        assert_eq!(more(2), 2 * more(1));
+    }
+
+    #[test]
     fn a_seat_is_cleared_for_others_only() {
         let mut seats = Seats::new(2);
         assert!(seats.take(1, 0, false), "nobody was there");
@@ -198,5 +263,10 @@ mod tests {
         assert!(seats.take(1, 3, false), "other rules");
         assert!(!seats.take(1, 3, false));
         assert!(seats.take(0, 3, false), "nobody was there either");
+        assert!(!seats.choose(0, false), "nothing to choose from");
+        assert!(!seats.choose(0, true), "for the first time");
+        assert!(seats.choose(0, true));
+        assert!(!seats.choose(0, false) && seats.choose(0, true));
+        assert!(seats.take(0, 3, true) && !seats.choose(0, true), "another sequence");
     }
 }

@@ -12,6 +12,8 @@ use super::decide::WHAT;
 /// Rules as the kernels have them.
 pub(super) struct DeviceRules {
     pub(super) rules: Rules,
+    /// Whether every query is served by a selection that is there, however it has turned.
+    pub(super) serves_all: bool,
     pub(super) kernel: Kernel,
     /// Its blocks that can be on the device at once.
     pub(super) n_at_once: usize,
@@ -29,8 +31,10 @@ impl DeviceRules {
         max_context: usize,
         rules: &Rules,
     ) -> Result<Self, DeviceError> {
-        let head_rule =
-            |head: &HeadNumbers| HeadRule { threshold: head.threshold, weight: head.weight };
+        let head_rule = |head: &HeadNumbers| {
+            let &HeadNumbers { threshold, weight, soft, .. } = head;
+            HeadRule { threshold, weight, soft, padding: 0 }
+        };
         let head_rules: Vec<HeadRule> = rules.heads.iter().map(head_rule).collect();
         let importances: Vec<f32> =
             rules.heads.iter().flat_map(|head| head.importances.iter().copied()).collect();
@@ -40,11 +44,18 @@ impl DeviceRules {
             head_rules: device.alloc(size_of_val(&head_rules[..]), WHAT)?,
             importances: device.alloc(size_of_val(&importances[..]), WHAT)?,
             pages: working_sets(rules, max_context),
+            serves_all: serves_all(rules),
             rules: rules.clone(),
         };
         device.upload(&made.head_rules, 0, &head_rules)?;
         device.upload(&made.importances, 0, &importances)?;
         Ok(made)
+    }
+
+    /// Whether a sequence of so many tokens has places to choose from.
+    pub(super) fn has_choice_at(&self, kv_len: u32) -> bool {
+        let Rules { sinks, recent, has_choice, .. } = self.rules;
+        has_choice && kv_len.saturating_sub(recent) > sinks
     }
 
     /// Pages of the working sets of all heads.
@@ -69,6 +80,11 @@ impl DeviceRules {
     }
 }
 
+fn serves_all(rules: &Rules) -> bool {
+    let never_ages = rules.reuse.is_some_and(|reuse| reuse.max_age.is_none());
+    never_ages && rules.heads.iter().all(|head| head.soft <= -1.0)
+}
+
 /// Where working sets begin and how many pages each has, for sequences of up to `n` tokens.
 fn working_sets(rules: &Rules, n: usize) -> Vec<(usize, usize)> {
     let mut first = 0;
@@ -88,12 +104,18 @@ fn working_sets(rules: &Rules, n: usize) -> Vec<(usize, usize)> {
 #[cfg(test)]
 mod tests {
     use nuthatch_backend::ScoreBy;
+    use nuthatch_backend::topk::ReuseRule;
 
     use super::*;
 
     #[test]
     fn working_sets_have_room_for_what_the_rules_allow() {
-        let head = |weight| HeadNumbers { threshold: 0.8, weight, importances: vec![1.0] };
+        let head = |weight| HeadNumbers {
+            threshold: 0.8,
+            soft: f32::INFINITY,
+            weight,
+            importances: vec![1.0],
+        };
         let rules = Rules {
             by: ScoreBy::Keys,
             percent: 10.0,
@@ -101,6 +123,7 @@ mod tests {
             k_max: 300,
             sinks: 4,
             recent: 4,
+            fade: 0,
             working_set: 2.0,
             is_whole: false,
             reuse: None,
@@ -110,6 +133,12 @@ mod tests {
         };
         // 100, 16 and 300 rows, twice, in pages of 16 and one more.
         assert_eq!(working_sets(&rules, 1000), [(0, 14), (14, 3), (17, 39)]);
-        assert_eq!(working_sets(&Rules { has_choice: false, ..rules }, 1000)[2], (2, 1));
+        assert_eq!(working_sets(&Rules { has_choice: false, ..rules.clone() }, 1000)[2], (2, 1));
+        assert!(!serves_all(&rules));
+        let mut soft = Rules { reuse: Some(ReuseRule { mix: Mix::Mean, max_age: None }), ..rules };
+        soft.heads.iter_mut().for_each(|head| head.soft = -1.0);
+        assert!(serves_all(&soft));
+        soft.heads[1].soft = -0.5;
+        assert!(!serves_all(&soft));
     }
 }

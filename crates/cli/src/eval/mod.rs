@@ -380,6 +380,8 @@ fn record(
         kl: None,
         live_hits: counts.live_hit_ratio(),
         frozen_hits: counts.frozen_hit_ratio(),
+        // Only soft policies have them.
+        late: counts.late_ratio().filter(|&ratio| ratio > 0.0),
         attended: counts.attended_share(),
         moved: counts.moved_share(),
         mass: counts.mass_recall(),

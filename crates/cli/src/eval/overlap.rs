@@ -32,7 +32,9 @@ impl Overlaps {
             let Some(chosen) = &decision.chosen else { continue };
             let at = (decision.row, decision.layer, decision.head);
             let last = self.last.insert(at, chosen.clone());
-            let (Lookup::Turned(Some(similarity)), Some(last)) = (decision.lookup, last) else {
+            let (Lookup::Turned(Some(similarity)) | Lookup::Late(Some(similarity)), Some(last)) =
+                (decision.lookup, last)
+            else {
                 continue;
             };
             let n_common = chosen.iter().filter(|place| last.binary_search(place).is_ok()).count();

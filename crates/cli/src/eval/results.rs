@@ -42,6 +42,9 @@ pub(super) struct Record {
     pub(super) live_hits: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) frozen_hits: Option<f64>,
+    /// Lookups after which the last selection served once more, of those of all heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) late: Option<f64>,
     /// Rows attended and rows moved, as shares of the context, for each head and step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) attended: Option<f64>,
@@ -117,7 +120,7 @@ impl Results {
         }
         let mut columns = vec![("policy".to_owned(), Align::Left)];
         columns.extend(cells.iter().map(|(task, n)| (format!("{task} @ {n}"), Align::Right)));
-        for name in ["average", "kl", "hits", "frozen", "attended", "moved", "mass"] {
+        for name in ["average", "kl", "hits", "frozen", "late", "attended", "moved", "mass"] {
             columns.push((name.to_owned(), Align::Right));
         }
         let mut table = Table::new(columns);
@@ -135,10 +138,11 @@ impl Results {
             for pick in [
                 &|r: &Record| r.live_hits,
                 &|r: &Record| r.frozen_hits,
+                &|r: &Record| r.late,
                 &|r: &Record| r.attended,
                 &|r: &Record| r.moved,
                 &|r: &Record| r.mass,
-            ] as [&dyn Fn(&Record) -> Option<f64>; 5]
+            ] as [&dyn Fn(&Record) -> Option<f64>; 6]
             {
                 row.push(number(of(pick), Unit::Share));
             }
@@ -228,6 +232,7 @@ mod tests {
             kl: None,
             live_hits: None,
             frozen_hits: None,
+            late: None,
             attended: Some(0.125),
             moved: None,
             mass: None,

@@ -1,5 +1,7 @@
 //! Top-k attention from the command line, on a tiny model.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
 
 use super::text;
@@ -121,4 +123,45 @@ fn questions_of_longbench_are_asked_and_scored() {
     let output = tiny.output("eval", &["--longbench", folder.to_str().unwrap()], "");
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("no .jsonl file"), "{}", text(&output.stderr));
+}
+
+/// What a query that has turned away is served with, if it is served late, is what the step before chose; what
+/// it chooses itself serves the next one.
+#[test]
+fn what_is_served_late_was_chosen_a_step_before() {
+    let tiny = Tiny::new();
+    let folder = tiny.dir.path().join("LongBench");
+    std::fs::create_dir_all(folder.join("data")).unwrap();
+    std::fs::create_dir_all(folder.join("config")).unwrap();
+    let context = "The owl sits in the old oak and waits for the night. ".repeat(40);
+    let line = serde_json::json!({ "input": "Who waits?", "context": context, "answers": ["owl"] });
+    let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
+    write("data/qasper.jsonl", &format!("{line}\n"));
+    write("config/dataset2prompt.json", r#"{"qasper": "{context} {input}"}"#);
+    write("config/dataset2maxlen.json", r#"{"qasper": 6}"#);
+    let (data, trace) = (folder.join("data"), folder.join("trace.jsonl"));
+    let (data, file) = (data.to_str().unwrap(), trace.to_str().unwrap());
+    let policy = "exact,k=8,sinks=2,recent=4,reuse=qsac(eta=1,thresholds=fixed,soft=-1)";
+    let words = ["--longbench", data, "--length", "96", "--samples", "1", "--record-trace", file];
+    let output = tiny.output("eval", &[&words[..], &["--policy", policy]].concat(), "");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let mut before: BTreeMap<(u64, u64), Value> = BTreeMap::new();
+    let mut n_late = 0;
+    for line in std::fs::read_to_string(&trace).unwrap().lines() {
+        let decision: Value = serde_json::from_str(line).unwrap();
+        let number = |name: &str| decision[name].as_u64().unwrap();
+        assert_eq!(decision["chosen"].as_array().unwrap().len(), 8, "{decision}");
+        if let Some(before) = before.get(&(number("layer"), number("head"))) {
+            assert!(decision["lookup"].get("late").is_some(), "{decision}");
+            assert_eq!(number("kv_len"), before["kv_len"].as_u64().unwrap() + 1);
+            assert_eq!(decision["places"], before["chosen"], "{decision}");
+            assert_eq!(number("tail"), before["kv_len"].as_u64().unwrap() - 4);
+            n_late += 1;
+        } else {
+            assert_eq!(decision["lookup"], "first");
+            assert_eq!(decision["places"], decision["chosen"]);
+        }
+        before.insert((number("layer"), number("head")), decision);
+    }
+    assert!(n_late > 0 && n_late % before.len() == 0, "{n_late}");
 }

@@ -21,7 +21,7 @@ use crate::golden::{Pool, folder, golden, load_on, request};
 const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
 
 /// What a sequence needs is far from all of it.
-const POLICIES: [&str; 8] = [
+const POLICIES: [&str; 10] = [
     "hata:64,k=12,sinks=4,recent=8",
     "hata:64,k=12,sinks=4,recent=8,refresh=whole",
     "loki:4,k=6,sinks=0,recent=1,working_set=2,refresh=whole",
@@ -30,6 +30,8 @@ const POLICIES: [&str; 8] = [
     "hata:64,k=6,sinks=3,recent=2,working_set=3,reuse=qsac(eta=0.5,p=3,max_age=3)",
     "hata:64,k=10,sinks=4,recent=8,speculate=on",
     "loki:4,k=5%,k_min=4,recent=3,working_set=2,reuse=qsac(eta=0.9,floor=0.5),speculate=on",
+    "hata:64,k=12,sinks=4,recent=8,reuse=qsac(eta=0.95,floor=0.9,soft=-1)",
+    "loki:4,k=6,recent=2,working_set=2,reuse=qsac(eta=1,thresholds=fixed,soft=0.3)",
 ];
 
 /// Where pages are.

@@ -20,19 +20,23 @@ fn spawn(name: &str, pool: Pool, max_rows: u32, policy: Option<&str>) -> EngineH
 const POOL: Pool = Pool { kv_pages: 16, host_pages: 0, spill: false, max_seqs: 4 };
 
 /// Policies that remember nothing from step to step: what they choose depends on the tokens alone.
-const FORGETFUL: [&str; 5] = [
+const FORGETFUL: [&str; 6] = [
     "exact,k=12,sinks=4,recent=8",
     "hata:64,k=12,sinks=4,recent=8",
     "quest,k=12,sinks=4,recent=8,refresh=whole",
     "loki:4,k=12,sinks=4,recent=8,reuse=lru(page=8,capacity=3)",
     "ds:4,k=12,sinks=4,recent=8",
+    "hata:64,k=12,follow=0.6,sinks=4,recent=8",
 ];
 
 /// Policies that do.
-const REMEMBERING: [&str; 3] = [
+const REMEMBERING: [&str; 6] = [
     "hata:128,k=8,sinks=4,recent=8,reuse=qsac(eta=0.9,p=3)",
     "hata:64,k=6,sinks=0,recent=1,working_set=2,reuse=qsac(eta=0.5,p=3,max_age=3)",
     "exact,k=8,recent=4,working_set=1.5,speculate=on",
+    "hata:128,k=8,sinks=4,recent=8,reuse=qsac(eta=0.95,p=3,soft=-1)",
+    "loki:4,k=6,recent=2,working_set=2,reuse=qsac(eta=0.95,floor=0.9,soft=0.2,soft_eta=0.6)",
+    "loki:4,k=6,follow=0.5,recent=2,working_set=2,reuse=qsac(eta=0.9,floor=0.6)",
 ];
 
 fn ask(handle: &EngineHandle, prompt: &[TokenId]) -> Answer {

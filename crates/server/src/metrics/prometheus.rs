@@ -295,6 +295,8 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
     labelled(page, "topk_lookups", what, "heads", &lookups);
     let hits = [("live", counts.live_hits), ("frozen", counts.frozen_hits)];
     labelled(page, "topk_hits", "Lookups whose selection still served.", "heads", &hits);
+    let what = "Lookups whose selection served once more, while the next one was made.";
+    page.counter("nuthatch:topk_late", what, counts.late);
     page.counter("nuthatch:topk_selections", "Selections made.", counts.selections);
     let rows = [
         ("all", counts.rows_full),
