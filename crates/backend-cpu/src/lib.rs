@@ -34,7 +34,7 @@ use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Bring, DeviceError, Digest, HostMatrix, Near, NearCounts,
-    PageLayout, Pick, PlanShape,
+    PageLayout, Pick, PlanShape, RowCode,
 };
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
@@ -76,6 +76,8 @@ pub struct Cpu {
     raw_scores: Mutex<Vec<f32>>,
     /// Where KV pages lie, if not in memory.
     kv_file: Option<PathBuf>,
+    /// What rows that are brought near are rounded to.
+    far_code: Option<RowCode>,
 }
 
 impl Cpu {
@@ -93,13 +95,20 @@ impl Cpu {
         };
         let acts = Mutex::new(Acts::empty());
         let raw_scores = Mutex::default();
-        Ok(Cpu { pool: Pool::new(threads), isa, acts, raw_scores, kv_file: None })
+        Ok(Cpu { pool: Pool::new(threads), isa, acts, raw_scores, kv_file: None, far_code: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
     #[must_use]
     pub fn with_kv_file(self, path: PathBuf) -> Self {
         Cpu { kv_file: Some(path), ..self }
+    }
+
+    /// The same with rows that are brought near as if they had come in eight bits. Pages stay as they are:
+    /// this is what devices are compared with whose link carries codes.
+    #[must_use]
+    pub fn with_far_code(self, code: RowCode) -> Self {
+        Cpu { far_code: Some(code), ..self }
     }
 
     /// The instructions in use.
@@ -396,7 +405,7 @@ impl Backend for Cpu {
     }
 
     fn keep_near(&self, kv: &mut CpuKv, near: &Near) -> Result<(), DeviceError> {
-        kv.keep_near(near)
+        kv.keep_near(near, self.far_code)
     }
 
     fn forget_near(&self, kv: &mut CpuKv, table_row: u32) {

@@ -26,7 +26,7 @@ mod topk;
 use std::error::Error;
 use std::fmt::Write as _;
 
-use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
+use nuthatch_backend::{Backend, Draw, HostMatrix, RowCode, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages};
 use nuthatch_types::{Clock, KvDtype, KvShape, LayerSet, SystemClock};
 
@@ -73,7 +73,10 @@ fn main() -> Outcome {
     let (is_eager, kv_virtual) = (has("eager"), has("virtual"));
     let n_resident = number(&words, "resident").unwrap_or(0) as u32;
     let n_threads = number(&words, "threads").unwrap_or(0) as u32;
-    let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident, n_threads });
+    let code = RowCode::ALL.into_iter().find(|code| has(&code.to_string()));
+    let n_near = NEAR_PAGES;
+    let far = FarPages { n_near, n_resident, n_threads, code, fails_after: None };
+    let far = has("host").then_some(far);
     let is_exact = false;
     let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual };
     let cuda = Cuda::open(0, config.clone())?;

@@ -7,7 +7,7 @@ use nuthatch_types::KvDtype;
 
 use super::sparse_attend::{SparseParams, SparseShape};
 use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tally};
-use super::{Address, NearPages, count, params};
+use super::{Address, CodeRows, NearPages, count, params};
 use crate::device::{Device, Kernel};
 use crate::launch::attend_shape::AttendShape;
 
@@ -144,6 +144,7 @@ params! {
         first_head: u32,
         stride: u32,
         n_zeros: u32,
+        codes: CodeRows,
     }
 }
 

@@ -392,6 +392,7 @@ impl Cuda {
             first_head: count(first_head),
             stride: count(decider.room.stride),
             n_zeros: count(TALLY_ZEROS),
+            codes: at.kv.codes_of(at.layer.0),
         };
         let is_far = at.kv.is_far(at.layer.0);
         if let Some(link) = decider.link.as_ref().filter(|_| is_far) {
