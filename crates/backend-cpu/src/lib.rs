@@ -104,13 +104,6 @@ impl Cpu {
         Cpu { kv_file: Some(path), ..self }
     }
 
-    /// The same with rows that are brought near as if they had come in eight bits. Pages stay as they are:
-    /// this is what devices are compared with whose link carries codes.
-    #[must_use]
-    pub fn with_far_code(self, code: RowCode) -> Self {
-        Cpu { far_code: Some(code), ..self }
-    }
-
     /// The instructions in use.
     pub fn isa(&self) -> Isa {
         self.isa

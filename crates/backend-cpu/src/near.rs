@@ -10,6 +10,7 @@ use std::time::Duration;
 use nuthatch_backend::{Bring, DeviceError, Near, NearCounts, NearHead, RowCode, narrow, widen};
 use nuthatch_types::KvDtype;
 
+use crate::Cpu;
 use crate::far::PageFile;
 use crate::kv::{CpuKv, PAGE};
 use crate::mem::{Region, SharedMut};
@@ -228,6 +229,15 @@ impl Moves {
             }
         }
         near.n_brought.fetch_add(self.targets.len() as u64, Relaxed);
+    }
+}
+
+impl Cpu {
+    /// The same device with rows that are brought near as if they had come in eight bits. Pages stay as they are:
+    /// this is what devices are compared with whose link carries codes.
+    #[must_use]
+    pub fn with_far_code(self, code: RowCode) -> Self {
+        Cpu { far_code: Some(code), ..self }
     }
 }
 

@@ -63,10 +63,20 @@ DEVICE void write_code(const Codes& codes, u64 row, bool is_value, const Number&
 
 // Sixteen codes as elements.
 DEVICE void expand(u32 kind, uint4 sixteen, float factor, uint4 (&out)[sizeof(Element)]) {
-    const u32 words[4] = {sixteen.x, sixteen.y, sixteen.z, sixteen.w};
-    Element* elements = (Element*)out;
+    const u32 codes[4] = {sixteen.x, sixteen.y, sixteen.z, sixteen.w};
+    u32 words[4 * sizeof(Element)];
     UNROLL
-    for (int i = 0; i < 16; i++)
-        elements[i] = value_element(code_number(kind, words[i / 4] >> i % 4 * 8 & 0xFF) * factor);
+    for (int i = 0; i < 16; i++) {
+        const Element x =
+            value_element(code_number(kind, codes[i / 4] >> i % 4 * 8 & 0xFF) * factor);
+#if KV == KV_F32
+        words[i] = __float_as_uint(x);
+#else
+        words[i / 2] = i % 2 ? words[i / 2] | (u32)x << 16 : x;
+#endif
+    }
+    UNROLL
+    for (int k = 0; k < sizeof(Element); k++)
+        out[k] = make_uint4(words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]);
 }
 #endif

@@ -306,6 +306,8 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
                 attended, those that moved to working sets, those that were missing near.";
     labelled(page, "topk_rows", what, "kind", &rows);
     let moved_bytes = if near.coded_row_bytes > 0 { near.coded_row_bytes } else { *row_bytes };
+    let what = "Bytes of a row in a page.";
+    page.gauge("nuthatch:kv_row_bytes", what, *row_bytes as f64);
     let what = "Bytes of rows that moved to working sets or were missing near.";
     page.counter(
         "nuthatch:topk_moved_bytes",
