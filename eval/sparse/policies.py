@@ -55,12 +55,15 @@ def main():
     parser.add_argument("binary")
     parser.add_argument("--words", default="", help="for every run")
     parser.add_argument("--far", default="", help="for those with far pages")
+    parser.add_argument("--only", default="", help="names or parts of names, with commas between them")
     parser.add_argument("--gen", type=int, default=32)
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     found = []
     for name, policy in POLICIES.items():
+        if not any(part in name for part in args.only.split(",")):
+            continue
         one = run(args, name, policy)
         found.append(one)
         if "error" in one:

@@ -51,6 +51,7 @@ struct Way {
 };
 
 // Finds the way of a move, and marks its place.
+template <bool CODES>
 DEVICE Way way_of(const GatherRowsParams& p, const u32* firsts, u32 index, bool is_staged) {
     const u32 low = head_at(firsts, p.heads.n_rows * p.heads.n_kv_heads, index);
     const u32 head = low % p.heads.n_kv_heads, number = index - firsts[low];
@@ -60,7 +61,7 @@ DEVICE Way way_of(const GatherRowsParams& p, const u32* firsts, u32 index, bool 
     const u32 to = number < state->n_gone ? move.y : state->n_members - state->n_moves + number;
     const u32 page = state->first_page + to / PAGE, token = move.x % PAGE;
     Way way;
-    if (p.codes.rows) {
+    if (CODES) {
         const u32 slot = p.pages.tables[(u64)row.table_row * p.pages.table_len + move.x / PAGE];
         const u64 at = code_row(p.codes, head, slot, token);
         way.source = is_staged ? p.staged + (u64)index * 2 * CODE_WIDTH : p.codes.rows + at * 2 * CODE_WIDTH;
@@ -115,19 +116,21 @@ DEVICE void copy_rows(Way way, u32 n_rows, u32 half_bytes) {
     }
 }
 
+#define CODES_AT_ONCE 4  // expanding needs registers too
+
 // The same for rows in eight bits, which become elements on their way.
 DEVICE void copy_codes(const Way& way, u32 n_rows, u32 kind) {
     const u32 lane = threadIdx.x % 32;
-    for (u32 first = lane; first < n_rows * CODE_PIECES + lane; first += 32 * GATHER_PIECES) {
-        uint4 bits[GATHER_PIECES];
+    for (u32 first = lane; first < n_rows * CODE_PIECES + lane; first += 32 * CODES_AT_ONCE) {
+        uint4 bits[CODES_AT_ONCE];
         UNROLL
-        for (int i = 0; i < GATHER_PIECES; i++) {
+        for (int i = 0; i < CODES_AT_ONCE; i++) {
             const u32 at = first + i * 32;
             const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, at / CODE_PIECES % 32);
             if (at < n_rows * CODE_PIECES) bits[i] = *(const uint4*)(source + at % CODE_PIECES * 16);
         }
         UNROLL
-        for (int i = 0; i < GATHER_PIECES; i++) {
+        for (int i = 0; i < CODES_AT_ONCE; i++) {
             const u32 at = first + i * 32, row = at / CODE_PIECES % 32, piece = at % CODE_PIECES;
             const u32 half = piece / (CODE_PIECES / 2), part = piece % (CODE_PIECES / 2);
             u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, row) + half * HALF_PAGE_BYTES;
@@ -196,7 +199,9 @@ DEVICE bool have_come(const GatherRowsParams& p) {
     return has_come;
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather(GatherRowsParams p) {
+// All of it, for rows as they are or in eight bits.
+template <bool CODES>
+DEVICE void gather(const GatherRowsParams& p) {
     begin();
     __shared__ u32 firsts[GATHER_NUMBERS + 1], chosen[GATHER_NUMBERS / 32];
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads, n_all = count_moves(p, firsts, chosen);
@@ -208,14 +213,14 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather(Ga
     const u32 thread = threadIdx.x * gridDim.x + blockIdx.x;
     u32 first = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32;
     Way next = {nullptr, nullptr, 0};
-    if (first + lane < n_all) next = way_of(p, firsts, first + lane, is_staged);
+    if (first + lane < n_all) next = way_of<CODES>(p, firsts, first + lane, is_staged);
     while (first < n_all) {
         const Way way = next;
         const u32 n_rows = min(n_all - first, 32u);
         first += stride;
         // Known before it is needed: a chain of loads.
-        if (first + lane < n_all) next = way_of(p, firsts, first + lane, is_staged);
-        if (p.codes.rows) copy_codes(way, n_rows, p.codes.kind);
+        if (first + lane < n_all) next = way_of<CODES>(p, firsts, first + lane, is_staged);
+        if (CODES) copy_codes(way, n_rows, p.codes.kind);
         else copy_rows(way, n_rows, half_bytes);
     }
     // The second word of the first counts blocks, whoever has chosen.
@@ -224,4 +229,12 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather(Ga
         if (chosen[number / 32] >> number % 32 & 1)
             for (u32 i = thread; i < p.n_zeros / 4; i += stride)
                 *(uint4*)(p.tallies + number * p.tally_words + i * 4) = make_uint4(0, 0, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather(GatherRowsParams p) {
+    gather<false>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 4) sparse_gather_codes(GatherRowsParams p) {
+    gather<true>(p);
 }

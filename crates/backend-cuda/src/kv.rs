@@ -383,7 +383,7 @@ impl CudaKv {
         let Some(codes) = self.codes.as_ref().filter(|_| self.is_far(layer)) else {
             return CodeRows::NONE;
         };
-        codes.from_head((layer * self.shape.n_kv_heads) as usize - self.arena.n_resident)
+        codes.starting_at((layer * self.shape.n_kv_heads) as usize - self.arena.n_resident)
     }
 
     /// These pages were written, but not their copies on the device.

@@ -258,11 +258,12 @@ pub(crate) fn post_rows(
 /// one.
 pub(crate) fn gather_rows(
     device: &Device,
-    kernel: &Kernel,
+    [plain, codes]: &[Kernel; 2],
     params: &GatherRowsParams,
     (n_blocks, branch): (u32, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
+    let kernel = if params.codes.rows == 0 { plain } else { codes };
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: moves name places of the sequences' tables and rows of working sets that have room for
     // them; whoever made them has seen to that.

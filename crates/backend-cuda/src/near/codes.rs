@@ -54,7 +54,7 @@ impl Codes {
     }
 
     /// From a head on, counting those that are far.
-    pub(crate) fn from_head(&self, head: usize) -> CodeRows {
+    pub(crate) fn starting_at(&self, head: usize) -> CodeRows {
         let before = (head * self.n_slots as usize * 2 * PAGE_LEN) as u64;
         CodeRows {
             rows: self.rows.address() + before * self.width as u64,
@@ -102,7 +102,7 @@ impl Cuda {
             layer: run.address,
             slots: list.address(),
             head_bytes: kv.head_bytes(),
-            codes: codes.from_head(0),
+            codes: codes.starting_at(0),
         };
         code_pages(&self.device, &sparse.attend, &params, (slots.len(), run.n))
     }

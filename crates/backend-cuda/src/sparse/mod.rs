@@ -72,7 +72,8 @@ struct SparseKernels {
     digest: Kernel,
     read_keys: Kernel,
     score: ScoreKernels,
-    gather: Kernel,
+    /// For rows as they are, and in eight bits.
+    gather: [Kernel; 2],
     post: Kernel,
     attend: SparseAttend,
 }
@@ -184,7 +185,7 @@ impl SparseKernels {
                 pieces: kernel("score_pieces", score_bytes)?,
                 finish: kernel("score_finish", 0)?,
             },
-            gather: kernel("sparse_gather", 0)?,
+            gather: [kernel("sparse_gather", 0)?, kernel("sparse_gather_codes", 0)?],
             post: kernel("sparse_post", 0)?,
             attend: split_kernels,
             module,
