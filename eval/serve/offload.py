@@ -6,7 +6,9 @@ Streams at the same time with a common beginning, some of which leave early; oth
 many that begin alike in nothing, at last in so little memory that some give way. A sequence that gave way
 chooses anew when it comes back, so only its length is checked. No two requests are the same: a page of an
 answer that was given before takes the place of its twin, and its sequence chooses anew too. Prints what
-the servers counted.
+the servers counted, and checks that it fits together: hits and lookups of live and frozen heads, moved
+bytes, the link's utilisation, and that the device keeps no more than its budget. At last servers whose rows
+come in eight bits, brought by the device and by threads: both answer alike, if nobody gives way.
 """
 
 import argparse
@@ -90,6 +92,7 @@ def main():
     parser.add_argument("--budget", default="640MiB", help="of the second server with far pages")
     parser.add_argument("--few", default="--max-model-len 4096 --kv-cache-memory-bytes 160MB",
                         help="for the third, in which some give way")
+    parser.add_argument("--coded", default="fp8", help="what rows come as at last; nothing for none")
     parser.add_argument("--sentences", type=int, default=150)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=12)
@@ -140,10 +143,11 @@ def main():
         metrics(server)
 
     with Serve(args.binary, *words, *far) as server:
+        begin = time.time()
         for name, prompts in sets.items():
             found, seconds = crowd(server, prompts, args.tokens)
             compare(f"far, {name}", found, expected[name], seconds)
-        metrics(server)
+        plain = check_near(metrics(server), time.time() - begin)
         server.end()
 
     with Serve(args.binary, *words, *far, "--kv-device-budget", args.budget) as server:
@@ -151,8 +155,28 @@ def main():
             found, seconds = crowd(server, prompts, args.tokens)
             check(all(len(a[1]) == args.tokens for a in found), "answers are whole")
             compare(f"far, {args.budget}, {name}", found, expected[name], seconds, must=False)
-        metrics(server)
+        counted = check_near(metrics(server), None)
+        check(counted["nuthatch:kv_near_budget_bytes"] == bytes_of(args.budget), "another budget")
         server.end()
+
+    coded = None
+    for way in [[], ["--kv-transfer", "threads=3"]] if args.coded else []:
+        words_now = [*words, *far, "--kv-offload-dtype", args.coded, *way]
+        with Serve(args.binary, *words_now) as server:
+            begin, rounded = time.time(), {}
+            for name, prompts in sets.items():
+                rounded[name], seconds = crowd(server, prompts, args.tokens)
+                what = f"far as {args.coded} {' '.join(way)}, {name}"
+                check(all(len(a[1]) == args.tokens for a in rounded[name]), "answers are whole")
+                compare(what + ", against exact rows", rounded[name], expected[name], seconds, must=False)
+                if coded:
+                    compare(what + ", against the device", rounded[name], coded[name], seconds)
+            counted = check_near(metrics(server), time.time() - begin)
+            # Half the bytes for each row.
+            per_row = [bytes_per_moved_row(found) for found in (counted, plain)]
+            check(abs(per_row[0] / per_row[1] - 0.5) < 0.01, per_row)
+            coded = coded or rounded
+            server.end()
 
     with Serve(args.binary, *words, *far, *args.few.split()) as server:
         found, seconds = crowd(server, growing, n_grown)
@@ -164,6 +188,43 @@ def main():
         server.end()
     check(not problems, problems)
     print(f"{n_checks()} checks")
+
+
+def bytes_of(size):
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size.endswith(unit):
+            return int(size[:-3]) * factor
+    return int(size)
+
+
+def bytes_per_moved_row(found):
+    """Rows that were missing near come with their pages, as they are."""
+    moved = found["nuthatch:topk_rows_total:moved"]
+    filled = found["nuthatch:topk_rows_total:filled"]
+    row = found["nuthatch:kv_row_bytes"]
+    return (found["nuthatch:topk_moved_bytes_total"] - filled * row) / moved
+
+
+def check_near(found, seconds):
+    """What a server with far pages counted fits together."""
+    near = {name: value for name, value in found.items() if name.startswith("nuthatch:kv_near_bytes:")}
+    budget = found["nuthatch:kv_near_budget_bytes"]
+    check(0 < sum(near.values()) <= budget, (near, budget))
+    check(found["nuthatch:kv_far_bytes"] > 0, "no page is far")
+    for heads in ("live", "frozen"):
+        hits = found[f"nuthatch:topk_hits_total:{heads}"]
+        lookups = found[f"nuthatch:topk_lookups_total:{heads}"]
+        check(hits <= lookups, (heads, hits, lookups))
+    check(found["nuthatch:topk_hits_total:live"] > 0, "no live head hit")
+    rows = {kind: found[f"nuthatch:topk_rows_total:{kind}"] for kind in ("all", "attended", "moved")}
+    check(0 < rows["moved"] < rows["attended"] < rows["all"], rows)
+    moved, rate = found["nuthatch:topk_moved_bytes_total"], found["nuthatch:kv_link_bytes_per_second"]
+    check(moved > 0 and rate > 1e9, (moved, rate))
+    if seconds:
+        use = moved / seconds / rate
+        print(f"    link: {moved / 1e6:.1f} MB in {seconds:.1f} s, {100 * use:.2f} % of {rate / 1e9:.1f} GB/s")
+        check(use < 1, use)
+    return found
 
 
 def metrics(server):

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use nuthatch_backend::{DeviceError, Digest, Near, PageLayout};
+use nuthatch_backend::{DeviceError, Digest, Near, PageLayout, RowCode};
 use nuthatch_types::{KvDtype, KvShape, PageCopy, PageImage, Slot};
 
 use crate::coded::{CodedPage, code};
@@ -97,10 +97,20 @@ impl CpuKv {
         Ok(CpuKv { shape, n_slots, head_starts, bytes, file, near, worker, by_rows, digests })
     }
 
-    pub(crate) fn keep_near(&mut self, near: &Near) -> Result<(), DeviceError> {
+    pub(crate) fn keep_near(
+        &mut self,
+        near: &Near,
+        code: Option<RowCode>,
+    ) -> Result<(), DeviceError> {
         assert_eq!(near.heads.len(), self.n_heads(), "something for each head");
         one_type(self.shape)?;
-        let near = Arc::new(NearRows::new(near, self.row_bytes(0))?);
+        let dtype = self.shape.dtype;
+        if let Some(code) = code.filter(|_| dtype.is_coded()) {
+            let fault = format!("rows as {code} from pages that are {dtype} already");
+            return Err(DeviceError::Fault(fault));
+        }
+        let code = code.map(|code| (code, dtype));
+        let near = Arc::new(NearRows::new(near, self.row_bytes(0), code)?);
         self.worker = self.file.as_ref().map(|file| Worker::start(file, &near)).transpose()?;
         self.near = Some(near);
         self.by_rows = true;

@@ -34,7 +34,7 @@ use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{
     Ask, AttnSpec, Backend, BatchLayout, Best, Bring, DeviceError, Digest, HostMatrix, Near,
-    NearCounts, PageLayout, Pick, PlanShape,
+    NearCounts, PageLayout, Pick, PlanShape, RowCode,
 };
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
@@ -76,6 +76,8 @@ pub struct Cpu {
     raw_scores: Mutex<Vec<f32>>,
     /// Where KV pages lie, if not in memory.
     kv_file: Option<PathBuf>,
+    /// What rows that are brought near are rounded to.
+    far_code: Option<RowCode>,
 }
 
 impl Cpu {
@@ -93,7 +95,7 @@ impl Cpu {
         };
         let acts = Mutex::new(Acts::empty());
         let raw_scores = Mutex::default();
-        Ok(Cpu { pool: Pool::new(threads), isa, acts, raw_scores, kv_file: None })
+        Ok(Cpu { pool: Pool::new(threads), isa, acts, raw_scores, kv_file: None, far_code: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
@@ -396,7 +398,7 @@ impl Backend for Cpu {
     }
 
     fn keep_near(&self, kv: &mut CpuKv, near: &Near) -> Result<(), DeviceError> {
-        kv.keep_near(near)
+        kv.keep_near(near, self.far_code)
     }
 
     fn forget_near(&self, kv: &mut CpuKv, table_row: u32) {

@@ -7,8 +7,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nuthatch_backend::{Bring, DeviceError, Near, NearCounts, NearHead};
+use nuthatch_backend::{Bring, DeviceError, Near, NearCounts, NearHead, RowCode, narrow, widen};
+use nuthatch_types::KvDtype;
 
+use crate::Cpu;
 use crate::far::PageFile;
 use crate::kv::{CpuKv, PAGE};
 use crate::mem::{Region, SharedMut};
@@ -23,6 +25,8 @@ pub(crate) struct NearRows {
     table_rows: usize,
     table_tags: usize,
     row_bytes: usize,
+    /// What rows that are brought are rounded to, and their type.
+    code: Option<(RowCode, KvDtype)>,
     bytes: SharedMut<'static, u8>,
     /// Behind `bytes`.
     _memory: Region<u8>,
@@ -60,7 +64,11 @@ impl NearPart {
 }
 
 impl NearRows {
-    pub(crate) fn new(near: &Near, row_bytes: usize) -> Result<Self, DeviceError> {
+    pub(crate) fn new(
+        near: &Near,
+        row_bytes: usize,
+        code: Option<(RowCode, KvDtype)>,
+    ) -> Result<Self, DeviceError> {
         let (mut table_rows, mut table_tags) = (0, 0);
         let mut heads = Vec::with_capacity(near.heads.len());
         for &head in &near.heads {
@@ -81,6 +89,7 @@ impl NearRows {
             table_rows,
             table_tags,
             row_bytes,
+            code,
             bytes,
             _memory: memory,
             tags,
@@ -91,7 +100,7 @@ impl NearRows {
 
     pub(crate) fn counts(&self) -> NearCounts {
         let (n_brought, n_filled) = (self.n_brought.load(Relaxed), self.n_filled.load(Relaxed));
-        NearCounts { n_brought, n_filled, link_rate: 0 }
+        NearCounts { n_brought, n_filled, ..NearCounts::default() }
     }
 
     pub(crate) fn forget(&self, table: u32) {
@@ -117,6 +126,18 @@ impl NearRows {
                 self.write(part.row + number, row);
                 self.tags[part.tag + number].store(place as u32 + 1, Relaxed);
             }
+        }
+    }
+
+    /// Rounds rows that come from far to what their codes would say.
+    fn round(&self, rows: &mut [u8]) {
+        let Some((code, dtype)) = self.code else { return };
+        let half = self.row_bytes / 2;
+        let mut x = vec![0.0; half / dtype.bytes()];
+        for row in rows.chunks_exact_mut(half) {
+            widen(dtype, row, &mut x);
+            code.round(&mut x);
+            narrow(dtype, &x, row);
         }
     }
 
@@ -200,6 +221,7 @@ impl Moves {
         for Move { at, targets } in &self.runs {
             let rows = &mut buffer[..targets.len() * near.row_bytes];
             far(*at, rows);
+            near.round(rows);
             for (&target, row) in
                 self.targets[targets.clone()].iter().zip(rows.chunks_exact(near.row_bytes))
             {
@@ -207,6 +229,15 @@ impl Moves {
             }
         }
         near.n_brought.fetch_add(self.targets.len() as u64, Relaxed);
+    }
+}
+
+impl Cpu {
+    /// The same device with rows that are brought near as if they had come in eight bits. Pages stay as they are:
+    /// this is what devices are compared with whose link carries codes.
+    #[must_use]
+    pub fn with_far_code(self, code: RowCode) -> Self {
+        Cpu { far_code: Some(code), ..self }
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //!     cargo run --example compile_kernels -- sm_90a sm_80 sm_100
 //!
-//! With a folder as a further word, every kernel with every head width of the tests is kept there.
+//! With `few` as a further word, one of each kind for the first too. With a folder, every kernel with every head width of the tests is kept there.
 //!
 //! Needs NVRTC on the library path, and no GPU. `cargo xtask kernels` fetches NVRTC and runs this.
 
@@ -27,8 +27,11 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     // A folder is where every kernel is kept; architectures have no slashes.
     let dir = words.iter().find(|word| word.contains('/'));
-    for (i, arch) in words.iter().filter(|word| !word.contains('/')).enumerate() {
+    let is_short = words.iter().any(|word| word == "few");
+    let archs = words.iter().filter(|word| !word.contains('/') && *word != "few");
+    for (i, arch) in archs.enumerate() {
         let extent = match (dir, i) {
+            _ if is_short => Extent::Few,
             (Some(_), _) => Extent::Every,
             (None, 0) => Extent::Usual,
             (None, _) => Extent::Few,

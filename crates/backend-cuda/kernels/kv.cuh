@@ -130,15 +130,25 @@ DEVICE const u8* page_in(const u8* layer, u64 head_bytes, const Near& near, u32 
     return layer + head * head_bytes + (u64)slot * HEAD_PAGE_BYTES;
 }
 
+// What is not a number becomes 0, as everywhere in coded vectors.
+DEVICE float finite(float x) { return fabsf(x) < INFINITE ? x : 0.0f; }
+
+// The nearest e4m3 number.
+DEVICE u8 e4m3_of(float x) {
+    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
+    x = fminf(fabsf(x), 448.0f);
+    // Below 2^-6 the exponent stays, and so does the distance between numbers.
+    const int exponent = max((int)(__float_as_uint(x) >> 23) - 127, -6);
+    const int eighths = __float2int_rn(x * __uint_as_float((u32)(130 - exponent) << 23));
+    return (u8)(sign | min((exponent + 6) * 8 + eighths, 0x7e));
+}
+
 #if CODED
 // The scale of a token's key, or value, in its half of a page.
 DEVICE float* scale_of(u8* half, u32 token) { return (float*)(half + SCALES_AT) + token; }
 DEVICE const float* scale_of(const u8* half, u32 token) {
     return (const float*)(half + SCALES_AT) + token;
 }
-
-// What is not a number becomes 0, as everywhere in coded vectors.
-DEVICE float finite(float x) { return fabsf(x) < INFINITE ? x : 0.0f; }
 
 // The scale of a vector by its largest number without sign, and what numbers are multiplied by to
 // be coded.
@@ -152,12 +162,7 @@ DEVICE u8 code_of(float x) {
 #if KV == KV_INT8
     return (u8)(128 + max(-127, min(__float2int_rn(x), 127)));
 #else
-    const u32 sign = __float_as_uint(x) >> 24 & 0x80;
-    x = fminf(fabsf(x), 448.0f);
-    // Below 2^-6 the exponent stays, and so does the distance between numbers.
-    const int exponent = max((int)(__float_as_uint(x) >> 23) - 127, -6);
-    const int eighths = __float2int_rn(x * __uint_as_float((u32)(130 - exponent) << 23));
-    return (u8)(sign | min((exponent + 6) * 8 + eighths, 0x7e));
+    return e4m3_of(x);
 #endif
 }
 

@@ -16,6 +16,7 @@ struct RopeParams {
     const u32* tables;      // [row][table_len]
     u64 head_bytes;         // of all slots of one head
     Near near;
+    Codes codes;
     u32 rows;
     u32 n_heads;
     u32 n_kv_heads;
@@ -108,10 +109,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
         if (copy) copy[at] = y;
         if (!copy || !p.defers) page[at] = y;
     }
+    if (p.codes.rows && (!copy || !p.defers)) {
+        __syncwarp();
+        write_code(p.codes, code_row(p.codes, kv_head, slot, token), is_value, [&](u32 i) {
+            return element_value(is_value ? value_element(x[i]) : key_element(x[i]));
+        });
+    }
 #endif
 }
 
-// Writes what the batch's rows have put into copies of pages to the pages themselves, which are far.
+// Writes what the batch's rows have put into copies of pages to the pages themselves, which are far, and
+// their codes.
 //
 // Threads that follow each other write bytes that do. Grid: as many blocks as may be busy with it. Reads
 // and writes each row once.
@@ -123,6 +131,7 @@ struct WriteFarParams {
     const u32* tables;      // [row][table_len]
     u64 head_bytes;
     Near near;
+    Codes codes;
     u32 rows;
     u32 n_kv_heads;
     u32 table_len;
@@ -130,7 +139,7 @@ struct WriteFarParams {
 };
 static_assert(sizeof(WriteFarParams) == WRITE_FAR_PARAMS_SIZE, "the host's WriteFarParams differs");
 
-#define FAR_THREADS 512
+#define FAR_THREADS 512  // a warp for each token of a page
 
 extern "C" __global__ void __launch_bounds__(FAR_THREADS) write_far(WriteFarParams p) {
     begin();
@@ -145,4 +154,43 @@ extern "C" __global__ void __launch_bounds__(FAR_THREADS) write_far(WriteFarPara
         u8* page = p.layer + head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES;
         *(uint4*)(page + offset) = *(const uint4*)(near_page(p.near, head, frame) + offset);
     }
+#if !CODED
+    const u32 n_warps = gridDim.x * (FAR_THREADS / 32);
+    const u32 n_codes = p.codes.rows ? p.n_kv_heads * 2 * p.rows : 0;
+    for (u32 at = blockIdx.x * (FAR_THREADS / 32) + threadIdx.x / 32; at < n_codes; at += n_warps) {
+        const u32 row = at / 2 % p.rows, head = at / 2 / p.rows, place = p.places[row];
+        const u32 slot = p.tables[(u64)p.table_rows[row] * p.table_len + place / PAGE];
+        const u32 frame = frame_of(p.near, slot), token = place % PAGE;
+        const bool is_value = at % 2;
+        if (frame == NOT_NEAR) continue;
+        const Element* page = (const Element*)near_page(p.near, head, frame);
+        write_code(p.codes, code_row(p.codes, head, slot, token), is_value, [&](u32 i) {
+            return element_value(page[is_value ? value_at(token, i) : key_at(token, i)]);
+        });
+    }
+#endif
+}
+
+// Makes the codes of whole pages that were written otherwise, of all heads from a layer on.
+//
+// Grid: (page, head), a warp for each two vectors. Reads each page once, over the link.
+
+struct CodePagesParams {
+    const u8* layer;   // [head][slot][page]
+    const u32* slots;  // [n]
+    u64 head_bytes;
+    Codes codes;
+};
+static_assert(sizeof(CodePagesParams) == CODE_PAGES_PARAMS_SIZE, "the host's CodePagesParams differs");
+
+extern "C" __global__ void __launch_bounds__(FAR_THREADS) code_pages(CodePagesParams p) {
+    begin();
+#if !CODED
+    const u32 slot = p.slots[blockIdx.x], head = blockIdx.y, token = threadIdx.x / 32;
+    const Element* page = (const Element*)(p.layer + head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
+    for (u32 is_value = 0; is_value < 2; is_value++)
+        write_code(p.codes, code_row(p.codes, head, slot, token), is_value, [&](u32 i) {
+            return element_value(page[is_value ? value_at(token, i) : key_at(token, i)]);
+        });
+#endif
 }

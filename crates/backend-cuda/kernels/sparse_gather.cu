@@ -22,6 +22,7 @@ struct GatherRowsParams {
     u32 first_head;    // of the layer, of all heads of the model
     u32 stride;        // of moves
     u32 n_zeros;       // words of a tally
+    Codes codes;       // what rows that are far come as
 };
 static_assert(sizeof(GatherRowsParams) == GATHER_ROWS_PARAMS_SIZE, "the host's params differ");
 
@@ -43,10 +44,11 @@ DEVICE u32 head_at(const u32* firsts, u32 n, u32 index) {
 struct Way {
     const u8* source;
     u8* target;
-    u32 tokens;  // of its page, and of the page that it goes to
+    u32 tokens;  // of its page, or the scales of its key and value; and of the page that it goes to
 };
 
 // Finds the way of a move, and marks its place.
+template <bool CODES>
 DEVICE Way way_of(const GatherRowsParams& p, const u32* firsts, u32 index, bool is_staged) {
     const u32 low = head_at(firsts, p.heads.n_rows * p.heads.n_kv_heads, index);
     const u32 head = low % p.heads.n_kv_heads, number = index - firsts[low];
@@ -56,10 +58,17 @@ DEVICE Way way_of(const GatherRowsParams& p, const u32* firsts, u32 index, bool 
     const u32 to = number < state->n_gone ? move.y : state->n_members - state->n_moves + number;
     const u32 page = state->first_page + to / PAGE, token = move.x % PAGE;
     Way way;
-    way.source = is_staged ? p.staged + (u64)index * 2 * ROW_BYTES
-                           : page_of(p.pages, head, row.table_row, move.x / PAGE) + token * ROW_BYTES;
+    if (CODES) {
+        const u32 slot = p.pages.tables[(u64)row.table_row * p.pages.table_len + move.x / PAGE];
+        const u64 at = code_row(p.codes, head, slot, token);
+        way.source = is_staged ? p.staged + (u64)index * 2 * CODE_WIDTH : p.codes.rows + at * 2 * CODE_WIDTH;
+        way.tokens = ((const u16*)p.codes.scales)[at] | to % PAGE << 16;
+    } else {
+        way.source = is_staged ? p.staged + (u64)index * 2 * ROW_BYTES
+                               : page_of(p.pages, head, row.table_row, move.x / PAGE) + token * ROW_BYTES;
+        way.tokens = token | to % PAGE << 16;
+    }
     way.target = row.pages + (u64)page * HEAD_PAGE_BYTES + to % PAGE * ROW_BYTES;
-    way.tokens = token | to % PAGE << 16;
     if (row.marks)
         row.marks[(p.first_head + head) * p.mark_stride + move.x] = make_uint2(state->now, to);
     return way;
@@ -100,6 +109,36 @@ DEVICE void copy_rows(Way way, u32 n_rows, u32 half_bytes) {
             const u32 token = __shfl_sync(~0u, way.tokens, piece.row) >> 16;
             if (first + i * 32 + lane < n_rows * MOVE_PIECES)
                 *(uint4*)(target + piece.half * HALF_PAGE_BYTES + piece_from(token, piece.part)) = bits[i];
+        }
+    }
+}
+
+#define CODES_AT_ONCE 4  // expanding needs registers too
+
+// The same for rows in eight bits, which become elements on their way.
+DEVICE void copy_codes(const Way& way, u32 n_rows, u32 kind) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 first = lane; first < n_rows * CODE_PIECES + lane; first += 32 * CODES_AT_ONCE) {
+        uint4 bits[CODES_AT_ONCE];
+        UNROLL
+        for (int i = 0; i < CODES_AT_ONCE; i++) {
+            const u32 at = first + i * 32;
+            const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, at / CODE_PIECES % 32);
+            if (at < n_rows * CODE_PIECES) bits[i] = *(const uint4*)(source + at % CODE_PIECES * 16);
+        }
+        UNROLL
+        for (int i = 0; i < CODES_AT_ONCE; i++) {
+            const u32 at = first + i * 32, row = at / CODE_PIECES % 32, piece = at % CODE_PIECES;
+            const u32 half = piece / (CODE_PIECES / 2), part = piece % (CODE_PIECES / 2);
+            u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, row) + half * HALF_PAGE_BYTES;
+            const u32 tokens = __shfl_sync(~0u, way.tokens, row), token = tokens >> 16;
+            if (at >= n_rows * CODE_PIECES) continue;
+            uint4 out[sizeof(Element)];
+            expand(kind, bits[i], __uint_as_float((tokens >> half * 8 & 0xFF) << 23), out);
+            UNROLL
+            for (u32 k = 0; k < sizeof(Element); k++)
+                if (part * sizeof(Element) + k < ROW_PIECES)
+                    *(uint4*)(target + piece_from(token, part * sizeof(Element) + k)) = out[k];
         }
     }
 }
@@ -159,8 +198,9 @@ DEVICE bool have_come(const GatherRowsParams& p) {
     return has_come;
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREADS)
-    sparse_gather(GatherRowsParams p) {
+// All of it, for rows as they are or in eight bits.
+template <bool CODES>
+DEVICE void gather(const GatherRowsParams& p) {
     begin();
     // As little as there is need for: two blocks of a product leave two kilobytes.
     extern __shared__ __align__(128) u32 shared_words[];
@@ -175,14 +215,15 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREA
     const u32 thread = threadIdx.x * gridDim.x + blockIdx.x;
     u32 first = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32;
     Way next = {nullptr, nullptr, 0};
-    if (first + lane < n_all) next = way_of(p, firsts, first + lane, is_staged);
+    if (first + lane < n_all) next = way_of<CODES>(p, firsts, first + lane, is_staged);
     while (first < n_all) {
         const Way way = next;
         const u32 n_rows = min(n_all - first, 32u);
         first += stride;
         // Known before it is needed: a chain of loads.
-        if (first + lane < n_all) next = way_of(p, firsts, first + lane, is_staged);
-        copy_rows(way, n_rows, half_bytes);
+        if (first + lane < n_all) next = way_of<CODES>(p, firsts, first + lane, is_staged);
+        if (CODES) copy_codes(way, n_rows, p.codes.kind);
+        else copy_rows(way, n_rows, half_bytes);
     }
     // The second word of the first counts blocks, whoever has chosen.
     if (p.tallies && thread == 0) p.tallies[1] = 0;
@@ -190,4 +231,14 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREA
         if (chosen[number / 32] >> number % 32 & 1)
             for (u32 i = thread; i < p.n_zeros / 4; i += stride)
                 *(uint4*)(p.tallies + number * p.tally_words + i * 4) = make_uint4(0, 0, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREADS)
+    sparse_gather(GatherRowsParams p) {
+    gather<false>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREADS)
+    sparse_gather_codes(GatherRowsParams p) {
+    gather<true>(p);
 }

@@ -11,7 +11,7 @@ struct Order {
     u32 n;
     u32 is_closed;
     u32 padding[13];
-    u64 rows[1];  // where keys of rows are; values are HALF_PAGE_BYTES behind
+    u64 rows[1];  // where keys of rows are; values are HALF_PAGE_BYTES behind, or right behind codes
 };
 
 struct PostParams {
@@ -34,9 +34,11 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) sparse_post(PostPar
         const SparseRow& row = p.heads.rows[number / p.heads.n_kv_heads];
         const u32 place = p.moves[(u64)number * p.stride + index - firsts[number]].x;
         const u32 slot = p.pages.tables[(u64)row.table_row * p.pages.table_len + place / PAGE];
-        post.order->rows[index] =
-            (u64)(p.pages.layer + number % p.heads.n_kv_heads * p.pages.head_bytes +
-                  (u64)slot * HEAD_PAGE_BYTES + place % PAGE * ROW_BYTES);
+        const u32 head = number % p.heads.n_kv_heads;
+        const u8* key = p.codes.rows
+            ? p.codes.rows + code_row(p.codes, head, slot, place % PAGE) * 2 * CODE_WIDTH
+            : p.pages.layer + head * p.pages.head_bytes + (u64)slot * HEAD_PAGE_BYTES + place % PAGE * ROW_BYTES;
+        post.order->rows[index] = (u64)key;
     }
     __threadfence_system();
     __syncthreads();

@@ -1,8 +1,8 @@
 //! What a GPU does for the model, handed on to where it is done.
 
 use nuthatch_backend::{
-    Ask, AttnSpec, Backend, BatchLayout, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
-    Draw, HostMatrix, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules,
+    Ask, AttnSpec, Backend, BatchLayout, Bring, Decided, DecidedPlaces, Deciding, DeviceError,
+    Digest, Draw, HostMatrix, Near, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules,
 };
 use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, PageShift, Slot};
 
@@ -98,12 +98,14 @@ impl Backend for Cuda {
     ) -> Result<(), DeviceError> {
         self.device.check_paged()?;
         shift::shift_pages(&self.device, plan, kv, shifts)?;
+        self.code_pages(kv, shifts.iter().map(|shift| shift.target))?;
         self.digest_pages(kv, shifts)
     }
 
     fn copy_pages(&self, kv: &mut CudaKv, copies: &[PageCopy]) -> Result<(), DeviceError> {
         self.device.check_paged()?;
         copy::copy_pages(&self.device, &self.common.copy, kv, copies)?;
+        self.code_pages(kv, copies.iter().map(|copy| copy.target))?;
         self.copy_digests(kv, copies)
     }
 
@@ -366,6 +368,20 @@ impl Backend for Cuda {
         of: (u32, u32, u32),
     ) -> Result<Vec<f32>, DeviceError> {
         self.keys_of(plan, layer, kv, of)
+    }
+
+    fn keep_near(&self, kv: &mut CudaKv, near: &Near) -> Result<(), DeviceError> {
+        self.keep_chosen(kv, near)
+    }
+
+    fn bring(
+        &self,
+        plan: &CudaPlan,
+        layer: LayerIdx,
+        kv: &CudaKv,
+        brings: &[Bring<'_>],
+    ) -> Result<(), DeviceError> {
+        self.bring_chosen((plan, layer, kv), brings)
     }
 
     fn near_counts(&self, kv: &CudaKv) -> NearCounts {

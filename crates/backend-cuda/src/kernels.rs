@@ -85,6 +85,7 @@ impl AttendKernels {
         Ok(AttendKernels {
             rope: kernel("rope_append", 0)?,
             write_far: kernel("write_far", 0)?,
+            code_pages: kernel("code_pages", 0)?,
             shift: kernel("shift_pages", 0)?,
             attend,
         })

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use nuthatch_backend::{DeviceError, NearCounts, PageLayout};
+use nuthatch_backend::{DeviceError, NearCounts, PageLayout, RowCode};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
 
 use crate::device::{Device, Memory};
 use crate::door::Door;
-use crate::launch::NearPages;
+use crate::launch::{CodeRows, NearPages};
 use crate::link::Link;
-use crate::near::Near;
+use crate::near::{ChosenRows, Codes, Near};
 use crate::pinned::PinnedMemory;
 use crate::sparse::Sparse;
 
@@ -85,6 +85,11 @@ pub struct FarPages {
     pub n_resident: u32,
     /// Threads of the host that bring rows; if none, the device reads them over the link by itself.
     pub n_threads: u32,
+    /// What rows are brought as: half the bytes, if in eight bits. Pages are as they are, and there is half as
+    /// much beside them.
+    pub code: Option<RowCode>,
+    /// Orders after which one of the threads fails: for tests.
+    pub fails_after: Option<u32>,
 }
 
 /// Where the pages of the device tier are.
@@ -97,6 +102,7 @@ struct Arena {
     n_resident: usize,
     /// Threads that bring rows of the others.
     n_threads: u32,
+    fails_after: Option<u32>,
 }
 
 /// Heads whose pages are alike and in one run of memory.
@@ -127,6 +133,10 @@ pub struct CudaKv {
     pub(crate) door: Option<Door>,
     /// Copies of pages that are far.
     pub(crate) near: Option<Near>,
+    /// Rows in eight bits beside those.
+    pub(crate) codes: Option<Codes>,
+    /// Rows that the host keeps on the device, where it decides.
+    pub(crate) chosen: Option<ChosenRows>,
     /// What top-k attention keeps; its pages are of rows.
     pub(crate) sparse: Option<Sparse>,
     /// By row of the tables, pages that have memory behind them, where it comes little by little.
@@ -177,6 +187,7 @@ impl CudaKv {
             },
             n_resident,
             n_threads: far.map_or(0, |far| far.n_threads),
+            fails_after: far.and_then(|far| far.fails_after),
         };
         let near = match (far, &arena.far) {
             (Some(far), Some(pages)) => {
@@ -185,22 +196,44 @@ impl CudaKv {
             }
             _ => None,
         };
+        let code = far.and_then(|far| far.code).filter(|_| arena.far.is_some());
+        let codes = code.map(|code| Codes::new(device, code, page, (n_far, slots.device)));
+        let codes = codes.transpose()?;
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
         };
         let gate = PinnedMemory::new(device, bytes(1), "a KV page on its way")?;
-        let (sparse, door, backed) = (None, None, Mutex::default());
-        Ok(CudaKv { shape, page, starts, slots, arena, host, gate, door, near, sparse, backed })
+        Ok(CudaKv {
+            shape,
+            page,
+            starts,
+            slots,
+            arena,
+            host,
+            gate,
+            door: None,
+            near,
+            codes,
+            chosen: None,
+            sparse: None,
+            backed: Mutex::default(),
+        })
     }
 
     /// Threads that bring rows of pages that are far, if that is how they come.
     pub(crate) fn start_link(&self, device: &Device) -> Result<Option<Link>, DeviceError> {
         let (Some(run), true) = (self.far_run(), self.arena.n_threads > 0) else { return Ok(None) };
         let half_page = self.page.bytes() / 2;
-        let pages = run.address..run.address + self.head_bytes() * run.n as u64;
-        let sizes = (half_page / PAGE_LEN, half_page);
-        Link::start(device, self.arena.n_threads, sizes, pages).map(Some)
+        let (pages, sizes) = match self.codes.as_ref().map(|codes| codes.all(run.n)) {
+            Some((codes, width)) => (codes, (width, width)),
+            None => {
+                let pages = run.address..run.address + self.head_bytes() * run.n as u64;
+                (pages, (half_page / PAGE_LEN, half_page))
+            }
+        };
+        let threads = (self.arena.n_threads, self.arena.fails_after);
+        Link::start(device, threads, sizes, pages).map(Some)
     }
 
     /// Bytes of a page over all layers, and how they lie; `is_exact` says how they were computed.
@@ -350,6 +383,14 @@ impl CudaKv {
         NearPages { frames: near.map.address(), layer, head_bytes }
     }
 
+    /// Rows in eight bits beside a layer's pages.
+    pub(crate) fn codes_of(&self, layer: u32) -> CodeRows {
+        let Some(codes) = self.codes.as_ref().filter(|_| self.is_far(layer)) else {
+            return CodeRows::NONE;
+        };
+        codes.starting_at((layer * self.shape.n_kv_heads) as usize - self.arena.n_resident)
+    }
+
     /// These pages were written, but not their copies on the device.
     pub(crate) fn forget_near(
         &self,
@@ -364,7 +405,9 @@ impl CudaKv {
         let (n_loaded, link_rate) =
             self.near.as_ref().map_or((0, 0), |near| (near.n_loaded(), near.link_rate));
         let rows = (PAGE_LEN * (self.n_heads() - self.arena.n_resident)) as u64;
-        NearCounts { n_brought: 0, n_filled: n_loaded * rows, link_rate }
+        let coded_row_bytes = self.codes.as_ref().map_or(0, Codes::row_bytes);
+        let n_brought = self.chosen.as_ref().map_or(0, ChosenRows::n_brought);
+        NearCounts { n_brought, n_filled: n_loaded * rows, coded_row_bytes, link_rate }
     }
 
     /// Where the heads of a layer start.

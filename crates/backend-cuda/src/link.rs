@@ -33,7 +33,10 @@ const ORDER_HEAD: usize = 64;
 /// Where it says that nobody serves the desk.
 const IS_CLOSED: usize = 8;
 /// Bytes of rows that an order may have; the device brings more than that by itself. Guessed.
-const STAGED_BYTES: usize = 32 << 20;
+const ORDER_BYTES: usize = 32 << 20;
+/// Bytes of the device for rows on their way by threads, and as many of the host, where there are
+/// addresses and tickets too.
+pub const STAGED_BYTES: u64 = 2 * (ORDER_BYTES as u64 + 64);
 /// Polls without an order after which a thread sleeps between polls.
 const POLLS: u32 = 200_000;
 const NAP: Duration = Duration::from_micros(50);
@@ -49,13 +52,13 @@ struct Desk {
 
 impl Desk {
     fn new(device: &Device, row_bytes: usize) -> Result<Self, DeviceError> {
-        let n_rows = STAGED_BYTES / row_bytes;
+        let n_rows = ORDER_BYTES / row_bytes;
         let tickets = device.alloc(64, WHAT)?;
         device.clear(&tickets, 0, 64)?;
         Ok(Desk {
             order: PinnedMemory::whole(device, ORDER_HEAD + 8 * n_rows, WHAT)?,
-            staged_here: PinnedMemory::whole(device, STAGED_BYTES, WHAT)?,
-            staged: device.alloc(STAGED_BYTES, WHAT)?,
+            staged_here: PinnedMemory::whole(device, ORDER_BYTES, WHAT)?,
+            staged: device.alloc(ORDER_BYTES, WHAT)?,
             tickets,
         })
     }
@@ -92,10 +95,11 @@ pub(crate) struct Link {
 
 impl Link {
     /// Starts threads that bring rows of `half_bytes` for keys and values each, from pages whose values are
-    /// `half_page` behind their keys, and that lie in `pages`.
+    /// `half_page` behind their keys, and that lie in `pages`. For tests the last one may fail after some
+    /// orders.
     pub(crate) fn start(
         device: &Device,
-        n_threads: u32,
+        (n_threads, fails_after): (u32, Option<u32>),
         (half_bytes, half_page): (usize, usize),
         pages: Range<u64>,
     ) -> Result<Self, DeviceError> {
@@ -112,6 +116,7 @@ impl Link {
                 pages: pages.clone(),
                 share,
                 n_shares: n_threads,
+                fails_after: fails_after.filter(|_| share + 1 == n_threads),
                 half_bytes,
                 half_page,
             };
@@ -120,7 +125,7 @@ impl Link {
         };
         let threads = (0..n_threads).map(thread).collect::<Result<Vec<_>, _>>();
         let threads = threads.map_err(|e| DeviceError::Fault(format!("a thread: {e}")))?;
-        let n_staged = u32::try_from(STAGED_BYTES / row_bytes).unwrap_or(u32::MAX);
+        let n_staged = u32::try_from(ORDER_BYTES / row_bytes).unwrap_or(u32::MAX);
         Ok(Link { desks, n_staged, is_over, threads })
     }
 
@@ -166,6 +171,7 @@ struct Worker {
     pages: Range<u64>,
     share: u32,
     n_shares: u32,
+    fails_after: Option<u32>,
     half_bytes: usize,
     half_page: usize,
 }
@@ -187,8 +193,8 @@ impl Worker {
         if self.stream.context().bind_to_thread().is_err() {
             return;
         }
-        let (mut tickets, mut n_idle) = ([0; 2], 0);
-        let mut addresses = Vec::with_capacity(8 * (STAGED_BYTES / (2 * self.half_bytes)));
+        let (mut tickets, mut n_idle, mut n_orders) = ([0; 2], 0, 0);
+        let mut addresses = Vec::with_capacity(8 * (ORDER_BYTES / (2 * self.half_bytes)));
         while !self.is_over.load(Ordering::Relaxed) {
             let mut is_idle = true;
             for (i, last) in tickets.iter_mut().enumerate() {
@@ -197,7 +203,9 @@ impl Worker {
                     continue;
                 }
                 (*last, is_idle) = (ticket, false);
-                if self.serve(i, ticket, &mut addresses).is_err() {
+                let fails = self.fails_after == Some(n_orders);
+                n_orders += 1;
+                if fails || self.serve(i, ticket, &mut addresses).is_err() {
                     return;
                 }
             }
@@ -228,7 +236,7 @@ impl Worker {
         let row_bytes = 2 * self.half_bytes;
         let mut n = [0; 4];
         at.order.read(4, &mut n);
-        let n = (u32::from_ne_bytes(n) as usize).min(STAGED_BYTES / row_bytes);
+        let n = (u32::from_ne_bytes(n) as usize).min(ORDER_BYTES / row_bytes);
         let part = |i: u32| n * i as usize / self.n_shares as usize;
         let (first, end) = (part(self.share), part(self.share + 1));
         addresses.resize(8 * (end - first), 0);

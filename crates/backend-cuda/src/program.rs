@@ -116,6 +116,7 @@ impl Program {
             ("WIDE_SHARED", attend.wide_shared_bytes().to_string()),
             ("ROPE_PARAMS_SIZE", size_of::<rope::RopeParams>().to_string()),
             ("WRITE_FAR_PARAMS_SIZE", size_of::<rope::WriteFarParams>().to_string()),
+            ("CODE_PAGES_PARAMS_SIZE", size_of::<rope::CodePagesParams>().to_string()),
             ("SHIFT_SIZE", size_of::<shift::Shift>().to_string()),
             ("SHIFT_PARAMS_SIZE", size_of::<shift::ShiftParams>().to_string()),
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
@@ -128,6 +129,7 @@ impl Program {
         ]);
         let mut files = vec![
             ("kv.cuh", include_str!("../kernels/kv.cuh")),
+            ("codes.cuh", include_str!("../kernels/codes.cuh")),
             ("rope.cu", include_str!("../kernels/rope.cu")),
             ("shift.cu", include_str!("../kernels/shift.cu")),
         ];
@@ -165,6 +167,7 @@ impl Program {
             files.push(("attend.cuh", include_str!("../kernels/attend.cuh")));
         }
         files.extend([
+            ("codes.cuh", include_str!("../kernels/codes.cuh")),
             ("sparse.cuh", include_str!("../kernels/sparse.cuh")),
             ("sparse_digest.cu", include_str!("../kernels/sparse_digest.cu")),
             ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),

@@ -20,8 +20,14 @@ use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 const WAYS: [(bool, Option<FarPages>); 4] = [
     (false, None),
     (true, None),
-    (false, Some(FarPages { n_near: 2, n_resident: 0, n_threads: 0 })),
-    (false, Some(FarPages { n_near: 7, n_resident: 1, n_threads: 0 })),
+    (
+        false,
+        Some(FarPages { n_near: 2, n_resident: 0, n_threads: 0, code: None, fails_after: None }),
+    ),
+    (
+        false,
+        Some(FarPages { n_near: 7, n_resident: 1, n_threads: 0, code: None, fails_after: None }),
+    ),
 ];
 
 /// The first GPU, or none where there is no driver. Anything else that is wrong is a failure.

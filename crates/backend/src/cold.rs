@@ -114,16 +114,16 @@ pub fn decode(dtype: ColdDtype, coded: &[u8], x: &mut [f32]) {
 }
 
 /// The largest number without its sign.
-fn largest(x: &[f32]) -> f32 {
+pub(crate) fn largest(x: &[f32]) -> f32 {
     x.iter().fold(0.0, |most, &x| finite(x).abs().max(most))
 }
 
-fn finite(x: f32) -> f32 {
+pub(crate) fn finite(x: f32) -> f32 {
     if x.is_finite() { x } else { 0.0 }
 }
 
 /// The nearest number of e4m3: four bits of exponent, three of mantissa, no infinity.
-fn to_e4m3(x: f32) -> u8 {
+pub(crate) fn to_e4m3(x: f32) -> u8 {
     let sign = if x.is_sign_negative() { 0x80 } else { 0 };
     let x = x.abs().min(E4M3_MAX);
     // Below 2^-6 the exponent stays, and so does the distance between numbers.
@@ -142,7 +142,7 @@ fn e4m3_table() -> &'static [f32; 256] {
     TABLE.get_or_init(|| std::array::from_fn(|code| from_e4m3(code as u8)))
 }
 
-fn from_e4m3(code: u8) -> f32 {
+pub(crate) fn from_e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let number = match exponent {
         0 => mantissa * f32::powi(2.0, -9),

@@ -17,6 +17,7 @@ mod layout;
 mod near;
 mod page_layout;
 pub mod quant;
+mod row_code;
 mod row_mover;
 pub mod topk;
 mod weight;
@@ -27,7 +28,8 @@ pub use draw::{Draw, Moved};
 pub use error::DeviceError;
 pub use layout::{AttnSpec, BatchLayout, Norm, Pass, PlanShape, RopeSpec, RopeStyle};
 pub use near::{Bring, Near, NearCounts, NearHead};
-pub use page_layout::{LayoutCodec, PageLayout};
+pub use page_layout::{LayoutCodec, PageLayout, narrow, widen};
+pub use row_code::RowCode;
 pub use row_mover::{RowMove, RowMover};
 pub use topk::{
     Ask, Best, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy,

@@ -71,6 +71,9 @@ pub struct NearCounts {
     pub n_brought: u64,
     /// First and last rows, and rows of heads that stay near, that were found missing.
     pub n_filled: u64,
+    /// Bytes of a row as [`Backend::bring`](crate::Backend::bring), or the device by itself, has it come; 0 if
+    /// it comes as it is.
+    pub coded_row_bytes: u64,
     /// Bytes that came over the link in a second when nothing else did, measured at the start; 0 where
     /// there is none.
     pub link_rate: u64,

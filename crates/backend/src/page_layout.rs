@@ -56,40 +56,50 @@ impl PageLayout {
 
     /// The numbers of one head's part, in its order.
     pub fn widen(&self, bytes: &[u8], numbers: &mut [f32]) {
-        let (twos, fours) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
-        match self.dtype {
-            KvDtype::F16 => {
-                twos.zip(numbers).for_each(|(&two, x)| *x = f16::from_le_bytes(two).to_f32());
-            }
-            KvDtype::Bf16 => {
-                twos.zip(numbers).for_each(|(&two, x)| *x = bf16::from_le_bytes(two).to_f32());
-            }
-            KvDtype::F32 => fours.zip(numbers).for_each(|(&four, x)| *x = f32::from_le_bytes(four)),
-            KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("a layout is of floats"),
-        }
+        widen(self.dtype, bytes, numbers);
     }
 
     /// Writes the numbers of one head's part.
     pub fn narrow(&self, numbers: &[f32], bytes: &mut [u8]) {
-        match self.dtype {
-            KvDtype::F16 => {
-                for (two, x) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
-                    // As everywhere in the cache: an infinity would spoil what must not see it.
-                    *two = f16::from_f32(x.clamp(-65504.0, 65504.0)).to_le_bytes();
-                }
-            }
-            KvDtype::Bf16 => {
-                for (two, x) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
-                    *two = bf16::from_f32(*x).to_le_bytes();
-                }
-            }
-            KvDtype::F32 => {
-                for (four, x) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
-                    *four = x.to_le_bytes();
-                }
-            }
-            KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("a layout is of floats"),
+        narrow(self.dtype, numbers, bytes);
+    }
+}
+
+/// Numbers of a type that has no codes, in full width.
+pub fn widen(dtype: KvDtype, bytes: &[u8], numbers: &mut [f32]) {
+    let (twos, fours) = (bytes.as_chunks().0.iter(), bytes.as_chunks().0.iter());
+    match dtype {
+        KvDtype::F16 => {
+            twos.zip(numbers).for_each(|(&two, x)| *x = f16::from_le_bytes(two).to_f32());
         }
+        KvDtype::Bf16 => {
+            twos.zip(numbers).for_each(|(&two, x)| *x = bf16::from_le_bytes(two).to_f32());
+        }
+        KvDtype::F32 => fours.zip(numbers).for_each(|(&four, x)| *x = f32::from_le_bytes(four)),
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("numbers, not codes"),
+    }
+}
+
+/// Writes numbers as a type that has no codes.
+pub fn narrow(dtype: KvDtype, numbers: &[f32], bytes: &mut [u8]) {
+    match dtype {
+        KvDtype::F16 => {
+            for (two, x) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
+                // As everywhere in the cache: an infinity would spoil what must not see it.
+                *two = f16::from_f32(x.clamp(-65504.0, 65504.0)).to_le_bytes();
+            }
+        }
+        KvDtype::Bf16 => {
+            for (two, x) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
+                *two = bf16::from_f32(*x).to_le_bytes();
+            }
+        }
+        KvDtype::F32 => {
+            for (four, x) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
+                *four = x.to_le_bytes();
+            }
+        }
+        KvDtype::Int8(_) | KvDtype::Fp8(_) => unreachable!("numbers, not codes"),
     }
 }
 

@@ -31,7 +31,7 @@ pub(crate) use scheduling::{CacheArgs, PolicyArg, SchedulingArgs};
 pub(crate) use serve::{PoolingArg, ServeArgs, ToolParserArg};
 pub(crate) use sessions::{SessionsArgs, SessionsCommand};
 pub(crate) use simulate::{HostReadsArg, SimulateArgs, WorkloadArgs};
-pub(crate) use sparse::{SparseArgs, Switch};
+pub(crate) use sparse::{OffloadArg, SparseArgs, Switch};
 
 const EXAMPLES: &str = "\
 Examples:

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec, RowMover};
+use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec, RowCode, RowMover};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
 use nuthatch_engine::topk::{NearPlan, Policy, Stats};
 use nuthatch_engine::{
-    Arrivals, Attachment, Engine, EngineOptions, Execute, Executor, FarRequest, Forecast,
-    ForecastRequest, LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes, TopKOptions,
-    TopKStats,
+    Arrivals, Attachment, CodeBytes, Engine, EngineOptions, Execute, Executor, FarRequest,
+    Forecast, ForecastRequest, LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes,
+    TopKOptions, TopKStats,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles, topk_shape};
 use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
@@ -33,6 +33,15 @@ pub(crate) enum Device {
     Cuda(Arc<Cuda>),
 }
 
+/// How rows come from far pages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FarWay {
+    /// As what.
+    pub(crate) code: Option<RowCode>,
+    /// Threads that bring them to a GPU; none if it does.
+    pub(crate) n_threads: u32,
+}
+
 /// What decides how a device is used.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceConfig {
@@ -47,6 +56,8 @@ pub(crate) struct DeviceConfig {
     pub(crate) kv_file: Option<PathBuf>,
     /// Whether the pages of a sequence lie one after the other.
     pub(crate) kv_virtual: bool,
+    /// How rows come from far pages.
+    pub(crate) far: FarWay,
 }
 
 impl Device {
@@ -84,12 +95,19 @@ impl Device {
             "--kv-layout virtual needs an NVIDIA GPU, whose driver puts memory behind addresses; the \
              CPU has paged only"
         );
+        anyhow::ensure!(
+            config.far.n_threads == 0,
+            "--kv-transfer threads is for a GPU: on the CPU whoever needs rows brings them"
+        );
         let threads = config.threads as usize;
-        let cpu = Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?;
-        Ok(Device::Cpu(Arc::new(match &config.kv_file {
-            Some(path) => cpu.with_kv_file(path.clone()),
-            None => cpu,
-        })))
+        let mut cpu = Cpu::new(CpuConfig { threads, ..CpuConfig::default() })?;
+        if let Some(path) = &config.kv_file {
+            cpu = cpu.with_kv_file(path.clone());
+        }
+        if let Some(code) = config.far.code {
+            cpu = cpu.with_far_code(code);
+        }
+        Ok(Device::Cpu(Arc::new(cpu)))
     }
 
     /// The device, for people.
@@ -158,7 +176,11 @@ impl Device {
     }
 
     /// What it may keep of pages that are far, if it reads them over a link by itself.
-    pub(crate) fn far(&self, topk: Option<&TopKOptions>) -> Option<FarRequest> {
+    pub(crate) fn far(
+        &self,
+        topk: Option<&TopKOptions>,
+        (kv, way): (KvShape, &FarWay),
+    ) -> Option<FarRequest> {
         let Device::Cuda(_) = self else { return None };
         let topk = topk.filter(|topk| topk.offload.is_some())?;
         let most = |of: fn(&Policy) -> u32| topk.policies.iter().map(of).max().unwrap_or(0);
@@ -171,6 +193,12 @@ impl Device {
                 most(|policy| policy.recent),
             ),
             keeps_layers: topk.offload.is_some_and(|offload| offload.keeps_heads),
+            codes: way.code.map_or_else(CodeBytes::default, |_| {
+                let heads = u64::from(kv.n_layers) * u64::from(kv.n_kv_heads);
+                let (host, device) = nuthatch_backend_cuda::code_bytes(kv.head_dim);
+                CodeBytes { host: heads * host, device: heads * device }
+            }),
+            staged: if way.n_threads > 0 { nuthatch_backend_cuda::STAGED_BYTES } else { 0 },
         })
     }
 
@@ -180,6 +208,7 @@ impl Device {
         files: &ModelFiles,
         topk: Option<&TopKOptions>,
         (sizes, kv, digest_page_bytes): (&Sizes, KvShape, u64),
+        way: &FarWay,
     ) -> Result<Option<Forecast>, DeviceError> {
         let (Device::Cuda(cuda), Some(topk), Some(_)) = (self, topk, &sizes.near) else {
             return Ok(None);
@@ -197,19 +226,25 @@ impl Device {
             context: sizes.max_context,
             seen_rows: topk.working_rows(&shape, sizes.max_context) + always,
             digest_page_bytes,
+            row_share: match way.code {
+                Some(_) => 1.0 / kv.dtype.bytes() as f64,
+                None => 1.0,
+            },
             is_ahead: policy.speculates,
         })))
     }
 
     /// Pages are far; nobody else has the device yet.
-    pub(crate) fn keep_far(&mut self, near: &NearSizes) {
+    pub(crate) fn keep_far(&mut self, near: &NearSizes, way: &FarWay) {
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
         {
             cuda.keep_far(FarPages {
                 n_near: near.n_pages,
                 n_resident: near.n_layers,
-                n_threads: 0,
+                n_threads: way.n_threads,
+                code: way.code,
+                fails_after: None,
             });
         }
     }
@@ -231,7 +266,7 @@ impl Device {
             }
             Device::Cuda(cuda) => {
                 // The device keeps what it needs near by itself.
-                let topk = topk.map(|topk| TopKOptions { offload: None, ..topk.clone() });
+                let topk = topk.map(TopKOptions::on_link);
                 let topk = topk.as_ref();
                 let engine =
                     Engine::load_topk(Arc::clone(cuda), files, sizes, options, clock, topk)?;

@@ -1,5 +1,7 @@
 //! From a configuration to an engine: open the files, compute the sizes, choose the device.
 
+mod near_table;
+
 use std::io::{IsTerminal as _, Write as _};
 use std::path::Path;
 use std::sync::Arc;
@@ -19,6 +21,7 @@ use crate::env::Env;
 use crate::size::{Bytes, Tokens};
 use crate::sparse;
 use crate::table::{Align, Table};
+use near_table::near_table;
 
 /// Share of the available memory that is used unless the user says otherwise. The rest is for the
 /// file cache that loading fills, and for everybody else.
@@ -82,6 +85,7 @@ impl Prepared {
             kernel_dir: env.kernel_dir(),
             kv_file: config.sparse.kv_file(),
             kv_virtual: config.kv_virtual,
+            far: config.sparse.far_way(),
         })?;
         // Where the system does not tell, allocation itself has to fail.
         let available = device.available_memory()?.unwrap_or(u64::MAX / 2);
@@ -109,7 +113,7 @@ impl Prepared {
             max_rows: config.max_rows,
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
-            far: device.far(topk.as_ref()),
+            far: device.far(topk.as_ref(), (kv, &config.sparse.far_way())),
             budget: match (config.kv_bytes, config.memory_share) {
                 // A file has room for as many pages as sequences can use, if the disk has.
                 (bytes, _) if config.sparse.kv_file().is_some() => {
@@ -126,8 +130,11 @@ impl Prepared {
             reserve_tables(&mut sizes, config.may_run_fewer)?;
         }
         let of = (&sizes, kv, request.digest_page_bytes);
-        if let Some(forecast) = device.forecast(&files, topk.as_ref(), of)? {
+        if let Some(forecast) =
+            device.forecast(&files, topk.as_ref(), of, &config.sparse.far_way())?
+        {
             say(&describe_forecast(&forecast, &sizes, kv.n_layers));
+            near_table(&sizes).iter().for_each(|table| say(table));
             // Where nothing leaves the device, the faster of both ways is taken.
             if sizes.host_kv == 0
                 && let Some(topk) = &mut topk
@@ -141,7 +148,7 @@ impl Prepared {
                 config.sparse.kv_file().is_none(),
                 "--kv-offload disk: a GPU reads pages from the host's memory only"
             );
-            device.keep_far(near);
+            device.keep_far(near, &config.sparse.far_way());
         }
         let slow = slow_options(config)?;
         let (options, is_disk_optional) = (config.options, false);
@@ -375,6 +382,21 @@ mod tests {
 
     use super::*;
 
+    /// Sizes of pages that are far.
+    pub(super) fn far_sizes() -> Sizes {
+        let near = NearSizes {
+            n_pages: 9,
+            copies: 1,
+            n_layers: 3,
+            layers: 1,
+            digests: 1,
+            scales: 1,
+            staged: 1,
+            budget: 9,
+        };
+        Sizes { near: Some(near), host_kv: 1 << 30, ..some_sizes() }
+    }
+
     fn some_sizes() -> Sizes {
         Sizes {
             n_pages: 35,
@@ -405,11 +427,10 @@ mod tests {
             n_layers: 2,
             break_even: 30_000,
         };
-        let near = NearSizes { n_pages: 9, copies: 1, n_layers: 3, layers: 1, digests: 1 };
-        let here = Sizes { near: Some(near), ..some_sizes() };
+        let far = far_sizes();
+        let here = Sizes { host_kv: 0, ..far };
         let text = describe_forecast(&forecast, &here, 32);
         assert!(text.contains("nothing leaves") && text.contains("below 30000 tokens"), "{text}");
-        let far = Sizes { host_kv: 1 << 30, ..here };
         let text = describe_forecast(&forecast, &far, 32);
         assert!(text.contains("1.00 GiB of KV leave") && text.contains("3 of 32 layers"), "{text}");
         assert!(text.contains("on the host     5.50 ms  yes"), "{text}");

@@ -44,8 +44,8 @@ pub use executor::{Execute, Executor, Forward, PromptReader, PromptScores, Score
 pub use handle::{Ended, EngineHandle, Ticket};
 pub use loaded::{LoadedModel, Offload, TopKOptions};
 pub use memory::{
-    Budget, Capacity, FarRequest, Forecast, ForecastRequest, MemoryError, NearSizes, Rates,
-    SizeRequest, Sizes,
+    Budget, Capacity, CodeBytes, FarRequest, Forecast, ForecastRequest, MemoryError, NearSizes,
+    Rates, SizeRequest, Sizes,
 };
 pub use nuthatch_attention::topk;
 pub use nuthatch_cache::{

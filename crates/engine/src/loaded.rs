@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_attention::topk::{
-    Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Stats, TopK,
-    TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
+    Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse,
+    Stats, TopK, TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
 };
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
@@ -40,6 +40,16 @@ impl TopKOptions {
     pub fn working_rows(&self, shape: &TopKShape, n: u32) -> u64 {
         let empty = Profile::empty(shape);
         working_rows(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty), n)
+    }
+
+    /// The same for a device that reads far pages over a link and keeps what it needs near by itself: only
+    /// rows that the host decides about, where it caches them by the page, the host has kept.
+    #[must_use]
+    pub fn on_link(&self) -> Self {
+        let is_lru = |policy: &Policy| matches!(policy.reuse, Reuse::PageLru { .. });
+        let is_kept = self.policies.iter().any(is_lru);
+        let offload = self.offload.filter(|_| is_kept).map(|_| Offload::default());
+        TopKOptions { offload, ..self.clone() }
     }
 
     /// What digests and policies do to pages' bytes, as a number to mix into the key of the cache:

@@ -8,15 +8,15 @@
 //! Nothing grows afterwards: what does not fit is refused here, with the numbers, or when a request
 //! is submitted. How much memory there is, the caller says; nothing is read from the machine.
 
+mod error;
 mod far;
 mod forecast;
-
-use std::fmt;
 
 use nuthatch_model::{ModelFiles, kv_shape};
 use nuthatch_types::{HostReads, KvDtype, KvShape, Window};
 
-pub use far::{FarRequest, NearSizes};
+pub use error::MemoryError;
+pub use far::{CodeBytes, FarRequest, NearSizes};
 pub use forecast::{Forecast, ForecastRequest, Rates};
 
 use far::FarRoom;
@@ -131,109 +131,6 @@ pub struct Sizes {
     pub deciding: u64,
 }
 
-/// What does not fit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MemoryError {
-    /// Weights, working memory and host pages leave no room for pages.
-    #[error(
-        "the weights need {}, working memory {}{}{}, but only {} may be used",
-        Bytes(*weights), Bytes(*working), TopK(*deciding, *max_seqs),
-        Swap(" and swap space ", *host_bytes), Bytes(*usable)
-    )]
-    Weights {
-        /// Bytes for pages of the host that were asked for.
-        host_bytes: u64,
-        /// Bytes of the weights.
-        weights: u64,
-        /// Bytes of tables, activations and logits.
-        working: u64,
-        /// Bytes of what the device decides by.
-        deciding: u64,
-        /// Sequences at one time.
-        max_seqs: u32,
-        /// Bytes that may be used.
-        usable: u64,
-    },
-    /// The KV pages that were asked for do not fit beside the weights.
-    #[error(
-        "{} of KV{} were asked for beside {} of weights and {} of working memory{}, but only {} are \
-         available",
-        Bytes(*kv_asked), Swap(" and swap space of ", *host_bytes), Bytes(*weights),
-        Bytes(*working), TopK(*deciding, *max_seqs), Bytes(*available)
-    )]
-    Kv {
-        /// Bytes of KV that were asked for.
-        kv_asked: u64,
-        /// Bytes for pages of the host that were asked for.
-        host_bytes: u64,
-        /// Bytes of the weights.
-        weights: u64,
-        /// Bytes of tables, activations and logits.
-        working: u64,
-        /// Bytes of what the device decides by.
-        deciding: u64,
-        /// Sequences at one time.
-        max_seqs: u32,
-        /// Bytes that are available.
-        available: u64,
-    },
-    /// The host has no room for the pages that were asked for.
-    #[error("{} of KV on the host were asked for, but only {} may be used", Bytes(*asked), Bytes(*usable))]
-    Host {
-        /// Bytes of KV that were asked for.
-        asked: u64,
-        /// Bytes of the host that may be used.
-        usable: u64,
-    },
-    /// The device has no room for what it needs of pages that are far.
-    #[error(
-        "{} on the device are too few: top-k attention of {max_seqs} sequences of {max_context} \
-         tokens needs {}, digests {} and copies of the pages that are always seen or are written {}; \
-         fewer sequences, a shorter context or a policy with fewer rows need less",
-        Bytes(*budget), Bytes(*deciding), Bytes(*digests), Bytes(*copies)
-    )]
-    Near {
-        /// Bytes that may be used.
-        budget: u64,
-        /// Bytes of what the device decides by.
-        deciding: u64,
-        /// Bytes of one sequence's digests.
-        digests: u64,
-        /// Bytes of the copies of pages that are needed.
-        copies: u64,
-        /// Sequences at one time.
-        max_seqs: u32,
-        /// Tokens of a sequence.
-        max_context: u32,
-    },
-    /// One sequence of the context that was asked for does not fit.
-    #[error(
-        "a sequence of {max_context} tokens needs {} of KV, but the budget has room for {} \
-         ({fits} tokens)",
-        Bytes(*kv_needed), Bytes(*kv_budget)
-    )]
-    Context {
-        /// The context that was asked for.
-        max_context: u32,
-        /// Bytes of KV that it needs.
-        kv_needed: u64,
-        /// Bytes of KV that there is room for.
-        kv_budget: u64,
-        /// Tokens that would fit.
-        fits: u64,
-    },
-    /// A number that makes no sense, whatever the memory.
-    #[error("{field} is {value}, but must be {allowed}")]
-    Invalid {
-        /// What was given.
-        field: &'static str,
-        /// Its value.
-        value: u64,
-        /// What is allowed.
-        allowed: &'static str,
-    },
-}
-
 impl SizeRequest {
     /// What a model's files say, with everything else at its default: eight sequences, steps of
     /// 512 tokens, and four fifths of the `available` bytes.
@@ -282,7 +179,7 @@ impl Sizes {
         let page_bytes = request.kv.page_bytes() as u64 + request.digest_page_bytes;
         let page_len = u64::from(request.kv.page_len);
         let n_affordable = match &far {
-            Some(room) => (kv_budget / request.kv.page_bytes() as u64).min(room.n_digests),
+            Some(room) => (kv_budget / room.host_page).min(room.n_digests),
             None => kv_budget / page_bytes,
         };
         let may_spill = request.host_reads != HostReads::Never;
@@ -309,9 +206,9 @@ impl Sizes {
         let n_pages = n_affordable.min(pages_wanted).min(pages_countable);
         let n_host_pages = (request.host_bytes / page_bytes).min(pages_countable - n_pages);
         let countable = |n: u64| u32::try_from(n).expect("at most 2^32 - 1 tokens");
-        let near = far.map(|room| room.near(request, n_pages));
+        let near = far.as_ref().map(|room| room.near(request, n_pages));
         let far_bytes =
-            near.map_or(0, |near| n_pages * request.kv.page_bytes() as u64 - near.layers);
+            far.zip(near).map_or(0, |(room, near)| room.host_kv(request, n_pages, &near));
         Ok(Sizes {
             n_pages: countable(n_pages),
             n_host_pages: countable(n_host_pages),
@@ -445,208 +342,5 @@ fn working_bytes(request: &SizeRequest) -> u64 {
     tables.saturating_add(logits).saturating_add(activations)
 }
 
-/// What is said about the bytes of the host tier, where there is one.
-struct Swap(&'static str, u64);
-
-impl fmt::Display for Swap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Swap(words, bytes) = *self;
-        if bytes == 0 { Ok(()) } else { write!(f, "{words}{}", Bytes(bytes)) }
-    }
-}
-
-/// What is said about the bytes that a device decides by, where it does.
-struct TopK(u64, u32);
-
-impl fmt::Display for TopK {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            TopK(0, _) => Ok(()),
-            TopK(bytes, n) => write!(f, ", top-k attention of {n} sequences {}", Bytes(bytes)),
-        }
-    }
-}
-
-/// Bytes for people.
-struct Bytes(u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
-        for (unit, shift) in UNITS {
-            if self.0 >> shift > 0 {
-                return write!(f, "{:.1} {unit}", self.0 as f64 / (1u64 << shift) as f64);
-            }
-        }
-        write!(f, "{} B", self.0)
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    pub(super) const GIB: u64 = 1 << 30;
-
-    /// Llama-3-8B: 128 KiB of KV a token, 2 MiB a page.
-    pub(super) fn request() -> SizeRequest {
-        SizeRequest {
-            kv: KvShape {
-                n_layers: 32,
-                n_kv_heads: 8,
-                head_dim: 128,
-                page_len: 16,
-                dtype: KvDtype::F16,
-            },
-            digest_page_bytes: 0,
-            deciding: 0,
-            weights: 16 * GIB,
-            vocab: 128_256,
-            row_floats: 50_000,
-            window: None,
-            model_context: 8192,
-            max_context: None,
-            max_seqs: 8,
-            max_rows: 512,
-            available: 32 * GIB,
-            budget: Budget::Share(0.9),
-            host_bytes: 0,
-            host_reads: HostReads::Never,
-            far: None,
-        }
-    }
-
-    #[test]
-    fn pages_fill_the_budget_and_no_more_than_can_be_used() {
-        let sizes = Sizes::compute(&request()).unwrap();
-        assert_eq!(sizes.max_context, 8192);
-        // Eight full sequences are 8 GiB, less than the 12 GiB that are left.
-        assert_eq!(sizes.n_pages, 8 * 512);
-        assert_eq!(sizes.kv, 8 * GIB);
-        assert!(sizes.total() <= 29 * GIB);
-        let sizes = Sizes::compute(&SizeRequest { max_seqs: 64, ..request() }).unwrap();
-        assert!(sizes.total() <= (32.0 * 0.9 * GIB as f64) as u64);
-        assert!(sizes.total() + 2 * (1 << 20) > (32.0 * 0.9 * GIB as f64) as u64);
-        let kv = Budget::KvBytes(GIB + 5);
-        let sizes = Sizes::compute(&SizeRequest { budget: kv, ..request() }).unwrap();
-        assert_eq!(sizes.kv, GIB);
-        assert_eq!(sizes.cache().capacity(), 8192);
-        assert_eq!(sizes.scheduler().validate(), Ok(()));
-        assert_eq!(sizes.capacity().table_len(), 512);
-    }
-
-    #[test]
-    fn host_pages_are_counted_and_taken_from_the_same_memory() {
-        let swap = SizeRequest { host_bytes: 3 * GIB + 5, max_seqs: 64, ..request() };
-        let sizes = Sizes::compute(&swap).unwrap();
-        assert_eq!((sizes.n_host_pages, sizes.host_kv), (3 * 512, 3 * GIB));
-        assert_eq!(sizes.capacity().n_slots, sizes.n_pages + 3 * 512);
-        assert_eq!(sizes.cache().slots().host, 3 * 512);
-        let without = Sizes::compute(&SizeRequest { host_bytes: 0, ..swap }).unwrap();
-        assert!(without.n_pages - sizes.n_pages >= 3 * 512);
-        assert!(sizes.total() <= (32.0 * 0.9 * GIB as f64) as u64);
-        let greedy = SizeRequest { host_bytes: 20 * GIB, ..request() };
-        let error = Sizes::compute(&greedy).unwrap_err();
-        assert!(matches!(error, MemoryError::Weights { host_bytes, .. } if host_bytes == 20 * GIB));
-        let greedy =
-            SizeRequest { budget: Budget::KvBytes(GIB), host_bytes: u64::MAX, ..request() };
-        assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Weights { .. })));
-        let greedy =
-            SizeRequest { budget: Budget::KvBytes(GIB), host_bytes: 15 * GIB, ..request() };
-        assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Kv { .. })));
-    }
-
-    #[test]
-    fn a_context_that_was_not_asked_for_is_cut_down() {
-        let long =
-            SizeRequest { model_context: 1 << 20, budget: Budget::KvBytes(GIB), ..request() };
-        assert_eq!(Sizes::compute(&long).unwrap().max_context, 8192);
-        let huge = SizeRequest { available: u64::MAX / 2, max_seqs: 512, ..long };
-        let huge = SizeRequest { budget: Budget::Share(1.0), max_rows: 512, ..huge };
-        let sizes = Sizes::compute(&huge).unwrap();
-        assert_eq!(sizes.max_context, 1 << 20);
-        assert!(sizes.cache().validate().is_ok());
-    }
-
-    #[test]
-    fn a_sequence_that_may_spill_has_the_pages_of_both_tiers() {
-        let long = SizeRequest {
-            max_context: Some(32_768),
-            budget: Budget::KvBytes(GIB),
-            host_bytes: 3 * GIB,
-            host_reads: HostReads::Far,
-            ..request()
-        };
-        let sizes = Sizes::compute(&long).unwrap();
-        assert_eq!((sizes.n_pages, sizes.n_host_pages), (512, 3 * 512));
-        let error =
-            Sizes::compute(&SizeRequest { host_reads: HostReads::Never, ..long }).unwrap_err();
-        assert!(matches!(error, MemoryError::Context { fits: 8192, .. }));
-        let error = Sizes::compute(&SizeRequest { max_context: Some(32_769), ..long }).unwrap_err();
-        assert!(matches!(error, MemoryError::Context { fits: 32_768, .. }));
-        let cut = SizeRequest { max_context: None, model_context: 1 << 20, ..long };
-        assert_eq!(Sizes::compute(&cut).unwrap().max_context, 32_768);
-        // Without a page on the device there is no engine.
-        let none = SizeRequest { budget: Budget::KvBytes(0), ..long };
-        assert!(matches!(Sizes::compute(&none), Err(MemoryError::Context { .. })));
-    }
-
-    #[test]
-    fn a_window_needs_its_own_pages_however_long_the_context() {
-        let windowed = SizeRequest { window: Some(4096), model_context: 32_768, ..request() };
-        let sizes = Sizes::compute(&windowed).unwrap();
-        assert_eq!((sizes.max_context, sizes.window), (32_768, Some(4096)));
-        // The window and a step of 512 tokens, with a page that is half seen at either end.
-        assert_eq!(sizes.n_pages, 8 * (256 + 32 + 1));
-        let one = SizeRequest { max_context: Some(32_768), ..windowed };
-        let one = SizeRequest { budget: Budget::KvBytes(289 << 21), ..one };
-        assert_eq!(Sizes::compute(&one).unwrap().n_pages, 289);
-        let less = SizeRequest { budget: Budget::KvBytes(288 << 21), ..one };
-        let error = Sizes::compute(&less).unwrap_err();
-        assert!(matches!(error, MemoryError::Context { kv_needed, .. } if kv_needed == 289 << 21));
-        // Not asked for, the context is cut down to what the pages hold without a window.
-        let less = SizeRequest { max_context: None, ..less };
-        assert_eq!(Sizes::compute(&less).unwrap().max_context, 288 * 16);
-    }
-
-    #[test]
-    fn what_the_device_decides_by_is_counted() {
-        let plain = SizeRequest { max_seqs: 64, max_rows: 64, model_context: 1 << 20, ..request() };
-        let request = SizeRequest { deciding: 10 * GIB, ..plain };
-        let (plain, sizes) = (Sizes::compute(&plain).unwrap(), Sizes::compute(&request).unwrap());
-        assert_eq!(plain.kv - sizes.kv, 10 * GIB);
-        assert_eq!(plain.total(), sizes.total());
-        let error = Sizes::compute(&SizeRequest { deciding: 90 * GIB, ..request }).unwrap_err();
-        let text = error.to_string();
-        assert!(text.contains(", top-k attention of 64 sequences 90.0 GiB, but only"), "{text}");
-    }
-
-    #[test]
-    fn what_does_not_fit_is_told_with_numbers() {
-        let asked = SizeRequest {
-            max_context: Some(131_072),
-            budget: Budget::KvBytes(4 * GIB),
-            ..request()
-        };
-        let error = Sizes::compute(&asked).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "a sequence of 131072 tokens needs 16.0 GiB of KV, but the budget has room for 4.0 \
-             GiB (32768 tokens)"
-        );
-        let small = SizeRequest { available: 10 * GIB, ..request() };
-        let error = Sizes::compute(&small).unwrap_err();
-        assert!(matches!(error, MemoryError::Weights { weights, .. } if weights == 16 * GIB));
-        assert!(error.to_string().starts_with("the weights need 16.0 GiB"));
-        assert!(!error.to_string().contains("swap space"), "there is none: {error}");
-        let small = SizeRequest { host_bytes: 2 * GIB, ..small };
-        let error = Sizes::compute(&small).unwrap_err().to_string();
-        assert!(error.contains(" and swap space 2.0 GiB, but only"), "{error}");
-        let greedy = SizeRequest { budget: Budget::KvBytes(20 * GIB), ..request() };
-        assert!(matches!(Sizes::compute(&greedy), Err(MemoryError::Kv { .. })));
-        let bad = SizeRequest { budget: Budget::Share(f64::NAN), ..request() };
-        assert!(matches!(Sizes::compute(&bad), Err(MemoryError::Weights { usable: 0, .. })));
-        let narrow = SizeRequest { max_rows: 4, ..request() };
-        assert!(matches!(Sizes::compute(&narrow), Err(MemoryError::Invalid { .. })));
-    }
-}
+mod tests;

@@ -101,8 +101,11 @@ pub struct Head {
     set: WorkingSet,
     /// Where the rows that stay are near, if they are brought there.
     pub(super) near: NearRows,
-    /// Pages of the selection, where rows are cached by the page.
+    /// Pages of the selection, where rows are cached by the page; then their rows that are near, and
+    /// where the selection's are.
     pages: Vec<u32>,
+    kept: Vec<u32>,
+    shown: Vec<u32>,
     cut: u32,
     age: u32,
 }
@@ -114,6 +117,7 @@ impl Head {
         self.chosen.clear();
         self.set.clear();
         self.near.clear();
+        self.shown.clear();
         self.age = 0;
     }
 
@@ -174,9 +178,34 @@ impl Head {
         }
     }
 
-    /// Gives the rows that stay their places near, and the whole selection again if `is_whole`.
-    pub(super) fn place_near(&mut self, is_whole: bool) {
-        self.near.change(self.set.members(), if is_whole { &self.chosen } else { &[] });
+    /// Gives the rows that stay their places near, and returns how many have to come: all of the
+    /// selection, if the policy has it come again.
+    pub(super) fn place_near(&mut self, policy: &Policy) -> usize {
+        if let Reuse::PageLru { page, .. } = policy.reuse {
+            let rows = |&p: &u32| p * page..(p * page + page).min(self.cut);
+            self.kept.clear();
+            self.kept.extend(self.set.members().iter().flat_map(rows));
+            self.near.change(&self.kept, &[]);
+            self.near.find(&self.chosen, &mut self.shown);
+        } else {
+            let again = if policy.refresh == Refresh::Whole { &self.chosen[..] } else { &[] };
+            self.near.change(self.set.members(), again);
+        }
+        self.near.missing().0.len()
+    }
+
+    /// Nothing stays near.
+    pub(super) fn leave_near(&mut self) {
+        self.near.change(&[], &[]);
+        self.shown.clear();
+    }
+
+    /// Where the places that are attended are near.
+    pub(super) fn near_rows(&self, policy: &Policy) -> &[u32] {
+        match policy.reuse {
+            Reuse::PageLru { .. } => &self.shown,
+            Reuse::Never | Reuse::Qsac(_) => self.near.rows(),
+        }
     }
 
     /// Places between sinks and tail that are attended, ascending.

@@ -69,12 +69,6 @@ pub enum NearError {
         /// Bytes of digests.
         digests: u64,
     },
-    /// A policy whose rows are only counted.
-    #[error("the pages of `{policy}` are counted, not kept: it cannot be offloaded")]
-    PageLru {
-        /// Its text.
-        policy: String,
-    },
     /// Layers without KV of their own.
     #[error("layers of this model share keys and values: it cannot be offloaded")]
     SharedLayers,
@@ -89,10 +83,6 @@ impl NearPlan {
         needs: &NearNeeds,
         request: &NearRequest,
     ) -> Result<Self, NearError> {
-        let is_lru = |policy: &Policy| matches!(policy.reuse, Reuse::PageLru { .. });
-        if let Some((policy, _)) = policies.iter().find(|(policy, _)| is_lru(policy)) {
-            return Err(NearError::PageLru { policy: policy.to_string() });
-        }
         let n_heads = policies.first().map_or(0, |(_, rules)| rules.len());
         let whole = NearHead { n_first: 0, n_last: needs.max_context, n_chosen: 0 };
         let cost = |head: &NearHead| head.bytes(needs.row_bytes) * u64::from(needs.n_tables);
@@ -105,7 +95,7 @@ impl NearPlan {
             })
             .collect();
         for (head, is_resident) in heads.iter_mut().zip(&mut is_resident) {
-            if cost(&whole) <= cost(head) {
+            if request.keeps_heads && cost(&whole) <= cost(head) {
                 (*head, *is_resident) = (whole, true);
             }
         }
@@ -204,8 +194,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_only_counted_is_refused_and_what_is_whole_stays() {
-        assert!(matches!(plan("hata,reuse=lru()", FREE), Err(NearError::PageLru { .. })));
+    fn pages_have_room_for_all_of_a_selection_and_what_is_whole_stays() {
+        // A selection of 100 rows may be of 100 pages of 8; whole, the head is cheaper.
+        let request = NearRequest { keeps_heads: false, ..FREE };
+        let lru = plan("hata,k=10%,k_min=0,reuse=lru(page=8,capacity=3)", request).unwrap();
+        assert!(lru.near.heads.iter().all(|head| head.n_chosen == 800), "{lru:?}");
+        let whole = plan("hata,k=30%,k_min=0,reuse=lru(page=8,capacity=3)", FREE).unwrap();
+        assert_eq!(whole.n_resident(), whole.is_resident.len());
         assert_eq!(plan("hata,k=95%,working_set=2", FREE).unwrap().n_resident(), 4);
     }
 }

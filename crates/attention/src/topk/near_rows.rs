@@ -29,6 +29,16 @@ impl NearRows {
         &self.rows
     }
 
+    /// Where some of the members are; both ascend.
+    pub(super) fn find(&self, places: &[u32], rows: &mut Vec<u32>) {
+        rows.clear();
+        let mut members = self.members.iter().zip(&self.rows);
+        rows.extend(places.iter().map(|place| {
+            let (_, &row) = members.find(|(member, _)| *member == place).expect("a member");
+            row
+        }));
+    }
+
     /// Members that must be brought, and where to.
     pub(super) fn missing(&self) -> (&[u32], &[u32]) {
         (&self.missing.0, &self.missing.1)
@@ -113,6 +123,11 @@ mod tests {
                 prop_assert_eq!(places.len(), new);
                 let found: Vec<u32> = near.rows().iter().map(|row| memory[row]).collect();
                 prop_assert_eq!(&found, &members);
+                let some: Vec<u32> = members.iter().copied().step_by(3).collect();
+                let mut rows = vec![7];
+                near.find(&some, &mut rows);
+                let found: Vec<u32> = rows.iter().map(|row| memory[row]).collect();
+                prop_assert_eq!(&found, &some);
                 most = most.max(members.len());
                 prop_assert!(near.rows().iter().all(|&row| (row as usize) < most));
                 last = members;

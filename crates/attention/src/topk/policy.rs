@@ -228,7 +228,16 @@ impl Policy {
         if matches!(self.retriever, Retriever::Full | Retriever::Streaming) {
             return 0;
         }
-        self.set_size(self.budget.weighted_rows(n, weight) as usize).min(n as usize) as u32
+        let k = self.budget.weighted_rows(n, weight) as usize;
+        let rows = match self.reuse {
+            // Each row of a selection may be of another page, and all of them stay for it.
+            Reuse::PageLru { page, capacity } => {
+                let n_pages = (k as f32 * capacity / page as f32).ceil() as usize;
+                n_pages.max(k).saturating_mul(page as usize)
+            }
+            Reuse::Never | Reuse::Qsac(_) => self.set_size(k),
+        };
+        rows.min(n as usize) as u32
     }
 
     /// Whether a selection that no longer serves may serve once more, while the next one is made.

@@ -3,7 +3,7 @@
 use nuthatch_backend::{Ask, Backend, Best, Bring, DeviceError, Pick, ScoreBy};
 
 use super::head::{Head, Lookup};
-use super::policy::{Refresh, Retriever, Reuse};
+use super::policy::{Retriever, Reuse};
 use super::run::{Active, PolicyRules, Scratch, TopK, TopKLayer, TopKShape};
 use super::trace::Decision;
 use crate::Dense;
@@ -62,7 +62,11 @@ pub(super) fn pick<'a>(topk: &TopK, layer_idx: usize, work: &'a Work) -> Pick<'a
         n_first: policy.sinks.min(tail),
         places: work.head.places(policy),
         tail,
-        rows: if topk.is_brought(layer_idx, work.head_idx) { work.head.near.rows() } else { &[] },
+        rows: if topk.is_brought(layer_idx, work.head_idx) {
+            work.head.near_rows(policy)
+        } else {
+            &[]
+        },
     }
 }
 
@@ -106,7 +110,7 @@ impl TopK {
             let cut = policy.cut(kv_len);
             if policy.retriever == Retriever::Streaming || cut <= policy.sinks {
                 work.head.refresh(policy, &[], &[], cut);
-                work.head.near.change(&[], &[]);
+                work.head.leave_near();
                 continue;
             }
             if matches!(policy.reuse, Reuse::Qsac(_)) {
@@ -159,7 +163,11 @@ impl TopK {
             };
             work.n_moved = work.head.take_over(policy, label, cut);
             if topk.is_brought(layer_idx, work.head_idx) {
-                work.head.place_near(policy.refresh == Refresh::Whole);
+                let n_missing = work.head.place_near(policy);
+                if matches!(policy.reuse, Reuse::PageLru { .. }) {
+                    // The last page of a sequence comes as it grows.
+                    work.n_moved = n_missing;
+                }
             } else if topk.near.is_some() {
                 work.n_moved = 0;
             }

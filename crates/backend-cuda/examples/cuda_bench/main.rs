@@ -7,7 +7,9 @@
 //! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
 //! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
 //! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
-//! with `host`, on the host, from where `threads=N` bring rows instead of the device; `breakdown` also times
+//! with `host`, on the host, from where `threads=N` bring rows instead of the device, and where rows are in eight
+//! bits with `fp8` or `int8`; `chunks` for the time of a long prompt, with copies of `near=N` pages if they are
+//! on the host; `breakdown` also times
 //! steps without each of their stages, or the kernels of top-k attention one by one. `eager` records
 //! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
 //! `decode` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
@@ -18,6 +20,7 @@
 
 #![expect(clippy::print_stdout, reason = "a bench prints")]
 
+mod chunks;
 mod rig;
 mod start;
 mod step;
@@ -26,7 +29,7 @@ mod topk;
 use std::error::Error;
 use std::fmt::Write as _;
 
-use nuthatch_backend::{Backend, Draw, HostMatrix, WeightType, quant};
+use nuthatch_backend::{Backend, Draw, HostMatrix, RowCode, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, LinkTuning};
 use nuthatch_types::{Clock, KvDtype, KvShape, LayerSet, SystemClock};
 
@@ -73,7 +76,10 @@ fn main() -> Outcome {
     let (is_eager, kv_virtual) = (has("eager"), has("virtual"));
     let n_resident = number(&words, "resident").unwrap_or(0) as u32;
     let n_threads = number(&words, "threads").unwrap_or(0) as u32;
-    let far = has("host").then_some(FarPages { n_near: NEAR_PAGES, n_resident, n_threads });
+    let code = RowCode::ALL.into_iter().find(|code| has(&code.to_string()));
+    let n_near = number(&words, "near").map_or(NEAR_PAGES, |n| n as u32);
+    let far = FarPages { n_near, n_resident, n_threads, code, fails_after: None };
+    let far = has("host").then_some(far);
     let is_exact = false;
     let tuning = tuning(&words);
     let config = CudaConfig { cache_dir, is_exact, l2_prefetch, is_eager, far, kv_virtual, tuning };
@@ -114,6 +120,9 @@ fn main() -> Outcome {
     }
     if has("topk") {
         topk::steps(&cuda, &mut report, &words)?;
+    }
+    if has("chunks") {
+        chunks::chunks(&cuda, &mut report, &words)?;
     }
     if has("bring") {
         topk::bring(&cuda, &mut report, &words)?;

@@ -243,7 +243,7 @@ impl Model {
     }
 
     /// The operations of the forward pass.
-    fn pass(
+    pub(crate) fn pass(
         &self,
         cuda: &Cuda,
         rig: &mut Rig<'_>,
@@ -350,7 +350,7 @@ pub(crate) type Buf = <Cuda as Backend>::Buf;
 pub(crate) struct Acts {
     n: usize,
     /// Rows that logits are computed for.
-    outputs: usize,
+    pub(crate) outputs: usize,
     norm: Buf,
     x: Buf,
     h: Buf,

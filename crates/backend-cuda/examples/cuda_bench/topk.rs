@@ -182,7 +182,7 @@ fn rules(shape: &Shape, of: &Named) -> Rules {
     }
 }
 
-fn digests(shape: &Shape) -> [Digest; 2] {
+pub(crate) fn digests(shape: &Shape) -> [Digest; 2] {
     let d = shape.head_dim as usize;
     let channels = Digest {
         kind: DigestKind::Channels,
@@ -385,7 +385,7 @@ impl Run<'_> {
     }
 }
 
-fn kv_of(shape: &Shape) -> KvShape {
+pub(crate) fn kv_of(shape: &Shape) -> KvShape {
     KvShape {
         n_layers: shape.n_layers,
         n_kv_heads: shape.n_kv_heads,

@@ -104,6 +104,7 @@ params! {
 pub(crate) struct AttendKernels {
     pub(crate) rope: Kernel,
     pub(crate) write_far: Kernel,
+    pub(crate) code_pages: Kernel,
     pub(crate) shift: Kernel,
     pub(crate) attend: Attend,
 }

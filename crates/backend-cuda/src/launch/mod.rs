@@ -48,6 +48,22 @@ params! {
     }
 }
 
+params! {
+    /// Mirrors `Codes`: rows in eight bits beside pages that are far; all zero if there are none.
+    CodeRows {
+        rows: Address,
+        scales: Address,
+        n_slots: u64,
+        kind: u32,
+        padding: u32,
+    }
+}
+
+impl CodeRows {
+    /// There are none.
+    pub(crate) const NONE: Self = CodeRows { rows: 0, scales: 0, n_slots: 0, kind: 0, padding: 0 };
+}
+
 /// An address in device memory.
 pub(crate) type Address = u64;
 

@@ -3,7 +3,8 @@
 use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
 use nuthatch_types::LayerIdx;
 
-use super::{Address, NearPages, count, params};
+use super::attend::AttendKernels;
+use super::{Address, CodeRows, NearPages, count, params};
 use crate::Cuda;
 use crate::branch::{Branch, LINK_BLOCKS};
 use crate::buf::CudaBuf;
@@ -37,6 +38,7 @@ params! {
         tables: Address,
         head_bytes: u64,
         near: NearPages,
+        codes: CodeRows,
         rows: u32,
         n_heads: u32,
         n_kv_heads: u32,
@@ -59,10 +61,21 @@ params! {
         tables: Address,
         head_bytes: u64,
         near: NearPages,
+        codes: CodeRows,
         rows: u32,
         n_kv_heads: u32,
         table_len: u32,
         padding: u32,
+    }
+}
+
+params! {
+    /// Mirrors `CodePagesParams`.
+    CodePagesParams {
+        layer: Address,
+        slots: Address,
+        head_bytes: u64,
+        codes: CodeRows,
     }
 }
 
@@ -125,6 +138,7 @@ pub(crate) fn rope_append(
         tables: plan.tables,
         head_bytes: kv.layer_head_bytes(layer.0),
         near: kv.near_pages(layer.0),
+        codes: kv.codes_of(layer.0),
         rows: count(plan.n_rows()),
         n_heads: spec.n_heads,
         n_kv_heads,
@@ -166,6 +180,7 @@ fn write_far(
         tables: plan.tables,
         head_bytes: kv.layer_head_bytes(layer.0),
         near: kv.near_pages(layer.0),
+        codes: kv.codes_of(layer.0),
         rows: count(plan.n_rows()),
         n_kv_heads: kv.shape.n_kv_heads,
         table_len: plan.table_len,
@@ -177,4 +192,19 @@ fn write_far(
     // arena; frames are those that the arena's own list names.
     unsafe { device.launch_on((stream, false), kernel, ((LINK_BLOCKS, 1), FAR_THREADS), &params) }?;
     branch.end(device, 0)
+}
+
+/// Makes the codes of so many pages of so many heads.
+pub(crate) fn code_pages(
+    device: &Device,
+    kernels: &AttendKernels,
+    params: &CodePagesParams,
+    (n_pages, n_heads): (usize, usize),
+) -> Result<(), DeviceError> {
+    let grid = (count(n_pages), count(n_heads));
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: pages and heads are those of the arena, as the caller has seen to; codes lie as pages do.
+    unsafe {
+        device.launch(&kernels.code_pages, grid, FAR_THREADS, params)
+    }
 }

@@ -8,7 +8,7 @@ use nuthatch_types::KvDtype;
 
 use super::sparse_attend::{SparseParams, SparseShape};
 use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tally};
-use super::{Address, NearPages, count, params};
+use super::{Address, CodeRows, NearPages, count, params};
 use crate::branch::LinkTuning;
 use crate::device::{Device, Kernel};
 use crate::launch::attend_shape::AttendShape;
@@ -148,6 +148,7 @@ params! {
         first_head: u32,
         stride: u32,
         n_zeros: u32,
+        codes: CodeRows,
     }
 }
 
@@ -284,10 +285,11 @@ pub(crate) fn post_rows(
 /// one.
 pub(crate) fn gather_rows(
     device: &Device,
-    gather: &Gather,
+    [plain, codes]: &[Gather; 2],
     params: &GatherRowsParams,
     (n_blocks, branch): (u32, Option<&CudaStream>),
 ) -> Result<(), DeviceError> {
+    let gather = if params.codes.rows == 0 { plain } else { codes };
     let kernel = gather.with_room(&params.heads);
     let on = branch.map_or((device.main_stream(), true), |branch| (branch, false));
     #[expect(unsafe_code, reason = "a kernel")]

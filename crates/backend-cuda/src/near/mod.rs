@@ -10,6 +10,8 @@
 //! matter to answers which pages have one: prefix hits, forks, swaps and cancelling need nothing of
 //! their own.
 
+mod chosen;
+mod codes;
 mod frames;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,6 +25,9 @@ use crate::kv::{CudaKv, PAGE_LEN};
 use crate::launch::copy::{self, Tiers};
 use crate::pinned::PinnedMemory;
 use crate::plan::CudaPlan;
+pub(crate) use chosen::ChosenRows;
+pub(crate) use codes::Codes;
+pub use codes::code_bytes;
 use frames::{Frames, Wanted};
 
 /// Tokens that a head goes on with one selection before the rest of its tail may come over the link.

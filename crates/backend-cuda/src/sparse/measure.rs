@@ -151,6 +151,7 @@ impl Cuda {
             first_head: 0,
             stride: count(places.len()),
             n_zeros: 0,
+            codes: kv.codes_of(layer.0),
         };
         if let Some(link) = link {
             let params = link.ask(layer.0 as usize, &mut params);

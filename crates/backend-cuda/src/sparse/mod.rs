@@ -7,6 +7,7 @@
 //! What is picked is first brought to a *working set*, pages in which only such rows are, and then
 //! attended page by page. Here the host picks; `decide` has the device that decides by itself.
 
+mod bring;
 mod decide;
 mod digest;
 mod late;
@@ -28,7 +29,6 @@ use crate::device::Kernel;
 use crate::kv::{CudaKv, PAGE_LEN, refuse_rows};
 use crate::launch::attend::{AttendKernels, Attention};
 use crate::launch::attend_shape::AttendShape;
-use crate::launch::count;
 use crate::launch::sparse::{
     Gather, GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads,
     SparsePages, SparseRow, gather_rows, kind_number, read_keys,
@@ -39,6 +39,7 @@ use crate::launch::sparse_attend::{
 use crate::launch::sparse_score::{
     AskedParams, PIECE, Question, SCORE_KEYS, ScoreKernels, ScoreParams, answer, shared_bytes,
 };
+use crate::launch::{CodeRows, count};
 use crate::plan::{CudaPlan, Seq};
 use crate::program::Program;
 use decide::Decider;
@@ -73,7 +74,8 @@ struct SparseKernels {
     digest: Kernel,
     read_keys: Kernel,
     score: ScoreKernels,
-    gather: Gather,
+    /// For rows as they are, and in eight bits.
+    gather: [Gather; 2],
     post: Gather,
     attend: SparseAttend,
 }
@@ -170,6 +172,7 @@ impl SparseKernels {
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
         let threads = cuda.tuning.threads;
         let most = Gather::shared_bytes(MAX_NUMBERS);
+        let gather = |name| Ok::<_, DeviceError>(Gather { kernel: kernel(name, most)?, threads });
         let split = |shape: SparseShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
@@ -188,8 +191,8 @@ impl SparseKernels {
                 pieces: kernel("score_pieces", score_bytes)?,
                 finish: kernel("score_finish", 0)?,
             },
-            gather: Gather { kernel: kernel("sparse_gather", most)?, threads },
-            post: Gather { kernel: kernel("sparse_post", most)?, threads },
+            gather: [gather("sparse_gather")?, gather("sparse_gather_codes")?],
+            post: gather("sparse_post")?,
             attend: split_kernels,
             module,
         })
@@ -363,9 +366,18 @@ impl Cuda {
             n_kv_heads: count(n_heads),
             group: count(group),
         };
+        let kept = at.kv.chosen.as_ref().filter(|_| picks.iter().any(|pick| !pick.rows.is_empty()));
+        assert!(
+            kept.is_none() || picks.iter().all(|pick| pick.rows.len() == pick.places.len()),
+            "all rows of a step are kept, or none"
+        );
+        let (pages, codes) = match kept {
+            Some(kept) => (kept.of_layer(at.kv, at.layer), CodeRows::NONE),
+            None => (at.pages(), at.kv.codes_of(at.layer.0)),
+        };
         let gather = GatherRowsParams {
             heads,
-            pages: at.pages(),
+            pages,
             moves: room.moves.address(),
             tallies: 0,
             tally_words: 0,
@@ -377,6 +389,7 @@ impl Cuda {
             first_head: 0,
             stride: count(picked.stride),
             n_zeros: 0,
+            codes,
         };
         let blocks = self.device.n_multiprocessors();
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, None))?;
@@ -449,10 +462,12 @@ impl Picked {
                 n_gone: n,
                 ..HeadState::empty(n_pages, own_pages)
             });
-            for (row, (&place, target)) in
-                (0..).zip(pick.places.iter().zip(&mut moves[i * stride..]))
+            // Where the host keeps rows on the device, they come from there.
+            let sources = if pick.rows.is_empty() { pick.places } else { pick.rows };
+            assert_eq!(sources.len(), pick.places.len(), "a row for each place");
+            for (row, (&source, target)) in (0..).zip(sources.iter().zip(&mut moves[i * stride..]))
             {
-                *target = [place, row];
+                *target = [source, row];
             }
             n_pages += own_pages;
             let n_seen = pick.n_first as usize + pick.places.len() + (kv_len - pick.tail) as usize;

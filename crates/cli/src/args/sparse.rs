@@ -1,11 +1,14 @@
 //! Attention to the tokens that a query needs: flags that every command with an engine has.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args as ClapArgs, ValueEnum};
+use nuthatch_backend::RowCode;
 use nuthatch_engine::topk::Policy;
 
+use crate::device::FarWay;
 use crate::size::parse_bytes;
 
 #[derive(Clone, Debug, Default, ClapArgs)]
@@ -31,6 +34,78 @@ pub(crate) struct SparseArgs {
     /// the budget allows
     #[arg(long, value_name = "on|off", default_value = "on", requires = "kv_offload")]
     pub(crate) kv_resident: Switch,
+    /// What rows come from far pages as: auto, as they are; fp8 or int8, in half the bytes and rounded.
+    /// Sinks, the last tokens and what stays near whole are never rounded, nor are prompts
+    #[arg(long, value_name = "auto|fp8|int8", default_value = "auto", requires = "kv_offload")]
+    pub(crate) kv_offload_dtype: RowsArg,
+    /// Who brings rows to a GPU: the device itself, or threads of this machine and the copy engine, so
+    /// many or as many as half the cores, eight at most
+    #[arg(
+        long,
+        value_name = "device|threads[=N]",
+        default_value = "device",
+        requires = "kv_offload"
+    )]
+    pub(crate) kv_transfer: TransferArg,
+}
+
+/// What rows come from far pages as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RowsArg(pub(crate) Option<RowCode>);
+
+impl FromStr for RowsArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(RowsArg(None)),
+            _ => {
+                let code = text.parse();
+                code.map(|code| RowsArg(Some(code)))
+                    .map_err(|_| format!("{text:?} is none of auto, fp8 and int8"))
+            }
+        }
+    }
+}
+
+/// Who brings rows to a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum TransferArg {
+    #[default]
+    Device,
+    /// Threads of this machine; as many as suit it if none is said.
+    Threads(Option<NonZeroU32>),
+}
+
+impl TransferArg {
+    /// Threads that bring rows; none if the device does.
+    pub(crate) fn n_threads(self) -> u32 {
+        /// More do not bring more: docs/sparse.md.
+        const MOST: u32 = 8;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        match self {
+            TransferArg::Device => 0,
+            TransferArg::Threads(Some(n)) => n.get(),
+            TransferArg::Threads(None) => u32::try_from(cores / 2).unwrap_or(MOST).clamp(1, MOST),
+        }
+    }
+}
+
+impl FromStr for TransferArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is neither device nor threads, or threads=N of 1 to 64");
+        match text.split_once('=') {
+            None if text == "device" => Ok(TransferArg::Device),
+            None if text == "threads" => Ok(TransferArg::Threads(None)),
+            Some(("threads", n)) => {
+                let n = n.parse::<NonZeroU32>().ok().filter(|n| n.get() <= 64);
+                Ok(TransferArg::Threads(Some(n.ok_or_else(wrong)?)))
+            }
+            _ => Err(wrong()),
+        }
+    }
 }
 
 /// Where KV pages are.
@@ -63,6 +138,11 @@ pub(crate) enum Switch {
 }
 
 impl SparseArgs {
+    /// How rows come from far pages.
+    pub(crate) fn far_way(&self) -> FarWay {
+        FarWay { code: self.kv_offload_dtype.0, n_threads: self.kv_transfer.n_threads() }
+    }
+
     /// The file or folder for KV pages, if they are not in memory.
     pub(crate) fn kv_file(&self) -> Option<PathBuf> {
         match &self.kv_offload {
@@ -82,6 +162,21 @@ mod tests {
         assert_eq!("disk:/a:b".parse(), Ok(OffloadArg::Disk("/a:b".into())));
         for bad in ["", "disk", "disk:", "host:", "tape:/x"] {
             assert!(bad.parse::<OffloadArg>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn rows_come_as_they_are_or_in_eight_bits_and_by_somebody() {
+        assert_eq!("auto".parse(), Ok(RowsArg(None)));
+        assert_eq!("fp8".parse(), Ok(RowsArg(Some(RowCode::Fp8))));
+        for bad in ["", "fp16", "int4", "FP8"] {
+            assert!(bad.parse::<RowsArg>().is_err(), "{bad}");
+        }
+        let n_threads = |text: &str| text.parse().map(TransferArg::n_threads);
+        assert_eq!((n_threads("device"), n_threads("threads=5")), (Ok(0), Ok(5)));
+        assert!((1..=8).contains(&n_threads("threads").unwrap()));
+        for bad in ["", "threads=", "threads=0", "threads=65", "threads=-1", "cpu", "device=2"] {
+            assert!(bad.parse::<TransferArg>().is_err(), "{bad}");
         }
     }
 }

@@ -7,7 +7,7 @@ use nuthatch_model::RopeKind;
 use super::run::split_positionals;
 use super::*;
 use crate::args::{Args, Command, RunArgs};
-use crate::device::{Device, DeviceConfig};
+use crate::device::{Device, DeviceConfig, FarWay};
 
 fn parse(words: &str) -> Command {
     let words = ["nuthatch", "run"].into_iter().chain(words.split_whitespace());
@@ -190,7 +190,12 @@ fn virtual_pages_neither_move_nor_are_shared() {
         kernel_dir: None,
         kv_file: None,
         kv_virtual: true,
+        far: FarWay { code: None, n_threads: 0 },
     };
+    let far = FarWay { code: None, n_threads: 2 };
+    let threads = DeviceConfig { far, kv_virtual: false, ..config.clone() };
+    let Err(error) = Device::open(&threads) else { panic!("a CPU needs no threads for rows") };
+    assert!(error.to_string().contains("--kv-transfer threads is for a GPU"), "{error}");
     let Err(error) = Device::open(&config) else { panic!("a CPU has no virtual pages") };
     assert!(error.to_string().contains("needs an NVIDIA GPU"), "{error}");
 }

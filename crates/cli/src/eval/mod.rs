@@ -17,14 +17,15 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use nuthatch_backend::Backend;
+use nuthatch_backend_cuda::{Cuda, FarPages};
 use nuthatch_engine::topk::{Counts, Decision, Policy};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::DecodeOptions;
 use nuthatch_types::{ColdKv, KvDtype, TokenId};
 
-use crate::args::EvalArgs;
+use crate::args::{EvalArgs, OffloadArg};
 use crate::chart::Figure;
 use crate::config::{self, EngineConfig};
 use crate::device::{Device, DeviceConfig};
@@ -102,6 +103,11 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     let caches = args.cache.iter().map(|&dtype| config::kv_dtype(&args.engine, dtype));
     let caches = caches.collect::<Result<Vec<_>, _>>()?;
     let policies = policies.chain(caches.iter().map(|dtype| format!("full, cache as {dtype}")));
+    let far = config.sparse.kv_offload.as_ref().and(config.sparse.far_way().code);
+    let policies = policies.map(|policy| match far {
+        Some(code) => format!("{policy}, rows as {code}"),
+        None => policy,
+    });
     let policies = policies.collect();
     let new = Results {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -124,10 +130,11 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         kernel_dir: fetch.env.kernel_dir(),
         kv_file: config.sparse.kv_file(),
         kv_virtual: config.kv_virtual,
+        far: config.sparse.far_way(),
     })?;
     match device {
         Device::Cpu(cpu) => eval.all(cpu, &files, config, &mut results)?,
-        Device::Cuda(cuda) => eval.all(cuda, &files, config, &mut results)?,
+        Device::Cuda(cuda) => eval.on_gpu(cuda, &files, config, &mut results)?,
     }
     if let Some(path) = &args.plot {
         write_figure(path, &results.figure(&eval.policies))?;
@@ -149,6 +156,36 @@ fn write_figure(path: &Path, figure: &Figure) -> anyhow::Result<()> {
 }
 
 impl Eval<'_> {
+    /// On a GPU, which keeps what it needs near by itself.
+    fn on_gpu(
+        &self,
+        mut cuda: Arc<Cuda>,
+        files: &ModelFiles,
+        config: &EngineConfig,
+        results: &mut Results,
+    ) -> anyhow::Result<()> {
+        let mut config = config.clone();
+        match config.sparse.kv_offload.take() {
+            None => {}
+            Some(OffloadArg::Disk(_)) => bail!("--kv-offload disk: a GPU reads the host's memory"),
+            Some(OffloadArg::Host) => {
+                let way = config.sparse.far_way();
+                let longest = self.args.length.iter().copied().max().unwrap_or(0);
+                // The prompt has copies, so that what is measured is decoding.
+                let n_near = (longest + N_MEASURED as u32) / 16 + 64 * self.policies.len() as u32;
+                let cuda = Arc::get_mut(&mut cuda).context("a device that nobody uses yet")?;
+                cuda.keep_far(FarPages {
+                    n_near,
+                    n_resident: 0,
+                    n_threads: way.n_threads,
+                    code: way.code,
+                    fails_after: None,
+                });
+            }
+        }
+        self.all(cuda, files, &config, results)
+    }
+
     fn all<B: Backend>(
         &self,
         backend: Arc<B>,

@@ -16,7 +16,7 @@ use nuthatch_types::{KvDtype, Slot, TokenId};
 
 use crate::args::ProfileArgs;
 use crate::config::EngineConfig;
-use crate::device::{Device, DeviceConfig};
+use crate::device::{Device, DeviceConfig, FarWay};
 use crate::eval::{Prompts, TaskName};
 use crate::fetch::{self, Fetch};
 use crate::resolve::ModelSpec;
@@ -58,6 +58,7 @@ pub(crate) fn run(
         kernel_dir: fetch.env.kernel_dir(),
         kv_file: None,
         kv_virtual: config.kv_virtual,
+        far: FarWay { code: None, n_threads: 0 },
     })?;
     let mut profile = match device {
         Device::Cpu(cpu) => measure(cpu, &files, args)?,

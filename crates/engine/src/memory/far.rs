@@ -1,9 +1,9 @@
 //! Pages in memory of the host that a device reads over a link, and what it keeps of them itself.
 //!
 //! ```text
-//!   host     [ pages ............................ | swap space ]
-//!   device   [ weights | working memory | what it decides by | digests | copies | whole layers ]
-//!                                        └──────────────── the near budget ─────────────────┘
+//!   host     [ pages, rows in eight bits ........ | swap space ]
+//!   device   [ weights | working memory | what it decides by | digests, scales | copies | whole layers ]
+//!                                        └──────────────────── the near budget ─────────────────────┘
 //! ```
 
 use super::{Budget, MemoryError, SizeRequest, kv_budget, pages_per_seq, working_bytes};
@@ -21,6 +21,20 @@ pub struct FarRequest {
     /// Whether the pages of the first layers stay on the device, of as many as the budget allows; without a
     /// budget, of all if there is room for them.
     pub keeps_layers: bool,
+    /// Bytes beside each page, over all layers, if rows come in eight bits.
+    pub codes: CodeBytes,
+    /// Bytes of the device for rows on their way, where threads of the host bring them; the host has as
+    /// many for them.
+    pub staged: u64,
+}
+
+/// Bytes beside a page over all layers, for rows in eight bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CodeBytes {
+    /// On the host: the rows.
+    pub host: u64,
+    /// On the device: their scales.
+    pub device: u64,
 }
 
 /// What a device keeps of pages that are far.
@@ -36,12 +50,18 @@ pub struct NearSizes {
     pub layers: u64,
     /// Bytes of the digests of all pages.
     pub digests: u64,
+    /// Bytes of the scales of rows in eight bits.
+    pub scales: u64,
+    /// Bytes for rows on their way.
+    pub staged: u64,
+    /// Bytes that all of it may take, together with what the device decides by.
+    pub budget: u64,
 }
 
 impl NearSizes {
     /// All of it.
     pub fn bytes(&self) -> u64 {
-        self.copies + self.layers + self.digests
+        self.copies + self.layers + self.digests + self.scales + self.staged
     }
 }
 
@@ -51,7 +71,12 @@ pub(super) struct FarRoom {
     pub(super) host_bytes: u64,
     /// Pages whose digests have room beside the least copies.
     pub(super) n_digests: u64,
+    /// Bytes of the host for a page with what is beside it.
+    pub(super) host_page: u64,
     near_most: u64,
+    budget: u64,
+    codes: CodeBytes,
+    staged: u64,
     /// Copies that are needed, and that are made unless the budget says otherwise.
     least: u64,
     usual: u64,
@@ -61,8 +86,10 @@ pub(super) struct FarRoom {
 
 impl FarRoom {
     pub(super) fn new(request: &SizeRequest, far: &FarRequest) -> Result<Self, MemoryError> {
-        let (page, digest) = (request.kv.page_bytes() as u64, request.digest_page_bytes.max(1));
-        let host_room = far.host_usable.saturating_sub(request.host_bytes);
+        let page = request.kv.page_bytes() as u64;
+        let digest = (request.digest_page_bytes + far.codes.device).max(1);
+        let host_taken = request.host_bytes.saturating_add(far.staged);
+        let host_room = far.host_usable.saturating_sub(host_taken);
         let host_bytes = match request.budget {
             Budget::KvBytes(asked) | Budget::OutsideBytes(asked) if asked > host_room => {
                 return Err(MemoryError::Host { asked, usable: host_room });
@@ -95,18 +122,29 @@ impl FarRoom {
         let step = u64::from(request.max_rows / request.kv.page_len) + u64::from(request.max_seqs);
         let least = u64::from(request.max_seqs) * u64::from(far.pages_per_seq) + step;
         let copies = least * page;
-        let digests = n_least * request.digest_page_bytes;
-        let (deciding, max_seqs) = (request.deciding, request.max_seqs);
-        let needed = deciding.saturating_add(copies).saturating_add(digests);
+        let digests = n_least * (request.digest_page_bytes + far.codes.device);
+        let SizeRequest { deciding, max_seqs, .. } = *request;
+        let staged = far.staged;
+        let needed = [copies, digests, staged].into_iter().fold(deciding, u64::saturating_add);
         let Some(rest) = budget.checked_sub(needed) else {
-            let error =
-                MemoryError::Near { budget, deciding, digests, copies, max_seqs, max_context };
-            return Err(error);
+            return Err(MemoryError::Near {
+                budget,
+                deciding,
+                digests,
+                copies,
+                staged,
+                max_seqs,
+                max_context,
+            });
         };
         Ok(FarRoom {
             host_bytes,
             n_digests: n_least + rest / digest,
-            near_most: budget - deciding,
+            host_page: page + far.codes.host,
+            near_most: budget - deciding - staged,
+            budget,
+            codes: far.codes,
+            staged,
             least,
             usual: least + pages_per_seq(request, max_context),
             keeps_layers: far.keeps_layers,
@@ -119,7 +157,8 @@ impl FarRoom {
         let all = u64::from(request.kv.n_layers);
         let (layer, digests) =
             (request.kv.page_bytes() as u64 / all, n_pages * request.digest_page_bytes);
-        let room = self.near_most.saturating_sub(digests);
+        let scales = n_pages * self.codes.device;
+        let room = self.near_most.saturating_sub(digests + scales);
         // A prompt's copies come first: it is read by every chunk of it.
         let usual = self.usual.min(n_pages);
         let fits = |n: &u64| n_pages * layer * n + usual * layer * (all - n) <= room;
@@ -131,8 +170,23 @@ impl FarRoom {
         let most = if self.has_budget { n_pages } else { usual };
         let n = n_room.max(self.least).min(most);
         let countable = |n: u64| u32::try_from(n).expect("no more than there are pages or layers");
-        let (n_pages, n_layers) = (countable(n), countable(n_layers));
-        NearSizes { n_pages, copies: n * far_bytes, n_layers, layers, digests }
+        NearSizes {
+            n_pages: countable(n),
+            copies: n * far_bytes,
+            n_layers: countable(n_layers),
+            layers,
+            digests,
+            // Layers that stay have none.
+            scales: scales / all * (all - n_layers),
+            staged: if n_layers == all { 0 } else { self.staged },
+            budget: self.budget,
+        }
+    }
+
+    /// Bytes of the host for so many pages, of which these layers are not there.
+    pub(super) fn host_kv(&self, request: &SizeRequest, n_pages: u64, near: &NearSizes) -> u64 {
+        let all = u64::from(request.kv.n_layers);
+        n_pages * self.host_page / all * (all - u64::from(near.n_layers)) + near.staged
     }
 }
 
@@ -152,6 +206,8 @@ mod tests {
                 near_budget,
                 pages_per_seq: 14,
                 keeps_layers: false,
+                codes: CodeBytes::default(),
+                staged: 0,
             }),
             digest_page_bytes: 256 * 16 * 34,
             deciding: GIB,
@@ -200,11 +256,50 @@ mod tests {
         // With room for everything nothing is far, and without a budget all or nothing is.
         let all = with(Some(40 * GIB));
         assert_eq!((all.near.unwrap().n_layers, all.host_kv), (32, 0));
-        assert_eq!(with(None), Sizes { kv: all.kv, ..all });
+        let (free, near) = (with(None), all.near.unwrap());
+        let budget = free.near.unwrap().budget;
+        assert_eq!(free, Sizes { near: Some(NearSizes { budget, ..near }), ..all });
         let mut small = far(None);
         small.far = small.far.map(|far| FarRequest { keeps_layers: true, ..far });
         let none = Sizes::compute(&SizeRequest { available: 40 * GIB, ..small }).unwrap();
         assert_eq!(none.near.unwrap().n_layers, 0);
+    }
+
+    /// Whatever the budget is: either it is kept, with all that is planned, or it is refused.
+    #[test]
+    fn the_budget_holds_with_codes_and_rows_on_their_way() {
+        let codes = CodeBytes { host: 1 << 20, device: 256 * 32 };
+        let mut n_kept = 0;
+        for mib in (600..24_000).step_by(97) {
+            for (keeps_layers, codes, staged) in [
+                (false, CodeBytes::default(), 0),
+                (true, codes, 0),
+                (false, codes, 64 << 20),
+                (true, CodeBytes::default(), 64 << 20),
+            ] {
+                let budget = mib << 20;
+                let mut request = SizeRequest { available: 128 * GIB, ..far(Some(budget)) };
+                request.far =
+                    request.far.map(|far| FarRequest { keeps_layers, codes, staged, ..far });
+                match Sizes::compute(&request) {
+                    Ok(sizes) => {
+                        let near = sizes.near.unwrap();
+                        assert!(sizes.deciding + sizes.kv <= budget, "{mib} MiB: {sizes:?}");
+                        assert_eq!(near.budget, budget);
+                        let n_far = u64::from(32 - near.n_layers);
+                        let pages = u64::from(sizes.n_pages) * n_far;
+                        assert_eq!(near.scales, pages * (codes.device / 32));
+                        let host = pages * (((2 << 20) + codes.host) / 32) + near.staged;
+                        assert_eq!(sizes.host_kv, host, "{mib} MiB");
+                        assert!(near.staged == staged || near.n_layers == 32);
+                        n_kept += 1;
+                    }
+                    Err(MemoryError::Near { budget: told, .. }) => assert_eq!(told, budget),
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        }
+        assert!(n_kept > 700, "{n_kept}");
     }
 
     #[test]
@@ -219,7 +314,7 @@ mod tests {
         assert_eq!(
             error.to_string(),
             "1.9 GiB on the device are too few: top-k attention of 2 sequences of 100000 tokens \
-             needs 1.0 GiB, digests 830.1 MiB and copies of the pages that are always seen or are \
+             needs 1.0 GiB, digests 830.1 MiB, copies of the pages that are always seen or are \
              written 124.0 MiB; fewer sequences, a shorter context or a policy with fewer rows need \
              less"
         );
@@ -232,6 +327,8 @@ mod tests {
             near_budget: None,
             pages_per_seq: 14,
             keeps_layers: false,
+            codes: CodeBytes::default(),
+            staged: 0,
         };
         let error = Sizes::compute(&SizeRequest { far: Some(small), ..far(None) }).unwrap_err();
         assert!(matches!(error, MemoryError::Context { fits: 98_304, .. }), "{error}");

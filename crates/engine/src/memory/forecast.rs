@@ -30,6 +30,8 @@ pub struct ForecastRequest {
     pub seen_rows: u64,
     /// Bytes of a page's digests.
     pub digest_page_bytes: u64,
+    /// Bytes of a row as it comes over the link, as a share of its bytes in a page.
+    pub row_share: f64,
     /// Whether a layer is decided about before its turn, so that rows come meanwhile.
     pub is_ahead: bool,
 }
@@ -73,7 +75,7 @@ impl Forecast {
         let share = of.seen_rows as f64 / (heads * context).max(1.0);
         let token_seconds = seqs * (share.min(1.0) * token + TURNING * digests) / read;
         let here = products + context * token_seconds + layers * DECIDING_SECONDS;
-        let moved = seqs * context * heads * row * MOVED;
+        let moved = seqs * context * heads * row * of.row_share * MOVED;
         let far = if of.is_ahead { here.max(moved / link) } else { here + moved / link };
         let in_time = here / layers * link / (moved / (heads * seqs)).max(1.0);
         let late = 1.0 - here * link / moved.max(1.0);
@@ -113,6 +115,7 @@ mod tests {
             context,
             seen_rows: 256 * u64::from(context) / 10,
             digest_page_bytes: 256 * 16 * 34,
+            row_share: 1.0,
             is_ahead: true,
         }
     }
@@ -144,5 +147,9 @@ mod tests {
         assert!(found.far > found.full && found.n_layers > 24 && found.n_in_time < 8, "{found:?}");
         let ahead = Forecast::new(&ForecastRequest { is_ahead: true, ..slow });
         assert!(ahead.far < found.far, "{ahead:?}");
+        // In half the bytes rows take half as long.
+        let coded = Forecast::new(&ForecastRequest { row_share: 0.5, ..slow });
+        let halved = (found.far - found.here) / (coded.far - coded.here);
+        assert!((halved - 2.0).abs() < 1e-6 && coded.n_layers < found.n_layers, "{coded:?}");
     }
 }

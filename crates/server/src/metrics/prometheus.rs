@@ -307,11 +307,14 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
     let what = "Rows, a token's key and value of one head: those of the contexts, those that were \
                 attended, those that moved to working sets, those that were missing near.";
     labelled(page, "topk_rows", what, "kind", &rows);
+    let moved_bytes = if near.coded_row_bytes > 0 { near.coded_row_bytes } else { *row_bytes };
+    let what = "Bytes of a row in a page.";
+    page.gauge("nuthatch:kv_row_bytes", what, *row_bytes as f64);
     let what = "Bytes of rows that moved to working sets or were missing near.";
     page.counter(
         "nuthatch:topk_moved_bytes",
         what,
-        (counts.rows_moved + near.n_filled) * row_bytes,
+        counts.rows_moved * moved_bytes + near.n_filled * row_bytes,
     );
     let link_rate = near.link_rate as f64;
     if let Some(near) = &sizes.near {
@@ -321,12 +324,16 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
         let parts = [
             ("deciding", sizes.deciding),
             ("digests", near.digests),
+            ("scales", near.scales),
+            ("staged", near.staged),
             ("copies", near.copies),
             ("layers", near.layers),
         ];
         for (part, bytes) in parts {
             page.line(name, &format!("part=\"{part}\""), bytes as f64);
         }
+        let what = "Bytes that those parts together may take.";
+        page.gauge("nuthatch:kv_near_budget_bytes", what, near.budget as f64);
         let what = "KV pages that have copies on the device.";
         page.gauge("nuthatch:kv_near_pages", what, near.n_pages);
         let bytes = sizes.host_kv as f64;

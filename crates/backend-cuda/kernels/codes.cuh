@@ -1,0 +1,82 @@
+// Rows in eight bits beside pages that are far: what is brought over the link, in half the bytes.
+//
+// A token's key, and its value, is a byte for each number and a power of two for all of them, as
+// backend/src/row_code.rs has it. They are made of what the page holds, so whoever writes a page can
+// make them.
+
+#define CODE_FP8 1
+#define CODE_INT8 2
+#define CODE_WIDTH ((HEAD_DIM + 31) / 32 * 32)
+#define CODE_PIECES (2 * CODE_WIDTH / 16)  // of a key and a value
+
+struct Codes {
+    u8* rows;    // [G][slot][16 tokens][K|V][CODE_WIDTH], in memory of the host; null if there are none
+    u8* scales;  // [G][slot][16 tokens][K|V], on the device: exponents of floats, with their bias
+    u64 n_slots;
+    u32 kind;    // CODE_*
+    u32 padding;
+};
+
+#if !CODED
+// Which row a token of a head's page is.
+DEVICE u64 code_row(const Codes& codes, u32 head, u32 slot, u32 token) {
+    return (head * codes.n_slots + slot) * PAGE + token;
+}
+
+// The least power of two by which the largest number has a code.
+DEVICE u32 row_scale(u32 kind, float largest) {
+    const u32 bits = __float_as_uint(largest);
+    const u32 top = kind == CODE_FP8 ? 0x600000 : 0x7E0000;
+    const int scale = (int)(bits >> 23) + ((bits & 0x7FFFFF) > top) - (kind == CODE_FP8 ? 8 : 6);
+    return bits ? max(scale, 1) : 0;
+}
+
+DEVICE u32 row_code(u32 kind, float x) {
+    if (kind == CODE_FP8) return e4m3_of(x);
+    return (u32)max(-127, min(__float2int_rn(x), 127)) & 0xFF;
+}
+
+DEVICE float code_number(u32 kind, u32 code) {
+    if (kind == CODE_INT8) return (float)(int)(signed char)code;
+    // Moved, the bits of an e4m3 number are those of a 256th of it.
+    return f16_to_float((u16)((code & 0x80) << 8 | (code & 0x7F) << 7)) * 256.0f;
+}
+
+// Codes a token's key, or value, whose numbers are as its page has them. A whole warp.
+template <typename Number>
+DEVICE void write_code(const Codes& codes, u64 row, bool is_value, const Number& number) {
+    const u32 lane = threadIdx.x % 32;
+    float largest = 0.0f;
+    for (u32 i = lane; i < HEAD_DIM; i += 32) largest = fmaxf(largest, fabsf(finite(number(i))));
+    const u32 scale = row_scale(codes.kind, warp_max(largest));
+    const float inverse = __uint_as_float((254 - scale) << 23);
+    u8* out = codes.rows + (row * 2 + is_value) * CODE_WIDTH;
+    for (u32 first = lane * 4; first < CODE_WIDTH; first += 128) {
+        u32 four = 0;
+        for (u32 j = 0; j < 4; j++)
+            if (first + j < HEAD_DIM)
+                four |= row_code(codes.kind, finite(number(first + j)) * inverse) << 8 * j;
+        *(u32*)(out + first) = four;
+    }
+    if (lane == 0) codes.scales[row * 2 + is_value] = (u8)scale;
+}
+
+// Sixteen codes as elements.
+DEVICE void expand(u32 kind, uint4 sixteen, float factor, uint4 (&out)[sizeof(Element)]) {
+    const u32 codes[4] = {sixteen.x, sixteen.y, sixteen.z, sixteen.w};
+    u32 words[4 * sizeof(Element)];
+    UNROLL
+    for (int i = 0; i < 16; i++) {
+        const Element x =
+            value_element(code_number(kind, codes[i / 4] >> i % 4 * 8 & 0xFF) * factor);
+#if KV == KV_F32
+        words[i] = __float_as_uint(x);
+#else
+        words[i / 2] = i % 2 ? words[i / 2] | (u32)x << 16 : x;
+#endif
+    }
+    UNROLL
+    for (int k = 0; k < sizeof(Element); k++)
+        out[k] = make_uint4(words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]);
+}
+#endif

@@ -1,0 +1,157 @@
+//! Rows that come from far in eight bits are, bit for bit, those of the reference (`RowCode::round`): attention
+//! to them is that to an arena which was filled with rounded rows. Whoever wrote their pages: appending, a
+//! prompt that writes beside the pass, and copies.
+//!
+//! Without a driver the test says so and passes: nothing was judged, and the output shows it.
+
+#![expect(clippy::print_stdout, reason = "a skip must be seen")]
+
+use nuthatch_backend::{
+    AttnSpec, Backend, BatchLayout, Pass, Pick, PlanShape, RopeSpec, RopeStyle, RowCode, narrow,
+    widen,
+};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+
+const LAYER: LayerIdx = LayerIdx(1);
+const N_KV: usize = 2;
+const N_HEADS: usize = 4;
+/// Tokens of the sequence: a prompt, and one by one.
+const N_PROMPT: usize = 70;
+const N_ALL: usize = 75;
+
+fn open(far: Option<FarPages>) -> Option<Cuda> {
+    let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
+    match Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() }) {
+        Ok(cuda) => Some(cuda),
+        Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
+            println!("SKIPPED: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// `[token][q | k | v]`, of sizes from tiny to large, one vector all zeros.
+fn tokens(d: usize) -> Vec<Vec<f32>> {
+    let mut state: u32 = 5;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / 8_388_608.0 - 1.0
+    };
+    let width = (N_HEADS + 2 * N_KV) * d;
+    let token = |i: usize| {
+        let size = [1.0, 0.02, 7.0, 1.7][i % 4];
+        let x = (0..width).map(|_| size * next()).collect::<Vec<f32>>();
+        if i == 9 { vec![0.0; width] } else { x }
+    };
+    (0..N_ALL).map(token).collect()
+}
+
+/// The same with keys and values as they come from far.
+fn rounded(tokens: &[Vec<f32>], d: usize, (code, dtype): (RowCode, KvDtype)) -> Vec<Vec<f32>> {
+    let round = |token: &Vec<f32>| {
+        let mut token = token.clone();
+        for head in token[N_HEADS * d..].chunks_exact_mut(d) {
+            let mut bytes = vec![0; d * dtype.bytes()];
+            // As the page has it, and as it then comes.
+            narrow(dtype, head, &mut bytes);
+            widen(dtype, &bytes, head);
+            code.round(head);
+        }
+        token
+    };
+    tokens.iter().map(round).collect()
+}
+
+/// Attention of the last token to some places, after all were appended and their pages copied.
+fn attend(cuda: &Cuda, kv: KvShape, tokens: &[Vec<f32>], places: &[u32]) -> Vec<f32> {
+    let d = kv.head_dim as usize;
+    let rope =
+        RopeSpec { inv_freq: vec![0.0; d / 2], attention_factor: 1.0, style: RopeStyle::Halves };
+    let shape =
+        PlanShape { max_rows: N_PROMPT, max_seqs: 1, max_context: 96, n_heads: N_HEADS, kv, rope };
+    let n_pages = N_ALL.div_ceil(16) as u32;
+    let mut arena = cuda.alloc_kv(kv, KvSlots::on_device(3 * n_pages)).unwrap();
+    cuda.keep_digests(&mut arena, &[]).unwrap();
+    let mut tables = cuda.alloc_tables(1, n_pages).unwrap();
+    let slots: Vec<Slot> = (0..n_pages).map(|i| Slot(2 * i + 1)).collect();
+    cuda.write_table(&mut tables, 0, 0, &slots).unwrap();
+    let mut plan = cuda.alloc_plan(&shape).unwrap();
+    let scale = 1.0 / (d as f32).sqrt();
+    let n_heads = N_HEADS as u32;
+    let spec =
+        AttnSpec { n_heads, scale, window: None, owns_kv: true, head_norms: None, eps: 1e-6 };
+    let width = (N_HEADS + 2 * N_KV) * d;
+    let mut qkv = cuda.alloc(N_PROMPT * width).unwrap();
+    let lay_out = |start: usize, n: usize, qkv: &mut _, (tables, plan): (&_, &mut _)| {
+        let layout = BatchLayout {
+            tokens: vec![0; n],
+            positions: (start as u32..(start + n) as u32).collect(),
+            query_start: vec![0, n as u32],
+            kv_len: vec![(start + n) as u32],
+            table_row: vec![0],
+            output_rows: vec![n as u32 - 1],
+        };
+        cuda.plan(plan, tables, &layout).unwrap();
+        cuda.write(qkv, &tokens[start..start + n].concat()).unwrap();
+    };
+    let steps = std::iter::once((0, N_PROMPT)).chain((N_PROMPT..N_ALL).map(|start| (start, 1)));
+    for (start, n) in steps {
+        lay_out(start, n, &mut qkv, (&tables, &mut plan));
+        if cuda.begin_pass(&mut plan, &arena).unwrap() == Pass::Queued {
+            continue;
+        }
+        for layer in (0..kv.n_layers).map(LayerIdx) {
+            cuda.rope_append(&plan, layer, &spec, &mut qkv, &mut arena).unwrap();
+        }
+        cuda.end_pass(&mut plan).unwrap();
+    }
+    // Every other page moves.
+    let moved = |i: u32| if i.is_multiple_of(2) { Slot(2 * n_pages + i) } else { Slot(2 * i + 1) };
+    let copies =
+        (0..n_pages).step_by(2).map(|i| PageCopy { source: Slot(2 * i + 1), target: moved(i) });
+    cuda.copy_pages(&mut arena, &copies.collect::<Vec<_>>()).unwrap();
+    let slots: Vec<Slot> = (0..n_pages).map(moved).collect();
+    cuda.write_table(&mut tables, 0, 0, &slots).unwrap();
+    lay_out(N_ALL - 1, 1, &mut qkv, (&tables, &mut plan));
+    let pick = |head| Pick { seq: 0, head, n_first: 0, places, tail: N_ALL as u32, rows: &[] };
+    let picks: Vec<Pick<'_>> = (0..N_KV as u32).map(pick).collect();
+    let mut out = cuda.alloc(N_HEADS * d).unwrap();
+    cuda.attend_picks(&plan, LAYER, &spec, &qkv, &arena, &picks, &mut out).unwrap();
+    let mut found = vec![0.0; N_HEADS * d];
+    cuda.read(&out, &mut found).unwrap();
+    found
+}
+
+#[test]
+fn rows_in_eight_bits_are_those_of_the_reference() {
+    let far =
+        |n_near, code| FarPages { n_near, n_resident: 1, n_threads: 0, code, fails_after: None };
+    let Some(here) = open(None) else { return };
+    let all: Vec<u32> = (0..N_ALL as u32).collect();
+    let some: Vec<u32> = all.iter().copied().filter(|place| place % 3 != 1).collect();
+    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
+        for head_dim in [64, 128, 80] {
+            let kv =
+                KvShape { n_layers: 3, n_kv_heads: N_KV as u32, head_dim, page_len: 16, dtype };
+            let d = head_dim as usize;
+            let exact = tokens(d);
+            for places in [&all, &some] {
+                let plain = attend(&here, kv, &exact, places);
+                let far_plain = open(Some(far(2, None))).unwrap();
+                assert_eq!(attend(&far_plain, kv, &exact, places), plain, "{dtype} {d}");
+                for code in RowCode::ALL {
+                    let expected = attend(&here, kv, &rounded(&exact, d, (code, dtype)), places);
+                    assert_ne!(expected, plain, "{code} {dtype} {d}: nothing is rounded");
+                    for n_near in [1, 64] {
+                        let cuda = open(Some(far(n_near, Some(code)))).unwrap();
+                        let found = attend(&cuda, kv, &exact, places);
+                        let same = found.iter().zip(&expected).filter(|(a, b)| a == b).count();
+                        assert_eq!(found, expected, "{code} {dtype} {d}, {n_near}: {same} same");
+                    }
+                }
+            }
+        }
+    }
+}
