@@ -89,7 +89,7 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--words", default="", help="for every server")
     parser.add_argument("--sparse", default="auto")
-    parser.add_argument("--budget", default="640MiB", help="of the second server with far pages")
+    parser.add_argument("--budget", default="4GiB", help="of the second server with far pages")
     parser.add_argument("--few", default="--max-model-len 4096 --kv-cache-memory-bytes 160MB",
                         help="for the third, in which some give way")
     parser.add_argument("--coded", default="fp8", help="what rows come as at last; nothing for none")

@@ -126,30 +126,28 @@ fn attend(cuda: &Cuda, kv: KvShape, tokens: &[Vec<f32>], places: &[u32]) -> Vec<
 
 #[test]
 fn rows_in_eight_bits_are_those_of_the_reference() {
-    let far =
-        |n_near, code| FarPages { n_near, n_resident: 1, n_threads: 0, code, fails_after: None };
+    let far = |n_near, code| {
+        open(Some(FarPages { n_near, n_resident: 1, n_threads: 0, code, fails_after: None }))
+    };
     let Some(here) = open(None) else { return };
+    let far_plain = far(2, None).unwrap();
+    let coded = RowCode::ALL.map(|code| (code, [1, 64].map(|n| far(n, Some(code)).unwrap())));
     let all: Vec<u32> = (0..N_ALL as u32).collect();
     let some: Vec<u32> = all.iter().copied().filter(|place| place % 3 != 1).collect();
-    for dtype in [KvDtype::F16, KvDtype::Bf16, KvDtype::F32] {
-        for head_dim in [64, 128, 80] {
-            let kv =
-                KvShape { n_layers: 3, n_kv_heads: N_KV as u32, head_dim, page_len: 16, dtype };
-            let d = head_dim as usize;
-            let exact = tokens(d);
-            for places in [&all, &some] {
-                let plain = attend(&here, kv, &exact, places);
-                let far_plain = open(Some(far(2, None))).unwrap();
-                assert_eq!(attend(&far_plain, kv, &exact, places), plain, "{dtype} {d}");
-                for code in RowCode::ALL {
-                    let expected = attend(&here, kv, &rounded(&exact, d, (code, dtype)), places);
-                    assert_ne!(expected, plain, "{code} {dtype} {d}: nothing is rounded");
-                    for n_near in [1, 64] {
-                        let cuda = open(Some(far(n_near, Some(code)))).unwrap();
-                        let found = attend(&cuda, kv, &exact, places);
-                        let same = found.iter().zip(&expected).filter(|(a, b)| a == b).count();
-                        assert_eq!(found, expected, "{code} {dtype} {d}, {n_near}: {same} same");
-                    }
+    for (dtype, head_dim) in [(KvDtype::F16, 128), (KvDtype::Bf16, 80), (KvDtype::F32, 64)] {
+        let kv = KvShape { n_layers: 3, n_kv_heads: N_KV as u32, head_dim, page_len: 16, dtype };
+        let d = head_dim as usize;
+        let exact = tokens(d);
+        for places in [&all, &some] {
+            let plain = attend(&here, kv, &exact, places);
+            assert_eq!(attend(&far_plain, kv, &exact, places), plain, "{dtype} {d}");
+            for (code, devices) in &coded {
+                let expected = attend(&here, kv, &rounded(&exact, d, (*code, dtype)), places);
+                assert_ne!(expected, plain, "{code} {dtype} {d}: nothing is rounded");
+                for cuda in devices {
+                    let found = attend(cuda, kv, &exact, places);
+                    let same = found.iter().zip(&expected).filter(|(a, b)| a == b).count();
+                    assert_eq!(found, expected, "{code} {dtype} {d}: {same} same");
                 }
             }
         }
