@@ -6,7 +6,6 @@ use nuthatch_backend::{Bring, DeviceError};
 use nuthatch_types::LayerIdx;
 
 use crate::Cuda;
-use crate::branch::LINK_BLOCKS_ALONE;
 use crate::kv::CudaKv;
 use crate::launch::count;
 use crate::launch::sparse::{GatherRowsParams, SparseHeads, SparsePages, gather_rows};
@@ -75,7 +74,7 @@ impl Cuda {
                 codes: kv.codes_of(layer.0),
             };
             let blocks = match kv.is_far(layer.0) {
-                true => LINK_BLOCKS_ALONE,
+                true => self.tuning.blocks_alone,
                 false => self.device.n_multiprocessors(),
             };
             gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, None))?;
