@@ -3,7 +3,8 @@
 //!
 //!     cargo run --example compile_kernels -- sm_90a sm_80 sm_100
 //!
-//! With `few` as a further word, one of each kind for the first too. With a folder, every kernel with every head width of the tests is kept there.
+//! With `few` as a further word, one of each kind for the first too. With a folder, every kernel with every
+//! head width of the tests is kept there.
 //!
 //! Needs NVRTC on the library path, and no GPU. `cargo xtask kernels` fetches NVRTC and runs this.
 

@@ -114,14 +114,7 @@ impl Prepared {
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
             far: device.far(topk.as_ref(), (kv, &config.sparse.far_way())),
-            budget: match (config.kv_bytes, config.memory_share) {
-                // A file has room for as many pages as sequences can use, if the disk has.
-                (bytes, _) if config.sparse.kv_file().is_some() => {
-                    Budget::OutsideBytes(bytes.unwrap_or(u64::MAX / 2))
-                }
-                (Some(bytes), _) => Budget::KvBytes(bytes),
-                (None, share) => Budget::Share(share.unwrap_or(MEMORY_SHARE)),
-            },
+            budget: budget(config),
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };
         let mut sizes = Sizes::compute(&request)
@@ -179,6 +172,18 @@ impl Prepared {
         }
         self.open_slow(&mut engine)?;
         Ok(Loaded { engine, clock, device, threads })
+    }
+}
+
+/// How much memory may be used.
+fn budget(config: &EngineConfig) -> Budget {
+    match (config.kv_bytes, config.memory_share) {
+        // A file has room for as many pages as sequences can use, if the disk has.
+        (bytes, _) if config.sparse.kv_file().is_some() => {
+            Budget::OutsideBytes(bytes.unwrap_or(u64::MAX / 2))
+        }
+        (Some(bytes), _) => Budget::KvBytes(bytes),
+        (None, share) => Budget::Share(share.unwrap_or(MEMORY_SHARE)),
     }
 }
 
