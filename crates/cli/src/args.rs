@@ -356,7 +356,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub(crate) kv_disk_io: DiskIo,
     /// Compute the first layers while the others of stored pages still come; unless it is said, with
-    /// --kv-disk-io uring,direct only
+    /// --kv-disk-io uring,direct on the CPU only
     #[arg(long, value_name = "BOOL")]
     pub(crate) kv_disk_layers: Option<bool>,
     /// Keep KV pages also somewhere else, where several engines find them: s3://BUCKET/PREFIX,

@@ -213,7 +213,13 @@ impl Prepared {
             anyhow::ensure!(self.is_disk_optional, why);
             return Ok(());
         }
-        match engine.keep_pages(&self.slow) {
+        let mut slow = self.slow.clone();
+        if let Device::Cuda(_) = self.device {
+            // Passes are too short there to hide what reading by parts costs: 55 ms whole and 62 by layers
+            // (`eval/store/ways.py`, one H200, 2026-11).
+            slow.by_layers.get_or_insert(false);
+        }
+        match engine.keep_pages(&slow) {
             Err(error) if self.is_disk_optional => {
                 tracing::warn!("pages are not kept: {error}");
                 return Ok(());

@@ -51,16 +51,7 @@ impl Remote {
         Ok(Remote { operator, _runtime: runtime })
     }
 
-    fn write(
-        &self,
-        name: &str,
-        bytes: &[u8],
-        mut options: WriteOptions,
-    ) -> Result<(), ObjectError> {
-        // Or stores guess, and some then say that they have no type.
-        if self.operator.info().capability().write_with_content_type {
-            options.content_type = Some("application/octet-stream".to_owned());
-        }
+    fn write(&self, name: &str, bytes: &[u8], options: WriteOptions) -> Result<(), ObjectError> {
         match self.operator.write_options(name, bytes.to_vec(), options) {
             Ok(_) => Ok(()),
             // Somebody was faster.
