@@ -7,8 +7,8 @@
 #![expect(clippy::print_stdout, reason = "a skip must be seen")]
 
 use nuthatch_backend::{
-    AttnSpec, Backend, BatchLayout, Pass, Pick, PlanShape, RopeSpec, RopeStyle, RowCode, narrow,
-    widen,
+    AttnSpec, Backend, BatchLayout, DeviceError, Pass, Pick, PlanShape, RopeSpec, RopeStyle,
+    RowCode, narrow, widen,
 };
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, Slot};
@@ -65,25 +65,30 @@ fn rounded(tokens: &[Vec<f32>], d: usize, (code, dtype): (RowCode, KvDtype)) -> 
 }
 
 /// Attention of the last token to some places, after all were appended and their pages copied.
-fn attend(cuda: &Cuda, kv: KvShape, tokens: &[Vec<f32>], places: &[u32]) -> Vec<f32> {
+fn attend(
+    cuda: &Cuda,
+    kv: KvShape,
+    tokens: &[Vec<f32>],
+    places: &[u32],
+) -> Result<Vec<f32>, DeviceError> {
     let d = kv.head_dim as usize;
     let rope =
         RopeSpec { inv_freq: vec![0.0; d / 2], attention_factor: 1.0, style: RopeStyle::Halves };
     let shape =
         PlanShape { max_rows: N_PROMPT, max_seqs: 1, max_context: 96, n_heads: N_HEADS, kv, rope };
     let n_pages = N_ALL.div_ceil(16) as u32;
-    let mut arena = cuda.alloc_kv(kv, KvSlots::on_device(3 * n_pages)).unwrap();
-    cuda.keep_digests(&mut arena, &[]).unwrap();
-    let mut tables = cuda.alloc_tables(1, n_pages).unwrap();
+    let mut arena = cuda.alloc_kv(kv, KvSlots::on_device(3 * n_pages))?;
+    cuda.keep_digests(&mut arena, &[])?;
+    let mut tables = cuda.alloc_tables(1, n_pages)?;
     let slots: Vec<Slot> = (0..n_pages).map(|i| Slot(2 * i + 1)).collect();
-    cuda.write_table(&mut tables, 0, 0, &slots).unwrap();
-    let mut plan = cuda.alloc_plan(&shape).unwrap();
+    cuda.write_table(&mut tables, 0, 0, &slots)?;
+    let mut plan = cuda.alloc_plan(&shape)?;
     let scale = 1.0 / (d as f32).sqrt();
     let n_heads = N_HEADS as u32;
     let spec =
         AttnSpec { n_heads, scale, window: None, owns_kv: true, head_norms: None, eps: 1e-6 };
     let width = (N_HEADS + 2 * N_KV) * d;
-    let mut qkv = cuda.alloc(N_PROMPT * width).unwrap();
+    let mut qkv = cuda.alloc(N_PROMPT * width)?;
     let lay_out = |start: usize, n: usize, qkv: &mut _, (tables, plan): (&_, &mut _)| {
         let layout = BatchLayout {
             tokens: vec![0; n],
@@ -93,35 +98,35 @@ fn attend(cuda: &Cuda, kv: KvShape, tokens: &[Vec<f32>], places: &[u32]) -> Vec<
             table_row: vec![0],
             output_rows: vec![n as u32 - 1],
         };
-        cuda.plan(plan, tables, &layout).unwrap();
-        cuda.write(qkv, &tokens[start..start + n].concat()).unwrap();
+        cuda.plan(plan, tables, &layout)?;
+        cuda.write(qkv, &tokens[start..start + n].concat())
     };
     let steps = std::iter::once((0, N_PROMPT)).chain((N_PROMPT..N_ALL).map(|start| (start, 1)));
     for (start, n) in steps {
-        lay_out(start, n, &mut qkv, (&tables, &mut plan));
-        if cuda.begin_pass(&mut plan, &arena).unwrap() == Pass::Queued {
+        lay_out(start, n, &mut qkv, (&tables, &mut plan))?;
+        if cuda.begin_pass(&mut plan, &arena)? == Pass::Queued {
             continue;
         }
         for layer in (0..kv.n_layers).map(LayerIdx) {
-            cuda.rope_append(&plan, layer, &spec, &mut qkv, &mut arena).unwrap();
+            cuda.rope_append(&plan, layer, &spec, &mut qkv, &mut arena)?;
         }
-        cuda.end_pass(&mut plan).unwrap();
+        cuda.end_pass(&mut plan)?;
     }
     // Every other page moves.
     let moved = |i: u32| if i.is_multiple_of(2) { Slot(2 * n_pages + i) } else { Slot(2 * i + 1) };
     let copies =
         (0..n_pages).step_by(2).map(|i| PageCopy { source: Slot(2 * i + 1), target: moved(i) });
-    cuda.copy_pages(&mut arena, &copies.collect::<Vec<_>>()).unwrap();
+    cuda.copy_pages(&mut arena, &copies.collect::<Vec<_>>())?;
     let slots: Vec<Slot> = (0..n_pages).map(moved).collect();
-    cuda.write_table(&mut tables, 0, 0, &slots).unwrap();
-    lay_out(N_ALL - 1, 1, &mut qkv, (&tables, &mut plan));
+    cuda.write_table(&mut tables, 0, 0, &slots)?;
+    lay_out(N_ALL - 1, 1, &mut qkv, (&tables, &mut plan))?;
     let pick = |head| Pick { seq: 0, head, n_first: 0, places, tail: N_ALL as u32, rows: &[] };
     let picks: Vec<Pick<'_>> = (0..N_KV as u32).map(pick).collect();
-    let mut out = cuda.alloc(N_HEADS * d).unwrap();
-    cuda.attend_picks(&plan, LAYER, &spec, &qkv, &arena, &picks, &mut out).unwrap();
+    let mut out = cuda.alloc(N_HEADS * d)?;
+    cuda.attend_picks(&plan, LAYER, &spec, &qkv, &arena, &picks, &mut out)?;
     let mut found = vec![0.0; N_HEADS * d];
-    cuda.read(&out, &mut found).unwrap();
-    found
+    cuda.read(&out, &mut found)?;
+    Ok(found)
 }
 
 #[test]
@@ -130,6 +135,9 @@ fn rows_in_eight_bits_are_those_of_the_reference() {
         open(Some(FarPages { n_near, n_resident: 1, n_threads: 0, code, fails_after: None }))
     };
     let Some(here) = open(None) else { return };
+    let attend = |cuda: &Cuda, kv, tokens: &[Vec<f32>], places: &[u32]| {
+        attend(cuda, kv, tokens, places).unwrap()
+    };
     let far_plain = far(2, None).unwrap();
     let coded = RowCode::ALL.map(|code| (code, [1, 64].map(|n| far(n, Some(code)).unwrap())));
     let all: Vec<u32> = (0..N_ALL as u32).collect();
