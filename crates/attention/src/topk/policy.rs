@@ -253,9 +253,10 @@ impl Policy {
         if self.follow == 0.0 {
             return 0;
         }
-        let halving = match self.retriever {
-            Retriever::Hata { bits } => (group as u32 * bits) as f32 / 64.0,
-            _ => (1 << 23) as f32,
+        let halving = if let Retriever::Hata { bits } = self.retriever {
+            (group as u32 * bits) as f32 / 64.0
+        } else {
+            (1 << 23) as f32
         };
         (-self.follow.log2() * halving).ceil() as u32
     }
