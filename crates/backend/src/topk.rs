@@ -279,7 +279,10 @@ pub fn follow(scores: &[u32], fade: u32, out: &mut Vec<u32>) {
     out.clear();
     out.extend((0..scores.len()).map(|place| {
         let before = (0..=N_FOLLOWERS.min(place) as u32).zip(scores[..=place].iter().rev());
-        before.map(|(step, score)| score.saturating_sub(step * fade)).max().unwrap_or(0)
+        before
+            .map(|(step, score)| score.saturating_sub(step.saturating_mul(fade)))
+            .max()
+            .unwrap_or(0)
     }));
 }
 
