@@ -71,20 +71,13 @@ versions! {
 
 #[inline(always)]
 fn follow_inner<const FUSED: bool>(scores: &[u32], fade: u32, out: &mut [u32]) {
-    let n_first = N_FOLLOWERS.min(scores.len());
-    for (place, out) in out[..n_first].iter_mut().enumerate() {
-        let before = (0..).zip(scores[..=place].iter().rev());
-        *out = before.fold(0, |best, (step, score)| {
-            best.max(score.saturating_sub(fade.saturating_mul(step)))
-        });
-    }
-    for (before, out) in scores.windows(N_FOLLOWERS + 1).zip(&mut out[n_first..]) {
-        let mut best = before[N_FOLLOWERS];
-        for step in 1..=N_FOLLOWERS {
-            let lost = fade.saturating_mul(step as u32);
-            best = best.max(before[N_FOLLOWERS - step].max(lost) - lost);
+    out.copy_from_slice(scores);
+    // Steps one after the other: each is a loop over vectors.
+    for step in 1..=N_FOLLOWERS.min(scores.len()) {
+        let lost = fade.saturating_mul(step as u32);
+        for (out, &before) in out[step..].iter_mut().zip(scores) {
+            *out = (*out).max(before.max(lost) - lost);
         }
-        *out = best;
     }
 }
 
