@@ -152,6 +152,32 @@ params! {
     }
 }
 
+impl GatherRowsParams {
+    /// Rows that the device brings by itself, by moves that the host made: `[head][stride]` each.
+    pub(crate) fn of_moves(
+        (heads, pages): (SparseHeads, SparsePages),
+        (moves, stride): (Address, usize),
+        codes: CodeRows,
+    ) -> Self {
+        GatherRowsParams {
+            heads,
+            pages,
+            moves,
+            tallies: 0,
+            tally_words: 0,
+            mark_stride: 0,
+            staged: 0,
+            tickets: 0,
+            is_closed: 0,
+            n_staged: 0,
+            first_head: 0,
+            stride: count(stride),
+            n_zeros: 0,
+            codes,
+        }
+    }
+}
+
 params! {
     /// Mirrors `PostParams`.
     PostParams {

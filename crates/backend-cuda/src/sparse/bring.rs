@@ -57,22 +57,11 @@ impl Cuda {
                 table_len: plan.table_len,
                 padding: 0,
             };
-            let gather = GatherRowsParams {
-                heads,
-                pages,
-                moves: room.moves.address(),
-                tallies: 0,
-                tally_words: 0,
-                mark_stride: 0,
-                staged: 0,
-                tickets: 0,
-                is_closed: 0,
-                n_staged: 0,
-                first_head: 0,
-                stride: count(brought.stride),
-                n_zeros: 0,
-                codes: kv.codes_of(layer.0),
-            };
+            let gather = GatherRowsParams::of_moves(
+                (heads, pages),
+                (room.moves.address(), brought.stride),
+                kv.codes_of(layer.0),
+            );
             let blocks = match kv.is_far(layer.0) {
                 true => self.tuning.blocks_alone,
                 false => self.device.n_multiprocessors(),

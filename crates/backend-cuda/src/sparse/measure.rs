@@ -137,22 +137,11 @@ impl Cuda {
             table_len: plan.table_len,
             padding: 0,
         };
-        let mut params = GatherRowsParams {
-            heads,
-            pages,
-            moves: room.moves.address(),
-            tallies: 0,
-            tally_words: 0,
-            mark_stride: 0,
-            staged: 0,
-            tickets: 0,
-            is_closed: 0,
-            n_staged: 0,
-            first_head: 0,
-            stride: count(places.len()),
-            n_zeros: 0,
-            codes: kv.codes_of(layer.0),
-        };
+        let mut params = GatherRowsParams::of_moves(
+            (heads, pages),
+            (room.moves.address(), places.len()),
+            kv.codes_of(layer.0),
+        );
         if let Some(link) = link {
             let params = link.ask(layer.0 as usize, &mut params);
             post_rows(&self.device, &sparse.kernels.post, &params, branch)?;

@@ -375,22 +375,11 @@ impl Cuda {
             Some(kept) => (kept.of_layer(at.kv, at.layer), CodeRows::NONE),
             None => (at.pages(), at.kv.codes_of(at.layer.0)),
         };
-        let gather = GatherRowsParams {
-            heads,
-            pages,
-            moves: room.moves.address(),
-            tallies: 0,
-            tally_words: 0,
-            mark_stride: 0,
-            staged: 0,
-            tickets: 0,
-            is_closed: 0,
-            n_staged: 0,
-            first_head: 0,
-            stride: count(picked.stride),
-            n_zeros: 0,
+        let gather = GatherRowsParams::of_moves(
+            (heads, pages),
+            (room.moves.address(), picked.stride),
             codes,
-        };
+        );
         let blocks = self.device.n_multiprocessors();
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, None))?;
         assert!(at.plan.n_rows() * (at.spec.n_heads * at.kv.page.head_dim) as usize <= out.len);
