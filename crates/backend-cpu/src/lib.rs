@@ -224,7 +224,8 @@ impl Backend for Cpu {
     }
 
     fn page_image(&self, kv: &CpuKv) -> Option<PageImage> {
-        Some(kv.page_image(self.isa))
+        // Pages that are in a file are read there.
+        kv.file.is_none().then(|| kv.page_image(self.isa))
     }
 
     fn page_layout(&self, kv: &CpuKv) -> Option<PageLayout> {

@@ -148,6 +148,11 @@ impl CudaPlan {
         kernels: Vec<(PageShape, Arc<AttendKernels>)>,
     ) -> Result<Self, DeviceError> {
         const WHAT: &str = "the plan of a step";
+        if shape.max_rows > MAX_ROWS {
+            let rows = shape.max_rows;
+            let message = format!("a step of {rows} tokens: this device takes at most {MAX_ROWS}");
+            return Err(DeviceError::Fault(message));
+        }
         let width = PageShape::of_layer(&shape.kv, 0).width();
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
         let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);

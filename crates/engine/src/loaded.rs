@@ -8,7 +8,9 @@ use nuthatch_attention::topk::{
     Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse,
     Stats, TopK, TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
 };
-use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
+use nuthatch_backend::{
+    Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RopeSpec, RowMover,
+};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
@@ -16,6 +18,7 @@ use nuthatch_model::{
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
 use nuthatch_types::{ColdKv, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
+use xxhash_rust::xxh3::xxh3_128;
 
 use crate::{
     Arrivals, Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes, TopKStats,
@@ -445,10 +448,11 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         // The key says what decides a page's bytes; the tokens themselves are compared on a hit.
         let fingerprint = files.fingerprint()?;
         let (key, _) = fingerprint.split_first_chunk().expect("a fingerprint has 32 bytes");
+        let rope = rope_mark(&files.config().rope_spec(sizes.max_context as usize));
         let cache_options = Options {
             prefix: options.prefix_caching,
             eviction: options.eviction,
-            hash_key: u128::from_le_bytes(*key) ^ topk.map_or(0, TopKOptions::salt),
+            hash_key: u128::from_le_bytes(*key) ^ rope ^ topk.map_or(0, TopKOptions::salt),
             host_reads: match sizes.host_reads {
                 HostReads::Never => HostReads::Never,
                 HostReads::Near | HostReads::Far => backend.host_reads(),
@@ -474,4 +478,13 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         engine.shares_pages = options.shares_pages;
         Ok(engine)
     }
+}
+
+/// Names the rotation of keys, which some models choose by how long a context may become.
+fn rope_mark(rope: &RopeSpec) -> u128 {
+    let RopeSpec { inv_freq, attention_factor, style } = rope;
+    let floats = inv_freq.iter().chain([attention_factor]);
+    let mut bytes: Vec<u8> = floats.flat_map(|x| x.to_le_bytes()).collect();
+    bytes.extend(format!("{style:?}").bytes());
+    xxh3_128(&bytes)
 }

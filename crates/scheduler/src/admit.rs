@@ -201,6 +201,8 @@ impl Scheduler {
         self.running.insert(position, seq);
         self.counters.admissions_spilled += u64::from(fit.is_spilled);
         self.seq_mut(seq).is_spilled = fit.is_spilled;
+        // What comes back from a swap has its own pages, of which the last may be half full.
+        let may_load = matches!(fit.entry, Entry::New(_));
         match fit.entry {
             Entry::New(admission) => {
                 let Admitted { n_found, .. } = self.cache.admit(admission);
@@ -224,7 +226,7 @@ impl Scheduler {
             sequence.n_since_rank = 0;
         }
         let n_tokens = sequence.pending().min(budget);
-        if self.load_stored(seq) {
+        if may_load && self.load_stored(seq) {
             return;
         }
         step.surplus = None;

@@ -58,7 +58,7 @@ pub struct HttpLimits {
     pub body_time: Duration,
     /// Time in which a client must take at least a byte of what it is sent.
     pub write_time: Duration,
-    /// Bytes of all bodies that are being read or answered; more wait.
+    /// Bytes of all bodies that are being read or understood; more wait.
     pub bodies_bytes: usize,
     /// Time that running requests have to end when the server stops.
     pub drain_time: Duration,

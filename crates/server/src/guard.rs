@@ -1,10 +1,11 @@
 //! Who may ask, and who pays.
 
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::hash::Hasher as _;
 
 use axum::http::{HeaderMap, header};
 use nuthatch_engine::Tenant;
 use nuthatch_wire::{ApiError, ErrorKind};
+use siphasher::sip::SipHasher13;
 use subtle::{Choice, ConstantTimeEq as _};
 
 use crate::ServerConfig;
@@ -77,8 +78,11 @@ fn find<'a>(keys: &'a [String], given: &[u8]) -> Option<&'a String> {
 }
 
 fn tenant(name: &[u8]) -> Tenant {
-    let mut hasher = DefaultHasher::new();
-    name.hash(&mut hasher);
+    // Folders of sessions and names of pages on disks are made of it, so it must never change; the
+    // standard library's hasher may.
+    let mut hasher = SipHasher13::new();
+    hasher.write(&(name.len() as u64).to_le_bytes());
+    hasher.write(name);
     Tenant(hasher.finish())
 }
 
@@ -133,6 +137,11 @@ mod tests {
         let tenant = |name| keys.admit(&headers(&[("x-tenant-id", name)])).unwrap();
         assert_eq!(tenant("a"), tenant("a"));
         assert_ne!(tenant("a"), tenant("b"));
+        assert_eq!(
+            tenant("a"),
+            Tenant(0xbeb9_a6bb_f61b_58b4),
+            "as it was when sessions were saved"
+        );
         assert!(keys.admit_admin(&headers(&[("authorization", "Bearer ")])).is_err());
     }
 }

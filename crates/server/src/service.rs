@@ -15,7 +15,7 @@ use nuthatch_wire::{
 use serde_json::{Value, json as object};
 
 use crate::app::App;
-use crate::error::{Failure, Handled, engine_lost, json, stopping};
+use crate::error::{Failure, Handled, engine_lost, internal, json, stopping};
 use crate::events::medium;
 use crate::router::read_body;
 
@@ -66,7 +66,24 @@ fn card(app: &App, name: &str) -> ModelCard {
 /// `POST /tokenize`.
 pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Handled<Response> {
     let body = read_body(&app, request).await?;
-    let request = TokenizeRequest::parse(&body.bytes)?;
+    aside(app, move |app| tokenized(app, &body.bytes)).await
+}
+
+/// Runs what may take a while where it keeps nobody else waiting.
+async fn aside(
+    app: Arc<App>,
+    task: impl FnOnce(&App) -> Handled<Response> + Send + 'static,
+) -> Handled<Response> {
+    let shared = Arc::clone(&app);
+    tokio::task::spawn_blocking(move || task(&shared)).await.map_err(|error| {
+        tracing::error!(%error, "a request cannot be answered");
+        app.metrics.panicked();
+        internal()
+    })?
+}
+
+fn tokenized(app: &App, body: &[u8]) -> Handled<Response> {
+    let request = TokenizeRequest::parse(body)?;
     app.check_model(request.model.as_deref())?;
     let endpoint = &app.config.endpoint;
     let words = &endpoint.words;
@@ -93,7 +110,11 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> H
 /// `POST /detokenize`.
 pub(crate) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Handled<Response> {
     let body = read_body(&app, request).await?;
-    let request = DetokenizeRequest::parse(&body.bytes)?;
+    aside(app, move |app| detokenized(app, &body.bytes)).await
+}
+
+fn detokenized(app: &App, body: &[u8]) -> Handled<Response> {
+    let request = DetokenizeRequest::parse(body)?;
     app.check_model(request.model.as_deref())?;
     let tokenizer = &app.config.endpoint.words.tokenizer;
     let is_unknown = |token: &&TokenId| token.0 as usize >= tokenizer.vocab_size();

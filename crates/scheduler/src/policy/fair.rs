@@ -48,13 +48,28 @@ impl Default for Account {
 }
 
 impl Fair {
-    /// Forgets tenants of ordinary weight whose counters are too low to matter when they return.
+    /// Tenants who are remembered.
+    #[cfg(test)]
+    pub(super) fn n_tenants(&self) -> usize {
+        self.tenants.len()
+    }
+
+    /// Forgets tenants of ordinary weight who have nothing here, those first who were served least,
+    /// and half as many as may stay: so that it is not done for every request.
     fn forget_idle(&mut self) {
-        let lowest = self.queued.first().map_or(u64::MAX, |&(counter, _)| counter);
-        if self.tenants.len() > self.queued.len() + MAX_IDLE_TENANTS {
-            self.tenants.retain(|_, account| {
-                !account.fresh.is_empty() || account.counter > lowest || account.weight != 1
-            });
+        if self.tenants.len() <= self.queued.len() + MAX_IDLE_TENANTS {
+            return;
+        }
+        let idle = self.tenants.iter();
+        let idle = idle.filter(|(_, account)| account.fresh.is_empty() && account.weight == 1);
+        let mut idle: Vec<(u64, Tenant)> =
+            idle.map(|(&tenant, account)| (account.counter, tenant)).collect();
+        idle.sort_unstable();
+        idle.truncate(idle.len().saturating_sub(MAX_IDLE_TENANTS / 2));
+        for (counter, tenant) in idle {
+            self.tenants.remove(&tenant);
+            // Whoever was forgotten starts again no lower than those who were forgotten with it.
+            self.floor = self.floor.max(counter);
         }
     }
 }

@@ -206,3 +206,18 @@ fn mlfq_lets_nobody_starve() {
     let waiter = line.waiters[&SeqId(1)];
     assert_eq!(line.queue.rank_to_run(&waiter, 50).class, 0);
 }
+
+#[test]
+fn fair_forgets_tenants_who_came_once() {
+    let mut fair = super::fair::Fair::default();
+    let service = Service { n_computed: 10, n_sampled: 1, n_since_rank: 0 };
+    for n in 1..20_000 {
+        let rank = Rank { class: 0, arrival: Arrival::nth(n) };
+        let (seq, tenant) = (SeqId(n), Tenant(n));
+        let waiter = Waiter { seq, rank, tenant, is_started: false, since: 0 };
+        fair.push(waiter);
+        fair.remove(&waiter);
+        fair.serve(&waiter, service);
+        assert!(fair.n_tenants() <= 1025, "{} after {n}", fair.n_tenants());
+    }
+}

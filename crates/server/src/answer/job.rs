@@ -277,7 +277,8 @@ impl Answer {
     ) -> Piece {
         // Tokens that were on their way when the answer was stopped are not part of it.
         if self.text.is_stopped() || self.end.is_some() {
-            return Piece::default();
+            // The engine may have been too busy to be told, so it is told again.
+            return Piece { is_stopped: self.text.is_stopped(), ..Piece::default() };
         }
         self.n_tokens += 1;
         let text = self.text.push(id);
