@@ -31,6 +31,7 @@ mod options;
 mod output;
 mod pages;
 mod requests;
+mod rope_mark;
 pub mod sample;
 mod tier;
 

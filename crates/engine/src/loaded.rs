@@ -8,9 +8,7 @@ use nuthatch_attention::topk::{
     Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse,
     Stats, TopK, TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
 };
-use nuthatch_backend::{
-    Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RopeSpec, RowMover,
-};
+use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
     BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
@@ -18,8 +16,8 @@ use nuthatch_model::{
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
 use nuthatch_types::{ColdKv, HostReads, PageCopy, PageImage, PageShift, Slot, TokenId};
-use xxhash_rust::xxh3::xxh3_128;
 
+use crate::rope_mark::rope_mark;
 use crate::{
     Arrivals, Engine, EngineOptions, Executor, Forward, Pages, SharedClock, Sizes, TopKStats,
 };
@@ -478,13 +476,4 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         engine.shares_pages = options.shares_pages;
         Ok(engine)
     }
-}
-
-/// Names the rotation of keys, which some models choose by how long a context may become.
-fn rope_mark(rope: &RopeSpec) -> u128 {
-    let RopeSpec { inv_freq, attention_factor, style } = rope;
-    let floats = inv_freq.iter().chain([attention_factor]);
-    let mut bytes: Vec<u8> = floats.flat_map(|x| x.to_le_bytes()).collect();
-    bytes.extend(format!("{style:?}").bytes());
-    xxh3_128(&bytes)
 }
