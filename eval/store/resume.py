@@ -75,9 +75,9 @@ class Server(Serve):
             time.sleep(pause)
 
     def written(self):
-        """Bytes that the process has given to the file system."""
+        """Bytes that the process has given to the file system, by whatever calls, in whole blocks."""
         with open(f"/proc/{self.process.pid}/io", encoding="ascii") as file:
-            return int(re.search(r"^wchar: (\d+)", file.read(), re.M).group(1))
+            return int(re.search(r"^write_bytes: (\d+)", file.read(), re.M).group(1))
 
 
 def start_redis(program):
