@@ -475,5 +475,26 @@ mod tests {
         assert!(profile.check().is_ok());
         let digest = profile.digest(Retriever::DoubleSparsity { channels: 2 }).unwrap();
         assert_eq!(digest.frame_of(1, 4), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]);
+        // (1 + 9 + 9 + 25 + 0.25) / 2 in all directions together.
+        let squares = profile.lengths[4..].iter().map(|x| x * x).sum::<f32>();
+        assert!((squares - 22.125).abs() < 1e-3, "{:?}", profile.lengths);
+    }
+
+    #[test]
+    fn channels_in_four_bits_are_evened_out_and_products_stay() {
+        let mut profile = Profile::empty(&SHAPE);
+        let (one, two) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.0, 1.0, 0.0, 0.0]);
+        profile.principal = [one, two].repeat(2);
+        let four = Retriever::Loki { channels: 2, bits: 4 };
+        let policy = Policy { retriever: four, ..Policy::default() };
+        assert!(!profile.serves(&policy), "a profile without lengths");
+        profile.lengths = vec![9.0, 4.0, 0.0, 1.0];
+        assert!(profile.serves(&policy) && profile.check().is_ok());
+        let digest = profile.digest(four).unwrap();
+        assert_eq!(digest.kind, DigestKind::Nibbles);
+        assert_eq!(digest.frame_of(0, 4), [1.0 / 3.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]);
+        assert_eq!((digest.weights_of(0), digest.weights_of(1)), (&[9.0, 4.0][..], &[1.0; 2][..]));
+        profile.lengths.pop();
+        assert!(profile.check().is_err());
     }
 }
