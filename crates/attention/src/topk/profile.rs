@@ -484,7 +484,7 @@ mod tests {
     fn channels_in_four_bits_are_evened_out_and_products_stay() {
         let mut profile = Profile::empty(&SHAPE);
         let (one, two) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.0, 1.0, 0.0, 0.0]);
-        profile.principal = [one, two].repeat(2);
+        profile.principal = vec![one.clone(), two.clone(), one, two];
         let four = Retriever::Loki { channels: 2, bits: 4 };
         let policy = Policy { retriever: four, ..Policy::default() };
         assert!(!profile.serves(&policy), "a profile without lengths");

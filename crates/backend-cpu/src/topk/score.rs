@@ -78,7 +78,7 @@ impl Scoring<'_> {
             };
             match queries {
                 Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
-                queries => {
+                Queries::Floats(_) | Queries::Codes(_) => {
                     self.raw_scores(ask, queries, first_page, raw);
                     for (row, sum) in raw.chunks_exact_mut(n).zip(sums) {
                         *sum = exponentials(self.attention.isa, row);
