@@ -45,9 +45,12 @@ fn main() -> Result<(), nuthatch_backend::DeviceError> {
         }
     }
     if wanted("choose") {
-        for (kind, width) in
-            [(DigestKind::Channels, 16), (DigestKind::Channels, 32), (DigestKind::Signs, 256)]
-        {
+        for (kind, width) in [
+            (DigestKind::Channels, 16),
+            (DigestKind::Channels, 32),
+            (DigestKind::Nibbles, 32),
+            (DigestKind::Signs, 256),
+        ] {
             for depth in [2000, 8000, 32000] {
                 choose(&cpu, kind, width, depth)?;
             }
@@ -213,7 +216,7 @@ fn choose(
     depth: usize,
 ) -> Result<(), nuthatch_backend::DeviceError> {
     let mean = if kind == DigestKind::Signs { vec![0.0; 90 * D] } else { vec![] };
-    let digest = Digest { kind, width, frame: random(width * D), mean };
+    let digest = Digest { kind, width, frame: random(width * D), mean, weights: vec![] };
     let bytes = depth.div_ceil(16) * digest.page_bytes(16, D);
     let Context { plan, store, qkv } = Context::new(cpu, KvDtype::F16, (depth, 1), &[digest])?;
     let (mut scores, mut chosen) = (vec![0; depth], Vec::new());

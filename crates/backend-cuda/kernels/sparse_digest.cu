@@ -3,6 +3,8 @@
 //   signs      [16 tokens][width / 32]   words of 32 bits: sum over e of frame[e][r] (k[e] - mean[e]) > 0
 //   channels   [16 tokens][width]        eight bits: sum over e of frame[e][r] k[e]; width filled up to
 //                                        16; then what one stands for, [16 tokens] f16
+//   nibbles    [width / 8][16 tokens]    four bytes, each of channel c in its low and of channel c + 4 in
+//                                        its high half, both with 8 added; then as above
 //   bounds     [min|max][D]              f16: of the page's tokens up to the one that was written
 //
 // Sums go along e, fused, as on the CPU (backend-cpu/src/topk/mod.rs): equal keys have equal digests.
@@ -11,6 +13,7 @@
 #define DIGEST_SIGNS 0
 #define DIGEST_CHANNELS 1
 #define DIGEST_BOUNDS 2
+#define DIGEST_NIBBLES 4
 #define DIGEST_TOKENS 8
 #define DIGEST_THREADS 128
 #define DIGEST_STAGE 4096  // floats of the frame that are at hand
@@ -71,6 +74,24 @@ DEVICE void digest_channels(const DigestParams& p, const float* products, u8* pa
         page[token * row_bytes + r] = (u8)(int)fminf(fmaxf(x, -128.0f), 127.0f);
     }
     if (lane == 0) *(u16*)(page + PAGE * row_bytes + token * 2) = (u16)bits;
+}
+
+// The same in four bits; `nibbles` of backend/src/topk.rs.
+DEVICE void digest_nibbles(const DigestParams& p, const float* products, u8* page, u32 token) {
+    const u32 lane = threadIdx.x % 32, lines = (p.width + 7) / 8;
+    float most = 0.0f;
+    for (u32 r = lane; r < p.width; r += 32) most = fmaxf(most, fabsf(products[r]));
+    const u32 bits = f16_of(__fdiv_rn(warp_max(most), 7.0f));
+    const float unit = f16_to_float(bits), scale = unit > 0.0f ? __fdiv_rn(1.0f, unit) : 0.0f;
+    for (u32 line = lane; line < lines; line += 32) {
+        u32 word = 0;
+        for (u32 i = 0; i < 8 && line * 8 + i < p.width; i++) {
+            const int code = (int)roundf(__fmul_rn(products[line * 8 + i], scale));
+            word |= (u32)(min(max(code, -8), 7) + 8) << (i % 4 * 8 + i / 4 * 4);
+        }
+        *(u32*)(page + line * 4 * PAGE + token * 4) = word;
+    }
+    if (lane == 0) *(u16*)(page + lines * 4 * PAGE + token * 2) = (u16)bits;
 }
 
 // Brings rows of the frame, from element `first` on, for as many columns as there are threads.
@@ -146,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestP
         UNROLL
         for (int i = 0; i < DIGEST_TOKENS; i++) {
             if (i >= n) continue;
-            if (p.kind == DIGEST_CHANNELS) {
+            if (p.kind != DIGEST_SIGNS) {
                 products[i][r] = sums[i];
             } else {
                 u8* own = target + (u64)slots[i] * p.page_bytes + tokens[i] * row_bytes;
@@ -155,10 +176,13 @@ extern "C" __global__ void __launch_bounds__(DIGEST_THREADS) digest_keys(DigestP
             }
         }
     }
-    if (p.kind != DIGEST_CHANNELS) return;
+    if (p.kind == DIGEST_SIGNS) return;
     __syncthreads();
-    for (u32 i = thread / 32; i < n; i += DIGEST_THREADS / 32)
-        digest_channels(p, products[i], target + (u64)slots[i] * p.page_bytes, tokens[i]);
+    for (u32 i = thread / 32; i < n; i += DIGEST_THREADS / 32) {
+        u8* page = target + (u64)slots[i] * p.page_bytes;
+        if (p.kind == DIGEST_NIBBLES) digest_nibbles(p, products[i], page, tokens[i]);
+        else digest_channels(p, products[i], page, tokens[i]);
+    }
 }
 
 // The keys of the first places of one head, as floats: for calibration. Grid: (place).

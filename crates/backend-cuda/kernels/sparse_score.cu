@@ -15,7 +15,7 @@ DEVICE ScoreRoom score_room(const ScoreParams& p, u32* shared) {
     return ScoreRoom{(float*)shared, queries, queries + query_words(p)};
 }
 
-extern "C" __global__ void __launch_bounds__(SCORE_THREADS) score_pieces(AskedParams p) {
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) score_pieces(AskedParams p) {
     extern __shared__ __align__(128) u32 shared_words[];
     begin();
     const Question ask = p.asks[blockIdx.y];

@@ -2,6 +2,7 @@
 //
 //   signs          bits that agree, summed over the group
 //   channels       sum over the group of softmax over all places of scale (frame q) . digest
+//   nibbles        the same of digests in four and queries in eight bits, whose sums are whole numbers
 //   keys, bounds   the same of scale q . k, and of the largest that a key of the page could have
 //
 // Places are taken in pieces of PIECE. A piece leaves raw scores (times log2 e) and, for each query, their
@@ -13,6 +14,7 @@
 #define SCORE_CHANNELS 1
 #define SCORE_BOUNDS 2
 #define SCORE_KEYS 3
+#define SCORE_NIBBLES 4
 #define PIECE 2048
 #define PIECE_PAGES (PIECE / PAGE)
 #define SCORE_THREADS 512
@@ -23,6 +25,7 @@ struct ScoreParams {
     const float* qkv;
     const u8* digests;    // [G][slot][page's digest] of the layer
     const float* frame;   // [G][D][width] of the layer, or one for all
+    const float* weights; // [G][width] of the layer, by which products of queries are multiplied, or null
     float* raw;           // [question][group][stride]
     u32* scores;          // [question][stride]
     float2* sums;         // [question][stride / PIECE][group]: maximum, sum
@@ -61,6 +64,8 @@ DEVICE u32 query_words(const ScoreParams& p) {
     if (p.kind == SCORE_SIGNS) return p.group * p.width / 32;
     // Operands of each step of sixteen channels, and a factor for each query.
     if (p.kind == SCORE_CHANNELS) return (p.group + 7) / 8 * ((p.width + 15) / 16 * 128 + 8);
+    // Operands of each step of 32 channels, a factor and a beginning for each query.
+    if (p.kind == SCORE_NIBBLES) return (p.group + 7) / 8 * ((p.width + 31) / 32 * 64 + 16);
     return p.group * HEAD_DIM;
 }
 
@@ -108,6 +113,40 @@ DEVICE void channel_operands(const ScoreParams& p, const float* channels, u32 se
     }
 }
 
+// The same in eight bits, for `score_nibbles`; `query_codes` of backend/src/topk.rs. Of step s, lane 4 g + t
+// has channels 32 s + 8 t .. + 4 of query g in the first word, and the next four in the second.
+DEVICE void nibble_operands(const ScoreParams& p, const float* channels, u32 set, u32* out) {
+    const u32 steps = (p.width + 31) / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float* factors = (float*)(out + steps * 64);
+    int* begins = (int*)(factors + 8);
+    for (u32 g = warp; g < 8; g += SCORE_WARPS) {
+        const bool is_there = set * 8 + g < p.group;
+        const float* own = channels + (set * 8 + g) * p.width;
+        float largest = 0.0f;
+        for (u32 c = lane; is_there && c < p.width; c += 32) largest = fmaxf(largest, fabsf(own[c]));
+        largest = warp_max(largest);
+        const bool is_something = largest > 1e-30f && largest < INFINITE;
+        const float up = is_something ? __fdiv_rn(127.0f, largest) : 0.0f;
+        // Whole numbers that floats hold.
+        float sum = 0.0f;
+        for (u32 i = lane; i < steps * 8; i += 32) {
+            u32 word = 0;
+            for (u32 e = 0; e < 4; e++) {
+                const u32 c = i * 4 + e;
+                const int code = is_there && c < p.width ? (int)roundf(__fmul_rn(own[c], up)) : 0;
+                word |= (u32)(code & 0xFF) << e * 8;
+                sum += (float)code;
+            }
+            out[(i / 8 * 32 + g * 4 + i % 8 / 2) * 2 + i % 2] = word;
+        }
+        sum = warp_sum(sum);
+        if (lane > 0) continue;
+        factors[g] = is_something ? LOG2_E * (__fdiv_rn(largest, 127.0f) * p.scale) : 0.0f;
+        // Keys have eight added.
+        begins[g] = -8 * (int)sum;
+    }
+}
+
 // Products of the queries with the frame, [group][width], to the room of raw scores. A product is
 // shared by as many threads as there are, because each waits for what it reads.
 DEVICE void project_queries(const ScoreParams& p, const Question& ask, const ScoreRoom& room) {
@@ -138,11 +177,21 @@ DEVICE void project_queries(const ScoreParams& p, const Question& ask, const Sco
         room.raw[thread] = sum;
     }
     __syncthreads();
+    if (p.weights == nullptr) return;
+    const float* weights = p.weights + ask.head * p.width;
+    for (u32 i = thread; i < n; i += SCORE_THREADS)
+        room.raw[i] = __fmul_rn(room.raw[i], weights[i % p.width]);
+    __syncthreads();
 }
 
 // Prepares the queries of a question; the room of raw scores is used meanwhile.
 DEVICE void prepare_queries(const ScoreParams& p, const Question& ask, const ScoreRoom& room) {
-    if (p.kind == SCORE_SIGNS || p.kind == SCORE_CHANNELS) {
+    if (p.kind == SCORE_NIBBLES) {
+        project_queries(p, ask, room);
+        const u32 words = (p.width + 31) / 32 * 64 + 16;
+        for (u32 set = 0; set * 8 < p.group; set++)
+            nibble_operands(p, room.raw, set, room.queries + set * words);
+    } else if (p.kind == SCORE_SIGNS || p.kind == SCORE_CHANNELS) {
         project_queries(p, ask, room);
         const u32 words = (p.width + 15) / 16 * 128 + 8;
         // Whole warps: signs come by the 64.
@@ -211,6 +260,51 @@ DEVICE void score_channels(const ScoreParams& p, const Question& ask, const Scor
     }
 }
 
+// The same by channels in four bits. A word of a token has both operands of a lane: low and high halves.
+DEVICE void score_nibbles(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 lines = (p.width + 7) / 8, steps = (lines + 3) / 4;
+    const u8* rows[4];
+    u32 units[4];
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+        const u32 first = at + j * 8;
+        const u8* page = digest_of(p, ask, room.slots[first / PAGE]);
+        rows[j] = page + (first % PAGE + g) * 4 + t * 4 * PAGE;
+        units[j] = *(const u32*)(page + lines * 4 * PAGE + (first % PAGE + t * 2) * 2);
+    }
+    for (u32 set = 0; set * 8 < p.group; set++) {
+        const u32* operands = room.queries + set * (steps * 64 + 16);
+        const int begin = (int)operands[steps * 64 + 8 + g];
+        int sums[4][4];
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            UNROLL
+            for (int e = 0; e < 4; e++) sums[j][e] = begin;
+#pragma unroll 2
+        for (u32 s = 0; s < steps; s++) {
+            u32 words[4];
+            UNROLL
+            for (int j = 0; j < 4; j++)
+                words[j] = s * 4 + t < lines ? *(const u32*)(rows[j] + s * 16 * PAGE) : 0;
+            const uint2 codes = *(const uint2*)(operands + (s * 32 + lane) * 2);
+            const u32 a[4] = {codes.x, 0, codes.y, 0};
+            UNROLL
+            for (int j = 0; j < 4; j++)
+                mma_s8(sums[j], a, words[j] & 0x0F0F0F0F, words[j] >> 4 & 0x0F0F0F0F);
+        }
+        const u32 query = set * 8 + g;
+        if (query >= p.group) continue;
+        const float factor = __uint_as_float(operands[steps * 64 + g]);
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            UNROLL
+            for (int e = 0; e < 2; e++)
+                room.raw[query * PIECE + at + j * 8 + t * 2 + e] =
+                    (float)sums[j][e] * f16_to_float(units[j] >> 16 * e & 0xFFFF) * factor;
+    }
+}
+
 DEVICE u32 score_signs(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at) {
     const u32 words = p.width / 32;
     const uint2* row = (const uint2*)(digest_of(p, ask, room.slots[at / PAGE]) +
@@ -263,6 +357,8 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     }
     if (p.kind == SCORE_CHANNELS) {
         for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_channels(p, ask, room, i);
+    } else if (p.kind == SCORE_NIBBLES) {
+        for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_nibbles(p, ask, room, i);
     } else {
         for (u32 i = thread; i < p.group * PIECE; i += SCORE_THREADS)
             if (i % PIECE < n) room.raw[i] = score_plain(p, ask, room, i / PIECE, i % PIECE);

@@ -19,6 +19,9 @@ pub enum DigestKind {
     Signs,
     /// The key's products with the rows of the frame, see [`channels`] (Loki, Double Sparsity).
     Channels,
+    /// The same in four bits, see [`nibbles`]; the queries that meet them have eight, see
+    /// [`query_codes`], so that sums of products are whole numbers.
+    Nibbles,
     /// The least and the largest of each element over the keys of a page (Quest); has no frame.
     Bounds,
 }
@@ -35,6 +38,10 @@ pub struct Digest {
     /// `[layer][G][D]`, subtracted from keys before their signs are taken. The order of products
     /// with a query is the same with and without it, and signs say more about centred keys.
     pub mean: Vec<f32>,
+    /// `[layer][G][width]`, by which a query's products with the frame are multiplied; 1 if empty. A
+    /// frame whose rows were divided by the roots of these leaves the products of keys and queries as
+    /// they were, and has channels of more equal size.
+    pub weights: Vec<f32>,
 }
 
 impl Digest {
@@ -43,6 +50,7 @@ impl Digest {
         match self.kind {
             DigestKind::Signs => page_len * self.width / 8,
             DigestKind::Channels => page_len * (self.width + 2),
+            DigestKind::Nibbles => page_len * (self.width.next_multiple_of(8) / 2 + 2),
             DigestKind::Bounds => 2 * d * 2,
         }
     }
@@ -61,6 +69,11 @@ impl Digest {
     /// The mean of one head, `[D]`.
     pub fn mean_of(&self, head: usize, d: usize) -> &[f32] {
         &self.mean[head * d..][..d]
+    }
+
+    /// The weights of one head, `[width]`, or nothing if all are 1.
+    pub fn weights_of(&self, head: usize) -> &[f32] {
+        if self.weights.is_empty() { &[] } else { &self.weights[head * self.width..][..self.width] }
     }
 }
 
@@ -350,6 +363,32 @@ pub fn channels(products: &[f32]) -> (Vec<i8>, f16) {
     (products.iter().map(|x| (x * scale).round() as i8).collect(), unit)
 }
 
+/// A key's products with the rows of a frame in four bits, and what one stands for: 8 is nothing, and
+/// the largest is 7 away from it.
+pub fn nibbles(products: &[f32]) -> (Vec<u8>, f16) {
+    let most = products.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let unit = f16::from_f32(most / 7.0);
+    let scale = if unit > f16::ZERO { 1.0 / unit.to_f32() } else { 0.0 };
+    let code = |x: &f32| ((x * scale).round().clamp(-8.0, 7.0) as i8 + 8).cast_unsigned();
+    (products.iter().map(code).collect(), unit)
+}
+
+/// A query's products with the rows of a frame in eight bits, and what one stands for: the largest is
+/// 127. Queries that are nearly nothing, or no numbers, are nothing.
+pub fn query_codes(products: &[f32]) -> (Vec<i8>, f32) {
+    let most = products.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    if !(most > 1e-30 && most < f32::INFINITY) {
+        return (vec![0; products.len()], 0.0);
+    }
+    let scale = 127.0 / most;
+    (products.iter().map(|x| (x * scale).round() as i8).collect(), most / 127.0)
+}
+
+/// The product of a key in four bits and a query in eight, in units of both.
+pub fn nibble_product(key: &[u8], query: &[i8]) -> i32 {
+    key.iter().zip(query).map(|(&k, &q)| (i32::from(k) - 8) * i32::from(q)).sum()
+}
+
 /// Bits that agree.
 pub fn agreement(a: &[u64], b: &[u64]) -> u32 {
     a.iter().zip(b).map(|(a, b)| (!(a ^ b)).count_ones()).sum()
@@ -403,6 +442,19 @@ mod tests {
                     assert_eq!(chosen, naive, "{scores:?} from {first}, {k}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn whole_numbers_in_four_and_in_eight_bits_stand_for_themselves() {
+        let (key, unit) = nibbles(&[7.0, -7.0, 0.0, 3.0]);
+        assert_eq!((&key[..], unit.to_f32()), (&[15, 1, 8, 11][..], 1.0));
+        let (query, of_query) = query_codes(&[-127.0, 5.0, 60.0, 0.4]);
+        assert_eq!((&query[..], of_query), (&[-127, 5, 60, 0][..], 1.0));
+        assert_eq!(nibble_product(&key, &query), -7 * 127 - 7 * 5);
+        assert_eq!(nibbles(&[0.0; 3]).0, [8; 3]);
+        for nothing in [[0.0; 2], [f32::NAN, 0.0], [f32::INFINITY, 1.0], [1e-40, 0.0]] {
+            assert_eq!(query_codes(&nothing), (vec![0; 2], 0.0));
         }
     }
 

@@ -25,15 +25,16 @@ pub fn orthonormal_frame(n_rows: usize, d: usize, seed: u64) -> Vec<f32> {
 }
 
 /// The `n_rows` directions of width `d` in which vectors with these second moments, `[D][D]`, are
-/// longest, orthonormal, longest first.
-pub fn principal_frame(moments: &[f64], d: usize, n_rows: usize) -> Vec<f32> {
+/// longest, orthonormal, longest first, and the moments along them.
+pub fn principal_frame(moments: &[f64], d: usize, n_rows: usize) -> (Vec<f32>, Vec<f64>) {
     let (values, vectors) = eigen(moments.to_vec(), d);
     let mut order: Vec<usize> = (0..d).collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
-    let rows = order.iter().take(n_rows);
-    rows.flat_map(|&i| (0..d).map(move |e| (i, e)))
-        .map(|(i, e)| vectors[e * d + i] as f32)
-        .collect()
+    order.truncate(n_rows);
+    let elements = order.iter().flat_map(|&i| (0..d).map(move |e| (i, e)));
+    let rows = elements.map(|(i, e)| vectors[e * d + i] as f32).collect();
+    // What rounding makes negative is nothing.
+    (rows, order.iter().map(|&i| values[i].max(0.0)).collect())
 }
 
 /// Eigenvalues and eigenvectors (columns) of a symmetric matrix, by Jacobi's rotations.
@@ -140,9 +141,10 @@ mod tests {
                 }
             }
         }
-        let found = principal_frame(&moments, 3, 2);
+        let (found, lengths) = principal_frame(&moments, 3, 2);
         assert!(dot(&found[..3], &axes[6..]).abs() > 0.9999);
         assert!(dot(&found[3..], &axes[..3]).abs() > 0.9999);
-        assert_eq!(principal_frame(&[0.0; 9], 3, 3).len(), 9);
+        assert!((lengths[0] - 9.0).abs() < 1e-4 && (lengths[1] - 4.0).abs() < 1e-4, "{lengths:?}");
+        assert_eq!(principal_frame(&[0.0; 9], 3, 3).0.len(), 9);
     }
 }

@@ -23,6 +23,8 @@ pub enum Retriever {
     Loki {
         /// How many.
         channels: u32,
+        /// Of each: 8 or 4.
+        bits: u32,
     },
     /// By the channels that matter most to products.
     DoubleSparsity {
@@ -38,7 +40,8 @@ impl Retriever {
             Retriever::Full | Retriever::Streaming | Retriever::Exact => None,
             Retriever::Hata { bits } => Some((DigestKind::Signs, bits)),
             Retriever::Quest => Some((DigestKind::Bounds, 0)),
-            Retriever::Loki { channels } | Retriever::DoubleSparsity { channels } => {
+            Retriever::Loki { channels, bits: 4 } => Some((DigestKind::Nibbles, channels)),
+            Retriever::Loki { channels, .. } | Retriever::DoubleSparsity { channels } => {
                 Some((DigestKind::Channels, channels))
             }
         }
@@ -55,7 +58,8 @@ pub fn digest_page_bytes(policies: &[Policy], shape: &KvShape) -> usize {
             continue;
         };
         retrievers.push(retriever);
-        let digest = Digest { kind, width: width as usize, frame: Vec::new(), mean: Vec::new() };
+        let (frame, mean, weights) = Default::default();
+        let digest = Digest { kind, width: width as usize, frame, mean, weights };
         bytes += digest.page_bytes(shape.page_len as usize, shape.head_dim as usize);
     }
     bytes * shape.n_layers as usize * shape.n_kv_heads as usize

@@ -50,6 +50,9 @@ pub struct Profile {
     /// `[kv layer][G][n]` directions of width `D` in which keys are longest, longest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty", with = "compact")]
     pub principal: Vec<Vec<f32>>,
+    /// `[kv layer][G][n]` how long keys are along these directions, root mean square.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lengths: Vec<f32>,
 }
 
 /// A profile that cannot be used.
@@ -145,6 +148,7 @@ impl Profile {
         if found != expected || n_principal > d {
             return Err(ProfileError::List { list: "principal", found, expected });
         }
+        floats("lengths", &self.lengths, expected)?;
         let expected = kv_layers * kv_heads * d;
         let found = self.channels.iter().filter(|&&c| usize::from(c) < d).count();
         if !self.channels.is_empty() && (found != expected || self.channels.len() != expected) {
@@ -221,8 +225,9 @@ impl Profile {
         match policy.retriever {
             Retriever::Full | Retriever::Streaming | Retriever::Exact | Retriever::Quest => true,
             Retriever::Hata { .. } => !self.mean.is_empty(),
-            Retriever::Loki { channels } => {
+            Retriever::Loki { channels, bits } => {
                 self.n_principal() >= channels.min(self.head_dim).max(1) as usize
+                    && (bits == 8 || !self.lengths.is_empty())
             }
             Retriever::DoubleSparsity { .. } => !self.channels.is_empty(),
         }
@@ -236,11 +241,11 @@ impl Profile {
         let heads = self.n_kv_layers as usize * self.n_kv_heads as usize;
         let width = match kind {
             DigestKind::Signs => width as usize,
-            DigestKind::Channels => (width as usize).min(d),
+            DigestKind::Channels | DigestKind::Nibbles => (width as usize).min(d),
             DigestKind::Bounds => 0,
         };
         let n_principal = self.n_principal();
-        let frame = match retriever {
+        let mut frame = match retriever {
             Retriever::Hata { .. } => orthonormal_frame(width, d, FRAME_SEED),
             Retriever::Loki { .. } => self.first_rows(heads, width, |head, row, e| {
                 self.principal.get(head * n_principal + row)?.get(e).copied()
@@ -256,9 +261,33 @@ impl Profile {
         let mean = match kind {
             DigestKind::Signs if self.mean.is_empty() => vec![0.0; heads * d],
             DigestKind::Signs => self.mean.clone(),
-            DigestKind::Channels | DigestKind::Bounds => Vec::new(),
+            DigestKind::Channels | DigestKind::Nibbles | DigestKind::Bounds => Vec::new(),
         };
-        Some(Digest { kind, width, frame, mean })
+        let weights = match kind {
+            DigestKind::Nibbles => self.even_out(heads, width, &mut frame),
+            DigestKind::Signs | DigestKind::Channels | DigestKind::Bounds => Vec::new(),
+        };
+        Some(Digest { kind, width, frame, mean, weights })
+    }
+
+    /// Divides rows by the roots of their lengths, and gives the lengths, by which queries are to be
+    /// multiplied: four bits are too few for channels of very different lengths, and if all were as
+    /// long, short ones would get bits that long ones need.
+    fn even_out(&self, heads: usize, width: usize, frame: &mut [f32]) -> Vec<f32> {
+        let (n_principal, d) = (self.n_principal(), self.head_dim as usize);
+        let mut weights = Vec::with_capacity(heads * width);
+        for (i, row) in frame.chunks_exact_mut(d.max(1)).enumerate() {
+            let (head, number) = (i / width, i % width);
+            // A direction in which no key was seen stays as it is.
+            let length = (number < n_principal)
+                .then(|| self.lengths.get(head * n_principal + number).copied())
+                .flatten()
+                .filter(|&length| length > 1e-6)
+                .unwrap_or(1.0);
+            row.iter_mut().for_each(|x| *x /= length.sqrt());
+            weights.push(length);
+        }
+        weights
     }
 
     /// A frame of some rows for each head; the first axes where there is nothing better.
@@ -363,6 +392,7 @@ impl Calibration {
         let average = |&(sum, n): &(f64, u32)| (sum / f64::from(n.max(1))) as f32;
         profile.similarity = self.similarity.iter().map(average).collect();
         (profile.mean, profile.channels, profile.principal) = Default::default();
+        profile.lengths.clear();
         for sums in &self.heads {
             let n = f64::from(sums.n.max(1));
             profile.mean.extend(sums.sum.iter().map(|x| (x / n) as f32));
@@ -371,7 +401,8 @@ impl Calibration {
             channels.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
             profile.channels.extend(channels);
             // As they would be read again, so that a stored profile finds the same.
-            let rows = principal_frame(&sums.moments, d, d);
+            let (rows, moments) = principal_frame(&sums.moments, d, d);
+            profile.lengths.extend(moments.iter().map(|x| (x / n).sqrt() as f32));
             profile.principal.extend(rows.chunks_exact(d).map(compact::rounded));
         }
     }
@@ -444,5 +475,26 @@ mod tests {
         assert!(profile.check().is_ok());
         let digest = profile.digest(Retriever::DoubleSparsity { channels: 2 }).unwrap();
         assert_eq!(digest.frame_of(1, 4), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]);
+        // (1 + 9 + 9 + 25 + 0.25) / 2 in all directions together.
+        let squares = profile.lengths[4..].iter().map(|x| x * x).sum::<f32>();
+        assert!((squares - 22.125).abs() < 1e-3, "{:?}", profile.lengths);
+    }
+
+    #[test]
+    fn channels_in_four_bits_are_evened_out_and_products_stay() {
+        let mut profile = Profile::empty(&SHAPE);
+        let (one, two) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.0, 1.0, 0.0, 0.0]);
+        profile.principal = vec![one.clone(), two.clone(), one, two];
+        let four = Retriever::Loki { channels: 2, bits: 4 };
+        let policy = Policy { retriever: four, ..Policy::default() };
+        assert!(!profile.serves(&policy), "a profile without lengths");
+        profile.lengths = vec![9.0, 4.0, 0.0, 1.0];
+        assert!(profile.serves(&policy) && profile.check().is_ok());
+        let digest = profile.digest(four).unwrap();
+        assert_eq!(digest.kind, DigestKind::Nibbles);
+        assert_eq!(digest.frame_of(0, 4), [1.0 / 3.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]);
+        assert_eq!((digest.weights_of(0), digest.weights_of(1)), (&[9.0, 4.0][..], &[1.0; 2][..]));
+        profile.lengths.pop();
+        assert!(profile.check().is_err());
     }
 }

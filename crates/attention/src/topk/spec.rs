@@ -16,6 +16,7 @@ RETRIEVER[,OPTION=VALUE]...
                exact            exact scores
                streaming        sinks and recent tokens only
                full             everything
+  bits         8 or 4           of each of loki's channels [8]
   k            10% or 512       tokens of a selection, as a share of the context or a number [10%]
   k_min, k_max N                bounds of the share [256, none]
   focus        3                how many times as many important heads have [1]
@@ -115,7 +116,7 @@ fn parse_retriever(text: &str) -> Result<Retriever, String> {
     };
     let retriever = match name {
         "hata" => Retriever::Hata { bits: width.unwrap_or(256) },
-        "loki" => Retriever::Loki { channels: width.unwrap_or(16) },
+        "loki" => Retriever::Loki { channels: width.unwrap_or(16), bits: 8 },
         "ds" => Retriever::DoubleSparsity { channels: width.unwrap_or(16) },
         "quest" if width.is_none() => Retriever::Quest,
         "exact" if width.is_none() => Retriever::Exact,
@@ -133,6 +134,12 @@ fn parse_retriever(text: &str) -> Result<Retriever, String> {
 
 fn set(policy: &mut Policy, key: &str, value: &str) -> Result<(), String> {
     match key {
+        "bits" => match (&mut policy.retriever, value) {
+            (Retriever::Loki { bits, .. }, "4") => *bits = 4,
+            (Retriever::Loki { bits, .. }, "8") => *bits = 8,
+            (Retriever::Loki { .. }, _) => return Err(format!("bits is 8 or 4, not {value:?}")),
+            _ => return Err("bits is an option of loki alone".to_owned()),
+        },
         "k" => {
             if let Some(percent) = value.strip_suffix('%') {
                 policy.budget.percent = f64::from(float(key, percent, 0.0, 100.0)?);
@@ -262,7 +269,8 @@ impl fmt::Display for Policy {
             Retriever::Exact => f.write_str("exact")?,
             Retriever::Hata { bits } => write!(f, "hata:{bits}")?,
             Retriever::Quest => f.write_str("quest")?,
-            Retriever::Loki { channels } => write!(f, "loki:{channels}")?,
+            Retriever::Loki { channels, bits: 8 } => write!(f, "loki:{channels}")?,
+            Retriever::Loki { channels, bits } => write!(f, "loki:{channels},bits={bits}")?,
             Retriever::DoubleSparsity { channels } => write!(f, "ds:{channels}")?,
         }
         let default = Policy::default();
@@ -364,6 +372,7 @@ mod tests {
             "ds:8,refresh=whole,sinks=0,speculate=on",
             "hata:256,reuse=qsac(eta=0.8,p=3,aggregate=mean)",
             "loki:32,follow=0.5",
+            "loki:40,bits=4,k=4%",
             "hata:256,focus=6,reuse=qsac(eta=0.9,p=2,floor=0.7)",
             "loki:32,reuse=qsac(eta=0.9,p=3,soft=-1)",
             "loki:32,reuse=qsac(eta=0.9,p=3,soft=0.25,soft_eta=0.75,aggregate=min)",
@@ -404,6 +413,8 @@ mod tests {
             ("hata,reuse=qsac(eta=1", "a parenthesis is not closed"),
             ("hata,reuse=qsac)", "a parenthesis closes what is not open"),
             ("hata,follow=1", "1 of follow is not between 0 and 0.99"),
+            ("loki:32,bits=3", "bits is 8 or 4, not \"3\""),
+            ("hata,bits=4", "bits is an option of loki alone"),
             ("hata,refresh=some", "refresh is delta or whole, not \"some\""),
             ("hata,working_set=0.5", "0.5 of working_set is not between 1 and 1000"),
             ("hata,recent=0", "0 of recent is not between 1 and 4294967295"),

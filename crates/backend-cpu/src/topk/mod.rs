@@ -5,6 +5,8 @@
 //! ```text
 //!   signs      [width / 64][16 tokens]   words of 64 bits
 //!   channels   [width][16 tokens]        eight bits, then what one of them stands for, [16] f16
+//!   nibbles    [width / 8][16 tokens]    four bytes, each of channel c in its low and of channel c + 4 in
+//!                                        its high half; then what one stands for, [16] f16
 //!   bounds     [min|max][D]              f16
 //! ```
 //!
@@ -12,6 +14,7 @@
 //! that it does not matter when a page's digest is made.
 
 mod agree;
+mod nibbles;
 mod numbers;
 mod score;
 mod select;
@@ -52,6 +55,8 @@ pub(crate) struct Encoder {
     frame: Vec<f32>,
     /// `[head][D]`.
     mean: Vec<f32>,
+    /// `[head][width]`, or nothing.
+    weights: Vec<f32>,
 }
 
 impl DigestPages {
@@ -74,8 +79,10 @@ impl DigestPages {
             }
         }
         let page_bytes = digest.page_bytes(PAGE, d);
-        let mean = digest.mean.clone();
-        let encoder = Encoder { kind: digest.kind, width, d, n_slots, page_bytes, frame, mean };
+        let has_weights = digest.weights.is_empty() || digest.weights.len() == heads * width;
+        assert!(has_weights, "weights for each head");
+        let (kind, mean, weights) = (digest.kind, digest.mean.clone(), digest.weights.clone());
+        let encoder = Encoder { kind, width, d, n_slots, page_bytes, frame, mean, weights };
         let bytes = page_bytes.saturating_mul(n_slots).saturating_mul(heads);
         Ok(DigestPages { encoder, bytes: Region::zeroed(bytes, "digests of the KV cache")? })
     }
@@ -118,6 +125,18 @@ impl Encoder {
         project(isa, frame, self.width, x, out);
     }
 
+    /// The products of a head's queries, `[n][D]`, as they meet digests of keys, `[n][width]`.
+    pub(crate) fn project_queries(&self, isa: Isa, head: usize, x: &[f32], out: &mut [f32]) {
+        self.project(isa, head, x, out);
+        if self.weights.is_empty() {
+            return;
+        }
+        let weights = &self.weights[head * self.width..][..self.width];
+        for row in out.chunks_exact_mut(self.width) {
+            row.iter_mut().zip(weights).for_each(|(x, weight)| *x *= weight);
+        }
+    }
+
     /// Writes the digest of some tokens of a page; `page` is `[16][K|V][D]`.
     fn encode(&self, isa: Isa, head: usize, keys: &Keys<'_>, tokens: Range<usize>, out: &mut [u8]) {
         let mut key = vec![0.0; self.d];
@@ -145,6 +164,13 @@ impl Encoder {
                     }
                     let at = self.width * PAGE + token * 2;
                     out[at..at + 2].copy_from_slice(&unit.to_le_bytes());
+                }
+            }
+            DigestKind::Nibbles => {
+                for token in tokens {
+                    keys.read(isa, token, &mut key);
+                    self.project(isa, head, &key, &mut products);
+                    nibbles::write(&products, token, out);
                 }
             }
             DigestKind::Bounds => {

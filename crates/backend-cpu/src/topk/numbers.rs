@@ -80,7 +80,7 @@ fn pages_scores(
 /// Lets the first cache fetch a page: digests are read once, and a page is too short for the
 /// machine to see where the next one lies.
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
-fn fetch(page: &[u8]) {
+pub(super) fn fetch(page: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     for line in page.chunks(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

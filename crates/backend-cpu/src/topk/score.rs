@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use nuthatch_backend::{Ask, DigestKind, ScoreBy};
 
 use super::agree::agreements;
+use super::nibbles::{Codes, nibble_scores};
 use super::numbers::{bound, channel_scores, combine, exponentials};
 use super::{DigestPages, signs};
 use crate::attend::{Attention, Rows, row_scores};
@@ -43,6 +44,8 @@ enum Queries {
     Signs(Vec<u64>),
     /// `[group][width]` channels, or `[group][D]` scaled queries.
     Floats(Vec<f32>),
+    /// Channels in eight bits.
+    Codes(Codes),
 }
 
 impl Scoring<'_> {
@@ -75,8 +78,8 @@ impl Scoring<'_> {
             };
             match queries {
                 Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
-                Queries::Floats(q) => {
-                    self.raw_scores(ask, q, first_page, raw);
+                Queries::Floats(_) | Queries::Codes(_) => {
+                    self.raw_scores(ask, queries, first_page, raw);
                     for (row, sum) in raw.chunks_exact_mut(n).zip(sums) {
                         *sum = exponentials(self.attention.isa, row);
                     }
@@ -175,13 +178,22 @@ impl Scoring<'_> {
         if encoder.kind == DigestKind::Bounds {
             return Queries::Floats(scaled());
         }
-        let mut products = vec![0.0; self.attention.plan.group() * encoder.width];
-        if encoder.kind == DigestKind::Channels {
-            encoder.project(isa, self.head_number(ask), &scaled(), &mut products);
-            return Queries::Floats(products);
+        let (mut products, head) =
+            (vec![0.0; self.attention.plan.group() * encoder.width], self.head_number(ask));
+        match encoder.kind {
+            DigestKind::Channels => {
+                encoder.project_queries(isa, head, &scaled(), &mut products);
+                Queries::Floats(products)
+            }
+            DigestKind::Nibbles => {
+                encoder.project_queries(isa, head, q, &mut products);
+                Queries::Codes(Codes::new(&products, encoder.width, self.attention.scale))
+            }
+            DigestKind::Signs | DigestKind::Bounds => {
+                encoder.project_queries(isa, head, q, &mut products);
+                Queries::Signs(products.as_chunks::<64>().0.iter().map(signs).collect())
+            }
         }
-        encoder.project(isa, self.head_number(ask), q, &mut products);
-        Queries::Signs(products.as_chunks::<64>().0.iter().map(signs).collect())
     }
 
     /// Slots of the sequence's pages from `first_page` on.
@@ -212,12 +224,18 @@ impl Scoring<'_> {
     }
 
     /// Scaled products of the group's queries with places, or what stands for them, `[group][n]`.
-    fn raw_scores(&self, ask: &Ask, q: &[f32], first_page: usize, raw: &mut [f32]) {
+    fn raw_scores(&self, ask: &Ask, queries: &Queries, first_page: usize, raw: &mut [f32]) {
         let n = raw.len() / self.attention.plan.group();
-        let Some(digest) = self.digest(ask) else {
-            return self.key_scores(ask, q, first_page * PAGE, raw);
+        let pages = |digest| self.pages(ask, digest, first_page, n.div_ceil(PAGE));
+        let (q, digest) = match (queries, self.digest(ask)) {
+            (Queries::Codes(codes), Some(digest)) => {
+                return nibble_scores(self.attention.isa, pages(digest), codes, raw);
+            }
+            (Queries::Floats(q), Some(digest)) => (q, digest),
+            (Queries::Floats(q), None) => return self.key_scores(ask, q, first_page * PAGE, raw),
+            (Queries::Signs(_) | Queries::Codes(_), _) => return,
         };
-        let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
+        let pages = pages(digest);
         if digest.encoder.kind == DigestKind::Channels {
             return channel_scores(self.attention.isa, pages, digest.encoder.width, q, raw);
         }

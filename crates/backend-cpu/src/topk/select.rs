@@ -64,21 +64,71 @@ fn select_middle(isa: Isa, middle: &[u32], (first, k): (u32, usize), chosen: &mu
     });
 }
 
+/// See [`nuthatch_backend::topk::follow`]. What is the best of a place and of the one before it, is the
+/// best of four with that of two places before, and so on: three steps for seven places.
+fn follow(isa: Isa, scores: &[u32], fade: u32, out: &mut [u32]) {
+    const { assert!(N_FOLLOWERS == 7, "1 + 2 + 4 places") };
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+        Isa::Avx512 | Isa::Amx => unsafe { follow_avx512(scores, fade, out) },
+        _ => follow_steps(isa, scores, fade, out),
+    }
+}
+
 versions! {
-    /// See [`nuthatch_backend::topk::follow`].
-    fn follow(scores: &[u32], fade: u32, out: &mut [u32]) = follow_inner;
+    fn follow_steps(scores: &[u32], fade: u32, out: &mut [u32]) = follow_inner;
 }
 
 #[inline(always)]
 fn follow_inner<const FUSED: bool>(scores: &[u32], fade: u32, out: &mut [u32]) {
-    out.copy_from_slice(scores);
-    // Steps one after the other: each is a loop over vectors.
-    for step in 1..=N_FOLLOWERS.min(scores.len()) {
-        let lost = fade.saturating_mul(step as u32);
-        for (out, &before) in out[step..].iter_mut().zip(scores) {
-            *out = (*out).max(before.max(lost) - lost);
+    const BLOCK: usize = 64;
+    // The last places before the block, then the block, of each step.
+    let (mut x, mut next) = ([0; BLOCK + N_FOLLOWERS], [0; BLOCK + N_FOLLOWERS]);
+    for (scores, out) in scores.chunks(BLOCK).zip(out.chunks_mut(BLOCK)) {
+        x[N_FOLLOWERS..][..scores.len()].copy_from_slice(scores);
+        let kept = x;
+        for step in [1, 2, 4] {
+            let lost = fade.saturating_mul(step as u32);
+            next = x;
+            for (next, &before) in next[step..].iter_mut().zip(&x) {
+                *next = (*next).max(before.max(lost) - lost);
+            }
+            x = next;
         }
+        out.copy_from_slice(&next[N_FOLLOWERS..][..out.len()]);
+        x[..N_FOLLOWERS].copy_from_slice(&kept[BLOCK..]);
     }
+}
+
+/// The same in one pass, in which all steps are in registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn follow_avx512(scores: &[u32], fade: u32, out: &mut [u32]) {
+    use std::arch::x86_64::*;
+    let lost = [1, 2, 4].map(|step| _mm512_set1_epi32(fade.saturating_mul(step).cast_signed()));
+    let better = |x, before, lost| {
+        _mm512_max_epu32(x, _mm512_sub_epi32(_mm512_max_epu32(before, lost), lost))
+    };
+    // Of the block before: its scores, and those after one step and after two.
+    let mut last = [_mm512_setzero_si512(); 3];
+    let mut pass = |x: __m512i| {
+        let one = better(x, _mm512_alignr_epi32::<15>(x, last[0]), lost[0]);
+        let two = better(one, _mm512_alignr_epi32::<14>(one, last[1]), lost[1]);
+        let four = better(two, _mm512_alignr_epi32::<12>(two, last[2]), lost[2]);
+        last = [x, one, two];
+        four
+    };
+    let (blocks, rest) = scores.as_chunks::<16>();
+    for (block, out) in blocks.iter().zip(out.chunks_mut(16)) {
+        store(out, pass(load(block)));
+    }
+    let mut block = [0; 16];
+    block[..rest.len()].copy_from_slice(rest);
+    let four = pass(load(&block));
+    store(&mut block, four);
+    out[scores.len() - rest.len()..].copy_from_slice(&block[..rest.len()]);
 }
 
 /// A score that is probably reached by k of many, and by not many more.

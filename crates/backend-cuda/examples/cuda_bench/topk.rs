@@ -189,6 +189,7 @@ pub(crate) fn digests(shape: &Shape) -> [Digest; 2] {
         width: 32,
         frame: random(32 * d).iter().map(|x| x * 0.15).collect(),
         mean: Vec::new(),
+        weights: Vec::new(),
     };
     let n_heads = (shape.n_layers * shape.n_kv_heads) as usize;
     let signs = Digest {
@@ -196,6 +197,7 @@ pub(crate) fn digests(shape: &Shape) -> [Digest; 2] {
         width: 256,
         frame: random(256 * d),
         mean: vec![0.0; n_heads * d],
+        weights: Vec::new(),
     };
     [channels, signs]
 }

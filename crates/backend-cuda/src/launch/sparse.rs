@@ -204,6 +204,8 @@ pub(crate) fn kind_number(kind: DigestKind) -> u32 {
         DigestKind::Signs => 0,
         DigestKind::Channels => 1,
         DigestKind::Bounds => 2,
+        // 3 are keys themselves.
+        DigestKind::Nibbles => 4,
     }
 }
 

@@ -14,6 +14,7 @@ params! {
         qkv: Address,
         digests: Address,
         frame: Address,
+        weights: Address,
         raw: Address,
         scores: Address,
         sums: Address,
@@ -121,6 +122,7 @@ pub(crate) const SCORE_KEYS: u32 = 3;
 /// How bits are called.
 pub(crate) const SCORE_SIGNS: u32 = 0;
 const SCORE_CHANNELS: u32 = 1;
+const SCORE_NIBBLES: u32 = 4;
 const THREADS: u32 = 512;
 /// Tokens of a page.
 const PAGE_LEN: usize = crate::kv::PAGE_LEN;
@@ -131,6 +133,7 @@ pub(crate) fn shared_bytes(kind: u32, width: usize, group: usize, head_dim: usiz
     let queries = match kind {
         SCORE_SIGNS => group * width / 32,
         SCORE_CHANNELS => group.div_ceil(8) * (width.div_ceil(16) * 128 + 8),
+        SCORE_NIBBLES => group.div_ceil(8) * (width.div_ceil(32) * 64 + 16),
         _ => group * head_dim,
     };
     4 * (group * PIECE + queries + PIECE / PAGE_LEN)

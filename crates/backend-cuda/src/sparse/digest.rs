@@ -21,6 +21,8 @@ pub(super) struct DigestArena {
     pub(super) has_one_frame: bool,
     /// `[head][D]`.
     pub(super) mean: Memory,
+    /// `[head][width]`, if queries have weights.
+    weights: Option<Memory>,
     /// Of one head's page.
     pub(super) page_bytes: usize,
     pub(super) device: Memory,
@@ -38,7 +40,12 @@ impl DigestArena {
         let is_signs = kind == DigestKind::Signs;
         assert!(!is_signs || width.is_multiple_of(64), "whole words");
         assert!(!is_signs || digest.mean.len() == heads * d, "a mean each");
-        let most = if kind == DigestKind::Channels { d } else { MAX_WIDTH };
+        assert!(
+            digest.weights.is_empty() || digest.weights.len() == heads * width,
+            "weights for each head"
+        );
+        let is_narrow = matches!(kind, DigestKind::Channels | DigestKind::Nibbles);
+        let most = if is_narrow { d } else { MAX_WIDTH };
         if width > most {
             let fault = format!("digests of width {width}; this device has up to {most}");
             return Err(DeviceError::Fault(fault));
@@ -51,10 +58,11 @@ impl DigestArena {
             }
         }
         let page_bytes = match kind {
-            DigestKind::Signs => PAGE_LEN * width / 8,
             // The matrix instruction takes sixteen channels.
             DigestKind::Channels => PAGE_LEN * (width.next_multiple_of(16) + 2),
-            DigestKind::Bounds => 2 * d * 2,
+            DigestKind::Signs | DigestKind::Nibbles | DigestKind::Bounds => {
+                digest.page_bytes(PAGE_LEN, d)
+            }
         };
         let bytes = |n: u32| page_bytes.saturating_mul(n as usize).saturating_mul(heads);
         let upload = |floats: &[f32]| {
@@ -67,6 +75,10 @@ impl DigestArena {
             frame: upload(&frame)?,
             has_one_frame,
             mean: upload(&digest.mean)?,
+            weights: match &digest.weights[..] {
+                [] => None,
+                weights => Some(upload(weights)?),
+            },
             page_bytes,
             device: device.alloc(bytes(kv.slots.device), WHAT)?,
             host: match kv.slots.host {
@@ -93,6 +105,12 @@ impl DigestArena {
 
     pub(super) fn frame_address(&self, kv: &CudaKv, head: usize) -> Address {
         self.frame.address() + head as u64 * self.frame_stride(kv) * 4
+    }
+
+    /// Weights of queries from one head on; nowhere if there are none.
+    pub(super) fn weights_address(&self, head: usize) -> Address {
+        let weights = self.weights.as_ref();
+        weights.map_or(0, |weights| weights.address() + (head * self.width) as u64 * 4)
     }
 
     /// What taking digests is told, from one head on; rows are somebody else's.

@@ -134,6 +134,7 @@ impl SparseLayer<'_> {
             qkv: self.qkv.floats.address(),
             digests: 0,
             frame: 0,
+            weights: 0,
             raw: 0,
             scores: 0,
             sums: 0,
@@ -154,6 +155,7 @@ impl SparseLayer<'_> {
             let first_head = self.layer.0 as usize * self.n_kv_heads();
             params.digests = digest.address(self.kv, first_head);
             params.frame = digest.frame_address(self.kv, first_head);
+            params.weights = digest.weights_address(first_head);
             params.digest_head_bytes = digest.head_bytes(self.kv);
             params.frame_stride = digest.frame_stride(self.kv);
             params.kind = kind_number(digest.kind);

@@ -3,7 +3,7 @@
 
 use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
 
-use crate::topk::{agreement, channels, signs};
+use crate::topk::{agreement, channels, nibble_product, nibbles, query_codes, signs};
 use crate::{Ask, Backend, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
 
 use super::at_most;
@@ -53,14 +53,22 @@ fn digests(random: &mut Random, case: &Case) -> Vec<Digest> {
         frame.iter_mut().enumerate().filter(|(i, _)| i % 5 > 0).for_each(|(_, x)| *x = 0.0);
         frame
     };
-    let signs = |width, frame, mean| Digest { kind: DigestKind::Signs, width, frame, mean };
-    let channels =
-        |width, frame| Digest { kind: DigestKind::Channels, width, frame, mean: Vec::new() };
+    let of = |kind, width, frame, mean| {
+        let weights = Vec::new();
+        Digest { kind, width, frame, mean, weights }
+    };
+    let signs = |width, frame, mean| of(DigestKind::Signs, width, frame, mean);
+    let channels = |kind, width, frame| of(kind, width, frame, Vec::new());
+    // Powers of two, so that products stay exact.
+    let weights = |width: usize| (0..heads * width).map(|i| [0.25, 1.0, 2.0][i % 3]).collect();
+    let weighted = |digest: Digest| Digest { weights: weights(digest.width), ..digest };
     vec![
         signs(128, numbers(heads * 128 * d), numbers(heads * d)),
         signs(64, numbers(64 * d), vec![0.5; heads * d]),
-        channels(7, sparse(numbers(heads * 7 * d))),
-        Digest { kind: DigestKind::Bounds, width: 0, frame: Vec::new(), mean: Vec::new() },
+        channels(DigestKind::Channels, 7, sparse(numbers(heads * 7 * d))),
+        of(DigestKind::Bounds, 0, Vec::new(), Vec::new()),
+        weighted(channels(DigestKind::Nibbles, 5, sparse(numbers(heads * 5 * d)))),
+        channels(DigestKind::Nibbles, 24, sparse(numbers(heads * 24 * d))),
     ]
 }
 
@@ -211,6 +219,15 @@ fn raw_score(
             let (kept, unit) = channels(&products);
             let kept = kept.into_iter().map(|x| f64::from(x) * unit.to_f64());
             rows.zip(kept).map(|(row, kept)| product(row, q) * kept).sum()
+        }
+        DigestKind::Nibbles => {
+            let rows = digest.frame_of(number, d).chunks_exact(d);
+            let key = key(case, seq, head, place);
+            let products: Vec<f32> = rows.clone().map(|row| product(row, key) as f32).collect();
+            let mut queries: Vec<f32> = rows.map(|row| product(row, q) as f32).collect();
+            queries.iter_mut().zip(digest.weights_of(number)).for_each(|(x, w)| *x *= w);
+            let ((kept, unit), (codes, of_query)) = (nibbles(&products), query_codes(&queries));
+            f64::from(nibble_product(&kept, &codes)) * unit.to_f64() * f64::from(of_query)
         }
         DigestKind::Bounds => {
             let first = place / PAGE_LEN * PAGE_LEN;

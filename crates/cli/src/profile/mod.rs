@@ -140,7 +140,7 @@ fn measure<B: Backend>(
 
 /// Fewer digits: they say nothing, and make files large.
 fn round(profile: &mut Profile) {
-    for x in profile.mean.iter_mut().chain(&mut profile.similarity) {
+    for x in profile.mean.iter_mut().chain(&mut profile.similarity).chain(&mut profile.lengths) {
         *x = (*x * 1e4).round() / 1e4;
     }
 }
@@ -150,6 +150,8 @@ fn keep_principal(profile: &mut Profile) {
     let width = profile.head_dim as usize;
     let heads = profile.principal.chunks(width.max(1));
     profile.principal = heads.flat_map(|rows| rows.iter().take(N_PRINCIPAL)).cloned().collect();
+    let heads = profile.lengths.chunks(width.max(1));
+    profile.lengths = heads.flat_map(|x| x.iter().take(N_PRINCIPAL)).copied().collect();
 }
 
 /// How far the output moves, averaged over the questions, as a share of how far the most important

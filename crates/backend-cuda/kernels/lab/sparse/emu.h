@@ -83,6 +83,11 @@ template <class F> void emu_mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
 }
 DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emu_mma(c, a, b0, b1, bf16_to_float); }
 DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emu_mma(c, a, b0, b1, f16_to_float); }
+DEVICE void mma_s8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    emu::Warp* w = emu::cur->warp; u32 l = emu::cur->tid % 32; for (int i = 0; i < 4; i++) w->regs[l][i] = a[i]; w->regs[l][4] = b0, w->regs[l][5] = b1; emu::sync_warp();
+    u32 g = l / 4, t = l % 4; int out[4]; for (int e = 0; e < 4; e++) { u32 row = e / 2, col = t * 2 + e % 2; int s = c[e]; for (u32 k = 0; k < 4; k++) for (int half = 0; half < 2; half++) for (int b = 0; b < 4; b++) s += (i8)(w->regs[g * 4 + k][row + half * 2] >> b * 8) * (i8)(w->regs[col * 4 + k][4 + half] >> b * 8); out[e] = s; }
+    emu::sync_warp(); for (int e = 0; e < 4; e++) c[e] = out[e];
+}
 DEVICE void emu_ldmatrix(uint4& b, const void* row, bool turned) { emu::Warp* w = emu::cur->warp; u32 l = emu::cur->tid % 32; w->ptr[l] = row; emu::sync_warp(); u32 g = l / 4, t = l % 4, r[4]; for (int m = 0; m < 4; m++) { u16 x, y; memcpy(&x, (const char*)w->ptr[m * 8 + (turned ? 2 * t : g)] + (turned ? g : 2 * t) * 2, 2); memcpy(&y, (const char*)w->ptr[m * 8 + (turned ? 2 * t + 1 : g)] + (turned ? g : 2 * t + 1) * 2, 2); r[m] = x | (u32)y << 16; } emu::sync_warp(); b = uint4{r[0], r[1], r[2], r[3]}; }
 DEVICE void allow_next() {} DEVICE void wait_for_previous() {} DEVICE void begin() {}
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - emu::dynamic_base); }

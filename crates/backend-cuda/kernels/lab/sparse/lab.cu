@@ -46,7 +46,7 @@ struct Lab {
     void init(u32 n_, u32 kind_, u32 width_, Rules r_, bool host_, u8* shared_arena) {
         n = n_, kind = kind_, width = width_, r = r_, host = host_; CHECK(cudaStreamCreate(&s));
         stride = (n + 512 + PIECE - 1) / PIECE * PIECE; slots = stride / 16; head_bytes = (u64)slots * HEAD_PAGE_BYTES;
-        page_bytes = kind == SCORE_SIGNS ? 16 * width / 8 : 16 * (width + 2); dhead = (u64)slots * page_bytes;
+        page_bytes = kind == SCORE_SIGNS ? 16 * width / 8 : kind == SCORE_NIBBLES ? 16 * (width / 2 + 2) : 16 * (width + 2); dhead = (u64)slots * page_bytes;
         arena = shared_arena; fill<<<1024, 256>>>((Element*)arena, (size_t)G * head_bytes / 2, 7, 1.0f); CHECK(cudaDeviceSynchronize());
         digests = dev<u8>(G * dhead); std::vector<float> f(W * width); std::normal_distribution<float> nd; for (auto& x : f) x = nd(rng) * 0.09f;
         frame = dev<float>(f.size()); CHECK(cudaMemcpy(frame, f.data(), f.size() * 4, cudaMemcpyHostToDevice)); mean = dev<float>(G * W);
@@ -66,7 +66,7 @@ struct Lab {
         std::vector<HeadRule> hr(G, HeadRule{r.threshold, 1.0f, r.soft, 0}); for (u32 h = 0; h < G; h++) hr[h].weight = 0.6f + 0.1f * h; rules = dev<HeadRule>(G); CHECK(cudaMemcpy(rules, hr.data(), G * sizeof(HeadRule), cudaMemcpyHostToDevice)); for (u32 h = 0; h < G; h++) weights.push_back(hr[h].weight);
         ws_pages = ws_pages; rows = dev<SparseRow>(1); asks = dev<Question>(G);
         sp = {}; sp.qkv = qkv, sp.digests = digests, sp.frame = frame, sp.raw = raw, sp.scores = scores, sp.sums = ssums, sp.digest_head_bytes = dhead, sp.frame_stride = 0; sp.pages = SparsePages{arena, tables, head_bytes, Near{}, slots, 0}; sp.stride = stride, sp.q_stride = (H + 2 * G) * W, sp.group = GROUP, sp.kind = kind, sp.width = width, sp.page_bytes = page_bytes, sp.scale = 1.0f / sqrtf(128.0f);
-        shared = 4 * (GROUP * PIECE + (kind == SCORE_SIGNS ? GROUP * width / 32 : (GROUP + 7) / 8 * ((width + 15) / 16 * 128 + 8)) + PIECE_PAGES);
+        shared = 4 * (GROUP * PIECE + (kind == SCORE_SIGNS ? GROUP * width / 32 : kind == SCORE_NIBBLES ? (GROUP + 7) / 8 * ((width + 31) / 32 * 64 + 16) : (GROUP + 7) / 8 * ((width + 15) / 16 * 128 + 8)) + PIECE_PAGES);
         dp = {}; dp.score = sp; dp.heads = SparseHeads{rows, states, G, 1, G, GROUP}; dp.labels = labels, dp.rules = rules, dp.importances = importances, dp.tallies = tallies, dp.moves = moves, dp.percent = r.percent, dp.mark_stride = stride, dp.k_min = r.k_min, dp.k_max = r.k_max, dp.sinks = r.sinks, dp.recent = r.recent, dp.working_set = r.ws, dp.max_age = ~0u, dp.flags = r.flags;
         gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.tallies = (u32*)tallies, gp.tally_words = sizeof(Tally) / 4, gp.mark_stride = stride, gp.stride = stride, gp.n_zeros = TALLY_ZEROS;
         ap = {}; ap.heads = dp.heads, ap.pages = sp.pages, ap.qkv = qkv, ap.out = out, ap.rounded = rounded, ap.partials = partials, ap.sums = sums, ap.tasks = tasks, ap.asked = r.late ? asked : nullptr, ap.q_stride = sp.q_stride, ap.scale = sp.scale * 1.4426950408889634f, ap.head_tasks = 132 * ATTEND_WARPS / 4;
@@ -165,7 +165,7 @@ int main(int argc, char** argv) {
     struct { const char* name; u32 kind, width; Rules r; } cases[] = {
         {"loki:32 3% x3 qsac", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES}}, {"hata:128 10% qsac", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES}},
         {"loki:16 5% x1.5 always", SCORE_CHANNELS, 16, {5.0, 256, 2000, 16, 64, 1.5f, 0.85f, 0}}, {"hata:256 10% whole", SCORE_SIGNS, 256, {10.0, 64, ~0u, 4, 1, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE}},
-        {"loki:32 3% x3 soft", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, 0.3f, 1}}, {"loki:32 3% x3 late", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, -1.0f, 2}}, {"hata:128 whole late", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE, -1.0f, 2}}};
+        {"loki:32 bits=4 3% x3 qsac", SCORE_NIBBLES, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES}}, {"loki:32 3% x3 soft", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, 0.3f, 1}}, {"loki:32 3% x3 late", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, -1.0f, 2}}, {"hata:128 whole late", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE, -1.0f, 2}}};
     if (argc > 1 && !strcmp(argv[1], "check")) {
         u32 most = argc > 2 ? atoi(argv[2]) : ~0u; bool host = argc > 3 && !strcmp(argv[3], "host");
         for (u32 n : {700u, 5000u, 40000u}) if (n <= most) for (auto& c : cases) for (int nb : {16, 5, 1, -16, -1}) { Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks%s: hits %u and late %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.apart ? " apart" : "", l.n_hits, l.n_late, l.n_moved); }

@@ -1,0 +1,309 @@
+//! Channels in four bits: a line of 64 bytes has eight channels of sixteen keys.
+//!
+//! ```text
+//!   bytes 4 t .. 4 t + 4 of line b: token t,   low halves    channels 8 b     .. 8 b + 4
+//!                                              high halves   channels 8 b + 4 .. 8 b + 8
+//! ```
+//!
+//! Queries have eight bits, so sums are whole numbers and the same on every machine. Keys are stored with
+//! eight added to them, which is taken off where a sum begins.
+
+use nuthatch_backend::topk::{nibbles, query_codes};
+
+use super::numbers::fetch;
+use crate::isa::Isa;
+use crate::kv::PAGE;
+use crate::pack::f16_to_f32;
+
+/// Channels of a line.
+const LINE: usize = 8;
+
+/// Writes a token's products, and what one stands for.
+pub(super) fn write(products: &[f32], token: usize, page: &mut [u8]) {
+    let (codes, unit) = nibbles(products);
+    let (lines, _) = page.as_chunks_mut::<{ 4 * PAGE }>();
+    for (line, codes) in lines.iter_mut().zip(codes.chunks(LINE)) {
+        let code = |channel: usize| codes.get(channel).copied().unwrap_or(0);
+        for (i, byte) in line[4 * token..4 * token + 4].iter_mut().enumerate() {
+            *byte = code(i) | code(i + 4) << 4;
+        }
+    }
+    let at = products.len().div_ceil(LINE) * 4 * PAGE + 2 * token;
+    page[at..at + 2].copy_from_slice(&unit.to_le_bytes());
+}
+
+/// The queries of a group as they meet such keys.
+pub(super) struct Codes {
+    /// `[query][line][low|high]` four codes each.
+    words: Vec<[[i8; 4]; 2]>,
+    /// `[query]` where sums begin, and what one of a sum stands for.
+    of_queries: Vec<(i32, f32)>,
+    n_lines: usize,
+}
+
+impl Codes {
+    /// Of products with a frame, `[query][width]`; scores are multiplied by `scale`.
+    pub(super) fn new(products: &[f32], width: usize, scale: f32) -> Self {
+        let n_lines = width.div_ceil(LINE);
+        let (mut words, mut of_queries) = (Vec::new(), Vec::new());
+        for products in products.chunks_exact(width) {
+            let (mut codes, unit) = query_codes(products);
+            codes.resize(n_lines * LINE, 0);
+            let sum: i32 = codes.iter().map(|&code| i32::from(code)).sum();
+            words.extend_from_slice(codes.as_chunks::<4>().0.as_chunks::<2>().0);
+            of_queries.push((-8 * sum, unit * scale));
+        }
+        Codes { words, of_queries, n_lines }
+    }
+
+    fn query(&self, query: usize) -> Query<'_> {
+        let (begin, factor) = self.of_queries[query];
+        Query { words: &self.words[query * self.n_lines..][..self.n_lines], begin, factor }
+    }
+}
+
+/// One query.
+struct Query<'a> {
+    /// `[line][low|high]`.
+    words: &'a [[[i8; 4]; 2]],
+    /// Where sums begin.
+    begin: i32,
+    /// What one of a sum stands for.
+    factor: f32,
+}
+
+/// Query heads that are scored at a time.
+const GROUP_MAX: usize = 4;
+
+/// Pages from the one that is scored to the one that is fetched meanwhile.
+const AHEAD: usize = 12;
+
+/// `raw[g][j]`: what stands for the product of key `j` and query `g`; `pages` are those of the keys.
+pub(super) fn nibble_scores<'a>(
+    isa: Isa,
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    codes: &Codes,
+    raw: &mut [f32],
+) {
+    let group = codes.of_queries.len();
+    let n = raw.len() / group;
+    for first in (0..group).step_by(GROUP_MAX) {
+        let end = group.min(first + GROUP_MAX);
+        let (pages, rows) = (pages.clone(), &mut raw[first * n..end * n]);
+        match end - first {
+            4 => few_queries::<4>(isa, pages, (codes, first), rows),
+            3 => few_queries::<3>(isa, pages, (codes, first), rows),
+            2 => few_queries::<2>(isa, pages, (codes, first), rows),
+            _ => few_queries::<1>(isa, pages, (codes, first), rows),
+        }
+    }
+}
+
+fn few_queries<'a, const N: usize>(
+    isa: Isa,
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    (codes, first): (&Codes, usize),
+    raw: &mut [f32],
+) {
+    let queries: [Query<'_>; N] = std::array::from_fn(|i| codes.query(first + i));
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+        Isa::Avx512 | Isa::Amx => unsafe { avx512::<N>(pages, &queries, raw) },
+        #[cfg(target_arch = "x86_64")]
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: as above.
+        Isa::Avx2 => unsafe { avx2::<N>(pages, &queries, raw) },
+        _ => each_page(pages, raw, N, |page, query| plain(page, &queries[query])),
+    }
+}
+
+/// Writes what `score` gives for each page and query, `[query][n]`.
+#[inline(always)]
+fn each_page<'a>(
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    raw: &mut [f32],
+    n_queries: usize,
+    score: impl Fn(&[u8], usize) -> [f32; PAGE],
+) {
+    let n = raw.len() / n_queries;
+    let mut ahead = pages.clone().skip(AHEAD);
+    for (i, page) in pages.enumerate() {
+        if let Some(page) = ahead.next() {
+            fetch(page);
+        }
+        for query in 0..n_queries {
+            let row = &mut raw[query * n + i * PAGE..(query + 1) * n];
+            let scores = score(page, query);
+            match row.first_chunk_mut() {
+                Some(row) => *row = scores,
+                None => row.copy_from_slice(&scores[..row.len()]),
+            }
+        }
+    }
+}
+
+/// The units of a page's tokens, behind its lines.
+fn units_of(page: &[u8], n_lines: usize) -> &[u8; 2 * PAGE] {
+    page[n_lines * 4 * PAGE..].first_chunk().expect("units behind the lines")
+}
+
+/// Scores of the sixteen keys of a page.
+fn plain(page: &[u8], query: &Query<'_>) -> [f32; PAGE] {
+    let mut sums = [query.begin; PAGE];
+    let (lines, _) = page.as_chunks::<{ 4 * PAGE }>();
+    for (line, [low, high]) in lines.iter().zip(query.words) {
+        for (sum, bytes) in sums.iter_mut().zip(line.as_chunks::<4>().0) {
+            for (i, byte) in bytes.iter().enumerate() {
+                *sum += i32::from(byte & 15) * i32::from(low[i]);
+                *sum += i32::from(byte >> 4) * i32::from(high[i]);
+            }
+        }
+    }
+    let (units, _) = units_of(page, query.words.len()).as_chunks::<2>();
+    std::array::from_fn(|token| {
+        let unit = f16_to_f32(u16::from_le_bytes(units[token]));
+        sums[token] as f32 * unit * query.factor
+    })
+}
+
+/// The same with vectors of eight tokens: bytes are multiplied in pairs, then pairs are added.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+fn avx2<'a, const N: usize>(
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    queries: &[Query<'_>; N],
+    raw: &mut [f32],
+) {
+    use std::arch::x86_64::*;
+    let half = _mm256_set1_epi8(15);
+    let ones = _mm256_set1_epi16(1);
+    each_page(pages, raw, N, |page, query| {
+        let query = &queries[query];
+        let mut sums = [_mm256_set1_epi32(query.begin); 2];
+        let (lines, _) = page.as_chunks::<{ 4 * PAGE }>();
+        for (line, words) in lines.iter().zip(query.words) {
+            let words = words
+                .map(|word| _mm256_set1_epi32(i32::from_ne_bytes(word.map(i8::cast_unsigned))));
+            for (sum, eight) in sums.iter_mut().zip(line.as_chunks::<32>().0) {
+                #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+                // SAFETY: the array has 32 bytes.
+                let bytes = unsafe { _mm256_loadu_si256(eight.as_ptr().cast()) };
+                let keys = [bytes, _mm256_srli_epi16::<4>(bytes)];
+                for (keys, word) in keys.into_iter().zip(words) {
+                    // Two products of up to 15 * 127 are within 16 bits.
+                    let pairs = _mm256_maddubs_epi16(_mm256_and_si256(keys, half), word);
+                    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, ones));
+                }
+            }
+        }
+        let (units, _) = units_of(page, query.words.len()).as_chunks::<16>();
+        let factor = _mm256_set1_ps(query.factor);
+        let mut scores = [0.0; PAGE];
+        for ((out, sum), units) in scores.as_chunks_mut::<8>().0.iter_mut().zip(sums).zip(units) {
+            #[expect(unsafe_code, reason = "vector loads and stores use raw pointers")]
+            // SAFETY: eight halves are read and eight floats written, of arrays of that length.
+            unsafe {
+                let units = _mm256_cvtph_ps(_mm_loadu_si128(units.as_ptr().cast()));
+                let scores = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), units), factor);
+                _mm256_storeu_ps(out.as_mut_ptr(), scores);
+            }
+        }
+        scores
+    });
+}
+
+/// The same with vectors of sixteen tokens: one instruction multiplies a line's half and adds it up.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+fn avx512<'a, const N: usize>(
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    queries: &[Query<'_>; N],
+    raw: &mut [f32],
+) {
+    use std::arch::x86_64::*;
+    let n = raw.len() / N;
+    let half = _mm512_set1_epi8(15);
+    let n_lines = queries[0].words.len();
+    let mut ahead = pages.clone().skip(AHEAD);
+    for (i, page) in pages.enumerate() {
+        if let Some(page) = ahead.next() {
+            fetch(page);
+        }
+        // Low and high halves are added up apart, so that fewer sums wait for each other.
+        let mut sums: [[__m512i; 2]; N] =
+            std::array::from_fn(|q| [_mm512_set1_epi32(queries[q].begin), _mm512_setzero_si512()]);
+        for (b, line) in page.as_chunks::<{ 4 * PAGE }>().0.iter().take(n_lines).enumerate() {
+            #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+            // SAFETY: the array has 64 bytes.
+            let bytes = unsafe { _mm512_loadu_si512(line.as_ptr().cast()) };
+            let low = _mm512_and_si512(bytes, half);
+            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), half);
+            for (sums, query) in sums.iter_mut().zip(queries) {
+                let words =
+                    query.words[b].map(|word| i32::from_ne_bytes(word.map(i8::cast_unsigned)));
+                sums[0] = _mm512_dpbusd_epi32(sums[0], low, _mm512_set1_epi32(words[0]));
+                sums[1] = _mm512_dpbusd_epi32(sums[1], high, _mm512_set1_epi32(words[1]));
+            }
+        }
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: the array has sixteen halves.
+        let units = unsafe { _mm256_loadu_si256(units_of(page, n_lines).as_ptr().cast()) };
+        let units = _mm512_cvtph_ps(units);
+        let mask = 0xffff_u16 >> (PAGE - PAGE.min(n - i * PAGE));
+        for (q, [low, high]) in sums.into_iter().enumerate() {
+            let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(low, high));
+            let scores =
+                _mm512_mul_ps(_mm512_mul_ps(sum, units), _mm512_set1_ps(queries[q].factor));
+            let row = &mut raw[q * n + i * PAGE..(q + 1) * n];
+            #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+            // SAFETY: the mask has as many bits as the row has numbers, sixteen at most.
+            unsafe {
+                _mm512_mask_storeu_ps(row.as_mut_ptr(), mask, scores);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_backend::topk::nibble_product;
+
+    use super::*;
+
+    #[test]
+    fn every_instruction_set_scores_as_the_reference_does() {
+        let mut state = 5u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        for (width, group, n) in
+            [(1usize, 1usize, 1usize), (8, 2, 16), (32, 3, 100), (40, 4, 47), (13, 9, 33)]
+        {
+            let keys: Vec<Vec<f32>> =
+                (0..n).map(|_| (0..width).map(|_| next()).collect()).collect();
+            let page_bytes = PAGE * (width.next_multiple_of(LINE) / 2 + 2);
+            let mut bytes = vec![0xff; n.div_ceil(PAGE) * page_bytes];
+            for (place, key) in keys.iter().enumerate() {
+                write(key, place % PAGE, &mut bytes[place / PAGE * page_bytes..][..page_bytes]);
+            }
+            let products: Vec<f32> = (0..group * width).map(|_| 9.0 * next()).collect();
+            let codes = Codes::new(&products, width, 0.125);
+            let mut expected = Vec::new();
+            for query in products.chunks_exact(width) {
+                let (query, of_query) = query_codes(query);
+                expected.extend(keys.iter().map(|key| {
+                    let (key, unit) = nibbles(key);
+                    nibble_product(&key, &query) as f32 * unit.to_f32() * (of_query * 0.125)
+                }));
+            }
+            for isa in Isa::ALL.into_iter().filter(|&isa| isa <= Isa::detect()) {
+                let mut raw = vec![f32::NAN; group * n];
+                nibble_scores(isa, bytes.chunks_exact(page_bytes), &codes, &mut raw);
+                assert_eq!(raw, expected, "{isa}: width {width}, {group} queries, {n} keys");
+            }
+        }
+    }
+}
