@@ -76,6 +76,8 @@ pub(super) enum Done {
         place: Place,
         name: OwnedName,
         result: io::Result<Arc<dyn SegmentFile>>,
+        /// False if it is still as it came.
+        is_sealed: bool,
         buf: PageBuf,
     },
     Removed {
@@ -295,8 +297,13 @@ impl Worker {
             }
             let Some(((place, name, file, mut buf), bytes, result)) = flying.end() else { return };
             buf.bytes = bytes;
-            let _ =
-                self.done.send(Done::Written { place, name, result: result.map(|_| file), buf });
+            let _ = self.done.send(Done::Written {
+                place,
+                name,
+                result: result.map(|_| file),
+                is_sealed: true,
+                buf,
+            });
         }
     }
 
@@ -310,6 +317,7 @@ impl Worker {
             WriteJob::Write { place, name, target, mut buf, is_direct } => {
                 buf.encode(self.codec.as_deref());
                 let sealed = self.form.seal(&name.borrow(), &mut buf.bytes);
+                let is_sealed = sealed.is_ok();
                 match sealed.and_then(|()| self.file(place.segment, target, newest)) {
                     Ok(file) => {
                         let bytes = std::mem::take(&mut buf.bytes);
@@ -318,7 +326,7 @@ impl Worker {
                         let job = (place, name, Arc::clone(&file), buf);
                         return flying.begin(job, bytes, &file, span);
                     }
-                    Err(error) => Done::Written { place, name, result: Err(error), buf },
+                    Err(error) => Done::Written { place, name, result: Err(error), is_sealed, buf },
                 }
             }
             WriteJob::Remove { number, path } => {

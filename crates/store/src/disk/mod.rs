@@ -357,13 +357,14 @@ impl DiskTier {
     /// Takes in what has ended, and gives what was read.
     fn take(&mut self, done: Done) -> Option<Loaded> {
         match done {
-            Done::Written { place, name, result, buf } => {
+            Done::Written { place, name, result, is_sealed, buf } => {
                 self.writing.remove(&name.key);
                 self.count_write(&result);
                 self.segments.written(place, name.key, result.ok());
                 match &mut self.records {
-                    Some(records) => records.push_back((name, buf)),
-                    None => self.free_writes.give_back(buf),
+                    // What could not be sealed is not handed on: the next tier takes it as it is.
+                    Some(records) if is_sealed => records.push_back((name, buf)),
+                    Some(_) | None => self.free_writes.give_back(buf),
                 }
                 None
             }
