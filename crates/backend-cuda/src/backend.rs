@@ -295,6 +295,7 @@ impl Backend for Cuda {
         kv: &mut CudaKv,
     ) -> Result<(), DeviceError> {
         self.prepare_near(plan, kv)?;
+        self.take_turn(plan, layer, kv)?;
         rope::rope_append(&self.device, plan, layer, spec, (qkv, kv), false)?;
         self.digest_rows(plan, layer, spec, kv)
     }

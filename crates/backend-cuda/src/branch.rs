@@ -153,7 +153,11 @@ impl LateBranch {
     }
 }
 
-fn record(device: &Device, event: &CudaEvent, stream: &CudaStream) -> Result<(), DeviceError> {
+pub(crate) fn record(
+    device: &Device,
+    event: &CudaEvent,
+    stream: &CudaStream,
+) -> Result<(), DeviceError> {
     device.enter()?;
     #[expect(unsafe_code, reason = "a call of the C interface")]
     // SAFETY: both handles are live.
@@ -161,7 +165,11 @@ fn record(device: &Device, event: &CudaEvent, stream: &CudaStream) -> Result<(),
     device.check(recorded.result())
 }
 
-fn wait(device: &Device, stream: &CudaStream, event: &CudaEvent) -> Result<(), DeviceError> {
+pub(crate) fn wait(
+    device: &Device,
+    stream: &CudaStream,
+    event: &CudaEvent,
+) -> Result<(), DeviceError> {
     device.enter()?;
     #[expect(unsafe_code, reason = "a call of the C interface")]
     // SAFETY: both handles are live.

@@ -151,7 +151,6 @@ impl Cuda {
         plan: &mut CudaPlan,
         kv: &CudaKv,
     ) -> Result<Pass, DeviceError> {
-        self.prepare_near(plan, kv)?;
         let is_beside = match &kv.sparse {
             Some(sparse) if plan.is_decode() => sparse.digests_may_wait(),
             Some(_) => kv.near.is_some(),
@@ -160,6 +159,7 @@ impl Cuda {
         if is_beside {
             plan.begin_beside(&self.device)?;
         }
+        self.prepare_near(plan, kv)?;
         if self.is_eager.load(Ordering::Relaxed) || self.device.timing.is_on() || !plan.is_decode()
         {
             return Ok(Pass::Needed);

@@ -191,8 +191,8 @@ impl CudaKv {
         };
         let near = match (far, &arena.far) {
             (Some(far), Some(pages)) => {
-                let n_pages = (slots.device, far.n_near);
-                Some(Near::new(device, page.bytes() * n_far, n_pages, pages)?)
+                let layers = (page.bytes() * n_far, shape.n_layers - all_layers);
+                Some(Near::new(device, layers, (slots.device, far.n_near), pages)?)
             }
             _ => None,
         };
@@ -377,10 +377,8 @@ impl CudaKv {
     pub(crate) fn near_pages(&self, layer: u32) -> NearPages {
         let none = NearPages { frames: 0, layer: 0, head_bytes: 0 };
         let Some(near) = self.near.as_ref().filter(|_| self.is_far(layer)) else { return none };
-        let head_bytes = self.page.bytes() as u64 * u64::from(near.n_frames);
-        let first = (layer * self.shape.n_kv_heads) as usize - self.arena.n_resident;
-        let layer = near.pages.address() + first as u64 * head_bytes;
-        NearPages { frames: near.map.address(), layer, head_bytes }
+        let n_resident = self.arena.n_resident as u32 / self.shape.n_kv_heads;
+        near.of_layer((layer, layer - n_resident), self).unwrap_or(none)
     }
 
     /// Rows in eight bits beside a layer's pages.

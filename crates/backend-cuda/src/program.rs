@@ -50,6 +50,7 @@ impl Program {
             ("GATHER_PARAMS_SIZE", size_of::<gather::GatherParams>().to_string()),
             ("COPY_PARAMS_SIZE", size_of::<copy::CopyParams>().to_string()),
             ("LAND_PARAMS_SIZE", size_of::<copy::LandParams>().to_string()),
+            ("FILL_PARAMS_SIZE", size_of::<copy::FillParams>().to_string()),
             ("DRAW_SIZE", size_of::<draw::DrawRow>().to_string()),
             ("MOVED_SIZE", size_of::<draw::MovedToken>().to_string()),
             ("DRAW_PARAMS_SIZE", size_of::<draw::DrawParams>().to_string()),

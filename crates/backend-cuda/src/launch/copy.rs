@@ -1,4 +1,5 @@
-//! `copy.cu`: whole pages inside a tier and between tiers, and pages or heads of them from the host.
+//! `copy.cu`: whole pages inside a tier and between tiers, pages or heads of them from the host, and one
+//! layer's pages from there.
 
 use std::ops::Range;
 
@@ -7,6 +8,7 @@ use nuthatch_backend::DeviceError;
 use nuthatch_types::{PageCopy, Slot};
 
 use super::{Address, count, params};
+use crate::branch::LINK_BLOCKS;
 use crate::device::{Device, Kernel};
 use crate::door::Door;
 use crate::kv::CudaKv;
@@ -39,7 +41,23 @@ params! {
     }
 }
 
+params! {
+    /// Mirrors `FillParams`.
+    FillParams {
+        near: Address,
+        far: Address,
+        frames: Address,
+        near_head_bytes: u64,
+        far_head_bytes: u64,
+        n_slots: u32,
+        page_bytes: u32,
+        n_heads: u32,
+        padding: u32,
+    }
+}
+
 const THREADS: u32 = 256;
+const FILL_THREADS: u32 = 512;
 /// Blocks that bring pages over the link, beside those of a pass: 128 KiB of them are on their way at once.
 /// Guessed.
 const LAND_BLOCKS: u32 = 32;
@@ -208,6 +226,20 @@ pub(crate) fn land_pages(
         }
     }
     Ok(())
+}
+
+/// Queues the copy of one layer's pages to the frames that they have on a stream.
+pub(crate) fn fill_frames(
+    device: &Device,
+    (kernel, stream): (&Kernel, &CudaStream),
+    params: &FillParams,
+) -> Result<(), DeviceError> {
+    #[expect(unsafe_code, reason = "a kernel")]
+    // SAFETY: the kernel reads pages of all slots that the map names, which has an entry for each of them,
+    // and writes to their frames, of which the layer has as many as the list that the map was made from.
+    unsafe {
+        device.launch_on((stream, false), kernel, ((LINK_BLOCKS, 1), FILL_THREADS), params)
+    }
 }
 
 /// Copies pages in order, all heads of some tiers.

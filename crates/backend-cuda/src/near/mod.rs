@@ -8,11 +8,12 @@
 //!
 //! Where a copy is, `frames[slot]` says; kernels look there first, and write to both. So it does not
 //! matter to answers which pages have one: prefix hits, forks, swaps and cancelling need nothing of
-//! their own.
+//! their own. If a prompt has more pages than frames, [`turns`] has two layers share all of them.
 
 mod chosen;
 mod codes;
 mod frames;
+mod turns;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -22,6 +23,7 @@ use nuthatch_types::{Clock as _, KvSlots, PageCopy, Slot, SystemClock};
 use crate::Cuda;
 use crate::device::{Device, Memory};
 use crate::kv::{CudaKv, PAGE_LEN};
+use crate::launch::NearPages;
 use crate::launch::copy::{self, Tiers};
 use crate::pinned::PinnedMemory;
 use crate::plan::CudaPlan;
@@ -29,6 +31,7 @@ pub(crate) use chosen::ChosenRows;
 pub(crate) use codes::Codes;
 pub use codes::code_bytes;
 use frames::{Frames, Wanted};
+use turns::{Came, Turns};
 
 /// Tokens that a head goes on with one selection before the rest of its tail may come over the link.
 /// Guessed.
@@ -45,11 +48,14 @@ pub fn near_pages(n_first: u32, n_last: u32) -> u32 {
 
 /// Copies of pages on the device.
 pub(crate) struct Near {
-    /// `[layer][kv head][frame]`
-    pub(crate) pages: Memory,
+    /// `[layer][kv head][frame]`, or, while layers take turns, two of them with more frames.
+    pages: Memory,
     /// `[slot]` the frame of each.
-    pub(crate) map: Memory,
-    pub(crate) n_frames: u32,
+    map: Memory,
+    n_frames: u32,
+    /// Frames while layers take turns.
+    n_frames_in_turn: u32,
+    came: Came,
     /// Bytes that the copy engine brings from the pages in a second.
     pub(crate) link_rate: u64,
     state: Mutex<State>,
@@ -63,24 +69,38 @@ struct State {
     /// First and last tokens of a decoding sequence that are wanted near.
     n_first: usize,
     n_last: usize,
+    /// Where layers take turns, whose it is.
+    turns: Option<Turns>,
+    /// Pages that were copied to frames so far.
+    n_loaded: u64,
 }
 
 impl Near {
     pub(crate) fn new(
         device: &Device,
-        page_bytes: usize,
+        (page_bytes, n_layers): (usize, u32),
         (n_slots, n_frames): (u32, u32),
         far: &PinnedMemory,
     ) -> Result<Self, DeviceError> {
         let frames = Frames::new(n_slots, n_frames);
         let bytes = page_bytes.saturating_mul(n_frames as usize);
+        let n_in_turn = u64::from(n_frames) * u64::from(n_layers) / 2;
         let pages = device.alloc(bytes, "near KV pages")?;
         Ok(Near {
             link_rate: link_rate(device, far, &pages)?,
             pages,
             map: device.alloc(n_slots as usize * 4, "near KV pages")?,
             n_frames,
-            state: Mutex::new(State { frames, step: 0, n_first: PAGE_LEN, n_last: 8 * PAGE_LEN }),
+            n_frames_in_turn: n_in_turn.min(u64::from(n_slots)) as u32,
+            came: Came::new(device)?,
+            state: Mutex::new(State {
+                frames,
+                step: 0,
+                n_first: PAGE_LEN,
+                n_last: 8 * PAGE_LEN,
+                turns: None,
+                n_loaded: 0,
+            }),
         })
     }
 
@@ -96,13 +116,13 @@ impl Near {
 
     /// Pages that were copied to frames so far.
     pub(crate) fn n_loaded(&self) -> u64 {
-        self.state().frames.n_loaded
+        self.state().n_loaded
     }
 
     /// No page has a copy.
     pub(crate) fn clear(&self, device: &Device, slots: KvSlots) -> Result<(), DeviceError> {
         let mut state = self.state();
-        state.frames = Frames::new(slots.device, self.n_frames);
+        (state.frames, state.turns) = (Frames::new(slots.device, self.n_frames), None);
         self.tell(device, &mut state)
     }
 
@@ -115,6 +135,28 @@ impl Near {
         let mut state = self.state();
         slots.for_each(|slot| state.frames.forget(slot.0));
         self.tell(device, &mut state)
+    }
+
+    /// Where copies of a layer's pages are, if the layer is the `index`th of those that are far; nowhere
+    /// while it is another one's turn.
+    pub(crate) fn of_layer(&self, (layer, index): (u32, u32), kv: &CudaKv) -> Option<NearPages> {
+        match &self.state().turns {
+            None => Some(self.part(index, self.n_frames, kv)),
+            Some(turns) if turns.now == Some(layer) => Some(self.half(layer as usize % 2, kv)),
+            Some(_) => None,
+        }
+    }
+
+    /// Where the copies of a layer's pages are whose turn it is.
+    fn half(&self, half: usize, kv: &CudaKv) -> NearPages {
+        self.part(half as u32, self.n_frames_in_turn, kv)
+    }
+
+    fn part(&self, index: u32, n_frames: u32, kv: &CudaKv) -> NearPages {
+        let head_bytes = kv.page.bytes() as u64 * u64::from(n_frames);
+        let first = u64::from(index) * u64::from(kv.shape.n_kv_heads);
+        let layer = self.pages.address() + first * head_bytes;
+        NearPages { frames: self.map.address(), layer, head_bytes }
     }
 
     /// Tells the device which pages have copies.
@@ -200,9 +242,25 @@ impl Cuda {
             return Ok(());
         }
         state.step = plan.step;
-        let wanted = state.wanted(plan);
+        let mut wanted = state.wanted(plan);
+        let takes_turns = near.n_frames_in_turn > near.n_frames
+            && turns::are_needed(&wanted, near.n_frames, plan);
+        if takes_turns || state.turns.is_some() {
+            let n = if takes_turns { near.n_frames_in_turn } else { near.n_frames };
+            state.frames = Frames::new(kv.slots.device, n);
+        }
+        state.turns = takes_turns.then(Turns::default);
+        if takes_turns {
+            // Pages that follow each other are brought in one go, and those before the last ones matter
+            // as much as these.
+            wanted.seen.sort_unstable();
+        }
         let loads = state.frames.begin(&wanted);
+        state.n_loaded += loads.len() as u64;
         near.tell(&self.device, &mut state)?;
+        if takes_turns {
+            return Ok(());
+        }
         let tiers = Tiers {
             device: near.pages.address(),
             n_device: near.n_frames,
