@@ -1,5 +1,7 @@
 //! How a device chooses a token from a row of logits.
 
+use std::sync::Arc;
+
 /// How one row's token is chosen.
 ///
 /// The logits of some tokens are moved first. Then, with temperature 0, it is the best token, and of
@@ -21,7 +23,7 @@ pub struct Draw {
     /// In `[0, 1)`.
     pub uniform: f64,
     /// Tokens whose logits are moved; each at most once.
-    pub moved: Vec<Moved>,
+    pub moved: Arc<Vec<Moved>>,
 }
 
 /// A token whose logit is moved: divided by `factor` if it is positive, or else multiplied by it;

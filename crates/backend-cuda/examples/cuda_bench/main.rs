@@ -200,7 +200,7 @@ fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
         top_p: 1.0,
         min_p: 0.0,
         uniform: 0.5,
-        moved: Vec::new(),
+        moved: std::sync::Arc::default(),
     };
     let plain = Draw { temperature: 0.8, ..greedy.clone() };
     let top_p = Draw { top_p: 0.95, ..plain.clone() };

@@ -57,6 +57,8 @@ pub(crate) struct Draws {
     pub(crate) tokens: Memory,
     rows: Memory,
     moved: Memory,
+    /// The same on this side, to be filled again.
+    on_host: (Vec<DrawRow>, Vec<MovedToken>),
     /// Of the batch that is planned; none if nothing is drawn.
     n: usize,
     vocab: Cell<usize>,
@@ -75,6 +77,7 @@ impl Draws {
             tokens: device.alloc(max_rows * 4, WHAT)?,
             rows: device.alloc(max_rows * size_of::<DrawRow>(), WHAT)?,
             moved: device.alloc(0, WHAT)?,
+            on_host: Default::default(),
             n: 0,
             vocab: Cell::new(0),
             found: HostMemory::new(device, MAX_QUEUED * max_rows * 4)?,
@@ -97,7 +100,9 @@ impl Draws {
     /// Uploads how tokens are chosen.
     pub(crate) fn plan(&mut self, device: &Device, draws: &[Draw]) -> Result<(), DeviceError> {
         assert!(draws.len() <= self.max_rows, "no more draws than rows");
-        let (mut rows, mut moved) = (Vec::with_capacity(draws.len()), Vec::new());
+        let (rows, moved) = &mut self.on_host;
+        rows.clear();
+        moved.clear();
         for draw in draws {
             let &Draw { temperature, top_k, top_p, min_p, uniform, .. } = draw;
             let (first_moved, n_moved) = (count(moved.len()), count(draw.moved.len()));
@@ -115,8 +120,8 @@ impl Draws {
             self.moved = device.alloc(bytes.next_power_of_two(), "the choice of tokens")?;
         }
         self.n = draws.len();
-        device.upload(&self.rows, 0, &rows)?;
-        device.upload(&self.moved, 0, &moved)
+        device.upload(&self.rows, 0, rows)?;
+        device.upload(&self.moved, 0, moved)
     }
 
     /// Chooses.

@@ -1,6 +1,8 @@
 //! `draw`: tokens chosen on the device, against sums in `f64`. A device that leaves choosing to its
 //! caller is not judged.
 
+use std::sync::Arc;
+
 use nuthatch_types::Slot;
 
 use crate::{Backend, BatchLayout, Draw, Moved, WeightType};
@@ -56,7 +58,7 @@ fn infinite_rows<B: Backend>(b: &B) {
         top_p: 1.0,
         min_p: 0.0,
         uniform: 0.999,
-        moved: Vec::new(),
+        moved: Arc::default(),
     };
     let mut one = vec![f32::NEG_INFINITY; 40];
     one[17] = -3.0;
@@ -104,7 +106,7 @@ fn next_rows<B: Backend>(b: &B) {
         top_p: 1.0,
         min_p: 0.0,
         uniform: 0.5,
-        moved: Vec::new(),
+        moved: Arc::default(),
     };
     let layout = three_rows();
     let mut tables = b.alloc_tables(1, 1).expect("a table");
@@ -146,7 +148,7 @@ fn draws(random: &mut Random, vocab: usize) -> Vec<Draw> {
         top_p: 1.0,
         min_p: 0.0,
         uniform: 0.0,
-        moved: Vec::new(),
+        moved: Arc::default(),
     };
     let mut token = |i: usize| (i * 37 + (random.unit().abs() * 30.0) as usize) as u32;
     let mut moved: Vec<Moved> = (0..60).map(|i| Moved::nothing(token(i))).collect();
@@ -158,6 +160,7 @@ fn draws(random: &mut Random, vocab: usize) -> Vec<Draw> {
         moved.plus = if i % 5 == 0 { 6.0 } else { 0.0 };
     }
     moved.push(Moved { plus: 100.0, ..Moved::nothing(vocab as u32 + 5) });
+    let moved = Arc::new(moved);
     vec![
         Draw { temperature: 0.0, ..plain.clone() },
         plain.clone(),
@@ -169,7 +172,7 @@ fn draws(random: &mut Random, vocab: usize) -> Vec<Draw> {
         Draw { top_p: 0.1, temperature: 2.0, ..plain.clone() },
         Draw { min_p: 0.2, ..plain.clone() },
         Draw { top_k: 300, top_p: 0.7, min_p: 0.01, temperature: 1.5, ..plain.clone() },
-        Draw { temperature: 0.0, moved: moved.clone(), ..plain.clone() },
+        Draw { temperature: 0.0, moved: Arc::clone(&moved), ..plain.clone() },
         Draw { top_p: 0.95, moved, ..plain },
     ]
 }
@@ -188,7 +191,7 @@ fn sure(logits: &[f32], draw: &Draw) -> Option<u32> {
 
 fn token(logits: &[f32], draw: &Draw) -> u32 {
     let mut logits = logits.to_vec();
-    for moved in &draw.moved {
+    for moved in draw.moved.iter() {
         if let Some(logit) = logits.get_mut(moved.token as usize) {
             *logit = moved.apply(*logit);
         }

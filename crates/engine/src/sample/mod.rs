@@ -22,6 +22,8 @@ mod softmax;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
 use nuthatch_backend::Draw;
 use nuthatch_types::{Sampling, TokenId};
 
@@ -120,7 +122,7 @@ impl Sampler {
             return None;
         }
         let uniform = random::uniform(seed, position);
-        let moved = self.seen.moved(&self.sampling);
+        let moved = Arc::clone(self.seen.moved());
         Some(Draw { temperature, top_k, top_p, min_p, uniform, moved })
     }
 
@@ -145,7 +147,7 @@ impl Sampler {
                 *logit = logprob(*logit, total);
             }
             total = 0.0;
-            self.adjust(logits);
+            self.seen.apply(logits);
         }
         let top = best_logprobs(logits, total, self.sampling.n_candidates, room);
         let (token, logprob) = top[0];
@@ -159,7 +161,7 @@ impl Sampler {
 
     /// Whether the raw logits are the ones to choose by.
     fn is_plain(&self) -> bool {
-        self.seen.is_empty() && self.sampling.logit_bias.is_empty()
+        self.seen.moved().is_empty()
     }
 
     /// Applies penalties and bias, chooses, and returns the token with its raw logit.
@@ -171,12 +173,11 @@ impl Sampler {
     ) -> Result<(TokenId, f32), SampleError> {
         let mut touched = std::mem::take(&mut room.touched);
         touched.clear();
-        let bias = self.sampling.logit_bias.iter().map(|&(token, _)| token);
-        touched.extend(self.seen.tokens().chain(bias).filter_map(|token| {
-            let value = *logits.get(token.0 as usize)?;
-            Some(Candidate { value, id: token.0 })
+        touched.extend(self.seen.moved().iter().filter_map(|moved| {
+            let value = *logits.get(moved.token as usize)?;
+            Some(Candidate { value, id: moved.token })
         }));
-        self.adjust(logits);
+        self.seen.apply(logits);
         let chosen = softmax::finite_max(logits)
             .map(|max| self.choose(logits, max, position, room))
             .ok_or(SampleError::Logits { position });
@@ -186,16 +187,6 @@ impl Sampler {
         });
         room.touched = touched;
         raw
-    }
-
-    /// Applies penalties and bias.
-    fn adjust(&self, logits: &mut [f32]) {
-        self.seen.apply(&self.sampling, logits);
-        for &(token, bias) in &self.sampling.logit_bias {
-            if let Some(logit) = logits.get_mut(token.0 as usize) {
-                *logit += bias;
-            }
-        }
     }
 
     fn choose(&self, logits: &[f32], max: f32, position: u32, room: &mut Room) -> TokenId {

@@ -220,9 +220,12 @@ proptest! {
         repetition in prop_oneof![Just(1.0f32), 0.5..2.0f32],
         frequency in prop_oneof![Just(0.0f32), -2.0..2.0f32],
         presence in prop_oneof![Just(0.0f32), -2.0..2.0f32],
+        logit_bias in proptest::collection::vec((0..33u32, -5.0..5.0f32), 0..4),
         logits in proptest::collection::vec(-10.0..10.0f32, 30),
     ) {
+        let logit_bias: Vec<_> = logit_bias.into_iter().map(|(t, bias)| (TokenId(t), bias)).collect();
         let sampling = Sampling {
+            logit_bias: logit_bias.clone(),
             repetition_penalty: repetition,
             frequency_penalty: frequency,
             presence_penalty: presence,
@@ -236,7 +239,13 @@ proptest! {
             seen.push(&sampling, TokenId(token));
         }
         let mut got = logits.clone();
-        seen.apply(&sampling, &mut got);
+        // Steps that are on their way keep what they were told.
+        let told = Arc::clone(seen.moved());
+        let before = told.to_vec();
+        let mut later = seen.clone();
+        later.push(&sampling, TokenId(7));
+        prop_assert_eq!(&*told, &before);
+        seen.apply(&mut got);
         for (id, (&raw, &got)) in (0u32..).zip(logits.iter().zip(&got)) {
             let count = answer.iter().filter(|&&t| t == id).count() as f32;
             let mut expected = raw;
@@ -245,6 +254,7 @@ proptest! {
             }
             expected -= count * frequency;
             expected -= if count > 0.0 { presence } else { 0.0 };
+            expected += logit_bias.iter().filter(|(t, _)| t.0 == id).map(|(_, b)| b).sum::<f32>();
             prop_assert!((got - expected).abs() < 1e-4, "token {} {} {}", id, got, expected);
         }
     }
@@ -326,7 +336,7 @@ fn keeps_what_hugging_face_keeps() {
             .map(pair)
             .map(|(id, p)| (id.parse().unwrap(), p.parse().unwrap()))
             .collect();
-        Seen::new(&sampling, &prompt, &[]).apply(&sampling, &mut logits);
+        Seen::new(&sampling, &prompt, &[]).apply(&mut logits);
         let got = filtered(&sampling, &logits);
         let ids = |kept: &[(u32, f64)]| -> Vec<u32> { kept.iter().map(|k| k.0).collect() };
         assert_eq!(ids(&got), ids(&expected), "{sampling:?}");

@@ -108,7 +108,7 @@ fn choose(logits: &mut [f32], draw: &Draw) -> Option<u32> {
     if logits.iter().any(|x| x.is_nan()) {
         return None;
     }
-    for moved in &draw.moved {
+    for moved in draw.moved.iter() {
         let logit = &mut logits[moved.token as usize];
         *logit = moved.apply(*logit);
     }
