@@ -394,30 +394,6 @@ pub fn agreement(a: &[u64], b: &[u64]) -> u32 {
     a.iter().zip(b).map(|(a, b)| (!(a ^ b)).count_ones()).sum()
 }
 
-/// Turns the group's raw scores of all places, `[group][n]`, into the answer.
-pub fn softmax_scores(raw: &mut [f32], scores: &mut [u32]) {
-    let n = scores.len();
-    if n == 0 {
-        return;
-    }
-    let mut sums = vec![0.0f32; n];
-    for row in raw.chunks_exact_mut(n) {
-        let max = row.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
-        let mut total = 0.0;
-        for x in row.iter_mut() {
-            *x = (*x - max).exp();
-            total += *x;
-        }
-        for (sum, &x) in sums.iter_mut().zip(&*row) {
-            *sum += x / total;
-        }
-    }
-    for (score, sum) in scores.iter_mut().zip(sums) {
-        // Positive floats are ordered as their bits are.
-        *score = if sum.is_nan() { 0 } else { sum.to_bits() };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

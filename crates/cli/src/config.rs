@@ -142,8 +142,9 @@ pub(crate) struct EngineConfig {
     pub(crate) by_layers: Option<bool>,
     pub(crate) reuse: Option<u32>,
     pub(crate) key_file: Option<std::path::PathBuf>,
-    /// Tokens of one step.
+    /// Tokens of one step, and whether they may be more where that is much faster.
     pub(crate) max_rows: u32,
+    pub(crate) may_take_more_rows: bool,
     /// Sequences that the engine knows at one time, and whether they may be fewer where memory is short.
     pub(crate) max_seqs: u32,
     pub(crate) may_run_fewer: bool,
@@ -312,6 +313,7 @@ impl EngineConfig {
             reuse: args.cache_reuse.filter(|n| *n > 0),
             key_file: args.kv_key_file.clone(),
             max_rows: batch.max_rows,
+            may_take_more_rows: args.scheduling.max_num_batched_tokens.is_none(),
             max_seqs,
             may_run_fewer: args.scheduling.max_num_seqs.is_none() && max_seqs == batch.n_seqs,
             sparse: args.sparse.clone(),
@@ -379,6 +381,9 @@ fn memory_share(args: &EngineArgs) -> Result<Option<f64>, ConfigError> {
     }
 }
 
+/// Tokens of one step, unless somebody says otherwise.
+const STEP_ROWS: u32 = 512;
+
 /// How large steps are, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BatchSizes {
@@ -391,7 +396,8 @@ pub(crate) struct BatchSizes {
 impl BatchSizes {
     /// Checks the arguments; `n_seqs` run at one time unless the user says otherwise.
     pub(crate) fn new(args: &SchedulingArgs, n_seqs: u32) -> Result<Self, ConfigError> {
-        let (max_rows, n_seqs) = (args.max_num_batched_tokens, args.max_num_seqs.unwrap_or(n_seqs));
+        let max_rows = args.max_num_batched_tokens.unwrap_or(STEP_ROWS);
+        let n_seqs = args.max_num_seqs.unwrap_or(n_seqs);
         for (flag, value) in [("--max-num-seqs", n_seqs), ("--max-num-batched-tokens", max_rows)] {
             if value == 0 {
                 return Err(ConfigError::Zero(flag));

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use nuthatch_engine::topk::{NearPlan, digest_page_bytes};
 use nuthatch_engine::{
-    Budget, DiskOptions, EngineOptions, Forecast, SharedClock, SizeRequest, Sizes, SlowOptions,
-    StoreKey, TopKOptions,
+    Budget, DiskOptions, EngineOptions, FarRequest, Forecast, SharedClock, SizeRequest, Sizes,
+    SlowOptions, StoreKey, TopKOptions,
 };
 use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
@@ -26,6 +26,9 @@ use near_table::near_table;
 /// Share of the available memory that is used unless the user says otherwise. The rest is for the
 /// file cache that loading fills, and for everybody else.
 const MEMORY_SHARE: f64 = 0.85;
+/// Tokens of one step, unless the user says otherwise, where a prompt's pages may have to come over a GPU's
+/// link once for each of them: 512 took 2.7 times as long for 128K tokens (docs/sparse.md).
+const FAR_STEP_ROWS: u32 = 4096;
 
 /// A model that is open, with everything decided and nothing loaded.
 pub(crate) struct Prepared {
@@ -46,6 +49,14 @@ pub(crate) struct Loaded {
     /// The device, for people.
     pub(crate) device: String,
     pub(crate) threads: usize,
+}
+
+/// Tokens of one step.
+fn step_rows(config: &EngineConfig, far: Option<&FarRequest>, context: u32) -> u32 {
+    match far {
+        Some(_) if config.may_take_more_rows => config.max_rows.max(FAR_STEP_ROWS.min(context)),
+        _ => config.max_rows,
+    }
 }
 
 /// A context that the model was not made for.
@@ -104,16 +115,17 @@ impl Prepared {
         if max_seqs < config.max_seqs {
             tracing::info!("top-k attention takes much memory: {max_seqs} sequences at one time");
         }
+        let far = device.far(topk.as_ref(), (kv, &config.sparse.far_way()));
         let request = SizeRequest {
             deciding: deciding(max_seqs),
             weights: device.weight_bytes(&files)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
             max_seqs,
-            max_rows: config.max_rows,
+            max_rows: step_rows(config, far.as_ref(), context),
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
-            far: device.far(topk.as_ref(), (kv, &config.sparse.far_way())),
+            far,
             budget: budget(config),
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };

@@ -1,20 +1,22 @@
 //! Who answers what; and what happens to every request on its way in and out.
 
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
-use axum::body::to_bytes;
+use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
+use http_body::Body as _;
 use nuthatch_engine::Tenant;
 use nuthatch_wire::{ApiError, ErrorKind, RequestError, caps};
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use crate::answer::unique;
@@ -142,33 +144,74 @@ pub(crate) struct Received {
 }
 
 /// Reads a request's body, within bounds of length and time.
+///
+/// A body that says how long it is waits until there is room for all of it. One that does not is given room
+/// as it comes, and refused where there is no more: what is half read must not wait for other halves.
 pub(crate) async fn read_body(app: &Arc<App>, request: Request) -> Handled<Received> {
+    receive(&app.bodies, app.config.limits.body_time, request).await
+}
+
+async fn receive(
+    bodies: &Arc<Semaphore>,
+    body_time: Duration,
+    request: Request,
+) -> Handled<Received> {
     let max = caps::BODY_BYTES;
     let claimed = content_length(request.headers());
     if let Some(len) = claimed.filter(|&len| len > max) {
         return Err(RequestError::BodyTooLong { len, max }.into());
     }
-    let n_permits = claimed.unwrap_or(max).div_ceil(BODY_UNIT).max(1);
     let reading = async {
-        let permits = Arc::clone(&app.bodies).acquire_many_owned(n_permits as u32).await;
-        let permit = permits.map_err(|_| internal())?;
-        let bytes = to_bytes(request.into_body(), max).await.map_err(|error| {
-            // The library has no type for it that can be named here.
-            if error.to_string().contains("length limit") {
-                let message = format!("the body has more than {max} bytes");
-                return ApiError::new(ErrorKind::TooLarge, message).with_code("request_too_large");
+        let n_claimed = permits_for(claimed.unwrap_or(0));
+        let permits = Arc::clone(bodies).acquire_many_owned(n_claimed).await;
+        let mut permit = permits.map_err(|_| internal())?;
+        let mut bytes = BytesMut::with_capacity(claimed.unwrap_or(0));
+        let mut body = request.into_body();
+        while let Some(piece) = next_piece(&mut body).await? {
+            let len = bytes.len() + piece.len();
+            if len > max {
+                return Err(RequestError::BodyTooLong { len, max }.into());
             }
-            let message = "the body did not come whole";
-            ApiError::new(ErrorKind::InvalidRequest, message).with_code("body_broken")
-        })?;
-        Ok(Received { bytes, _permit: permit })
+            let more = permits_for(len).saturating_sub(permit.num_permits() as u32);
+            permit.merge(Arc::clone(bodies).try_acquire_many_owned(more).map_err(|_| {
+                let message = "too many requests are being read";
+                ApiError::new(ErrorKind::Overloaded, message).with_code("bodies_full")
+            })?);
+            bytes.extend_from_slice(&piece);
+        }
+        Ok(Received { bytes: bytes.freeze(), _permit: permit })
     };
-    match timeout(app.config.limits.body_time, reading).await {
+    match timeout(body_time, reading).await {
         Ok(received) => received,
         Err(_) => {
             let message = "the body did not come in time";
             let error = ApiError::new(ErrorKind::Timeout, message).with_code("request_timeout");
             Err(Failure(error))
+        }
+    }
+}
+
+/// Permits that a body of so many bytes needs.
+fn permits_for(bytes: usize) -> u32 {
+    bytes.div_ceil(BODY_UNIT).max(1) as u32
+}
+
+/// What comes next of a body.
+async fn next_piece(body: &mut Body) -> Result<Option<Bytes>, ApiError> {
+    loop {
+        match std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await {
+            None => return Ok(None),
+            // What follows the data is nobody's.
+            Some(Ok(frame)) => {
+                if let Ok(piece) = frame.into_data() {
+                    return Ok(Some(piece));
+                }
+            }
+            Some(Err(_)) => {
+                let message = "the body did not come whole";
+                let kind = ErrorKind::InvalidRequest;
+                return Err(ApiError::new(kind, message).with_code("body_broken"));
+            }
         }
     }
 }
@@ -188,12 +231,40 @@ fn wrong_method() -> ApiError {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use axum::http::StatusCode;
     use tokio::runtime::Builder;
 
     use super::*;
+
+    #[test]
+    fn a_body_takes_room_as_it_comes() {
+        let runtime = Builder::new_current_thread().enable_time().build().unwrap();
+        let bodies = Arc::new(Semaphore::new(4));
+        let ask = |body: Body, claimed: Option<usize>| {
+            let mut request = Request::new(body);
+            if let Some(len) = claimed {
+                request.headers_mut().insert(header::CONTENT_LENGTH, HeaderValue::from(len));
+            }
+            let received = receive(&bodies, Duration::from_millis(50), request);
+            runtime.block_on(received).map_err(|Failure(error)| error.code)
+        };
+        let body = |len: usize| Body::from(vec![7; len]);
+        // One that does not say its length takes no more than it is long, whatever the longest may be.
+        let first = ask(body(BODY_UNIT + 1), None).unwrap();
+        assert_eq!((first.bytes.len(), bodies.available_permits()), (BODY_UNIT + 1, 2));
+        let second = ask(body(2 * BODY_UNIT), Some(2 * BODY_UNIT)).unwrap();
+        assert_eq!(bodies.available_permits(), 0);
+        // One with a length waits for room, and one without is refused when it has none.
+        assert_eq!(ask(body(9), Some(9)).unwrap_err(), Some("request_timeout"));
+        drop(second);
+        assert_eq!(ask(body(2 * BODY_UNIT + 1), None).unwrap_err(), Some("bodies_full"));
+        assert_eq!(bodies.available_permits(), 2);
+        let len = caps::BODY_BYTES + 1;
+        assert_eq!(ask(body(0), Some(len)).unwrap_err(), Some("request_too_large"));
+        drop(first);
+        assert_eq!(ask(body(0), None).unwrap().bytes.len(), 0);
+        assert_eq!(bodies.available_permits(), 4);
+    }
 
     #[test]
     fn a_panic_fails_one_request_and_not_the_others() {

@@ -15,8 +15,6 @@ use crate::{ChatMessage, ChatRequest, Format, RequestError, caps};
 pub struct ResponsesRequest {
     /// The same in the older one's.
     pub chat: ChatRequest,
-    /// What was said about all of it, to be repeated.
-    pub instructions: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -89,7 +87,7 @@ impl ResponsesRequest {
         options.max_tokens = max_output.or(options.max_tokens);
         let template_vars = template_vars(raw.chat_template_kwargs)?;
         let chat = ChatRequest { messages, tools, tool_choice, template_vars, options };
-        Ok(ResponsesRequest { chat, instructions })
+        Ok(ResponsesRequest { chat })
     }
 }
 

@@ -54,10 +54,9 @@ impl From<EvictionArg> for Eviction {
 /// Flags in vLLM's words; SGLang's and llama-server's are hidden aliases.
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct SchedulingArgs {
-    /// Most tokens computed in one step
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    #[arg(alias = "chunked-prefill-size", alias = "batch-size")]
-    pub(crate) max_num_batched_tokens: u32,
+    /// Most tokens computed in one step [default: 512, but 4096 on a GPU whose KV is on the host]
+    #[arg(long, value_name = "N", alias = "chunked-prefill-size", alias = "batch-size")]
+    pub(crate) max_num_batched_tokens: Option<u32>,
     /// Most sequences that run at one time [default: 1, but 16 for `serve`, `batch`
     /// and `simulate`]
     #[arg(long, value_name = "N", alias = "max-running-requests", alias = "parallel")]

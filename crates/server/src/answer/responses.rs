@@ -65,7 +65,10 @@ impl Job {
         let mut events = vec![
             self.event("response.output_text.done", done),
             self.event("response.content_part.done", placed(heading, json!({ "part": part }))),
-            self.event("response.output_item.done", json!({ "output_index": 0, "item": item })),
+            self.event(
+                "response.output_item.done",
+                json!({ "output_index": 0, "item": item.clone() }),
+            ),
         ];
         for (index, call) in (1..).zip(&calls) {
             let (item, item_id) = (function_call(call), &call.id);
@@ -76,7 +79,14 @@ impl Job {
             events.push(self.event("response.function_call_arguments.done", arguments));
             events.push(self.event("response.output_item.done", added));
         }
-        let body = self.responses_body(heading);
+        let mut body = self.responses_body(heading);
+        // The stream has begun with a message, so there is one at its place.
+        if let Some(items) = body["output"].as_array_mut()
+            && text.is_empty()
+            && !calls.is_empty()
+        {
+            items.insert(0, item);
+        }
         let is_incomplete = body["status"] == "incomplete";
         let name = if is_incomplete { "response.incomplete" } else { "response.completed" };
         events.push(self.event(name, json!({ "response": body })));
