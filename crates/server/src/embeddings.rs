@@ -23,6 +23,10 @@ use crate::router::{Caller, read_body};
 /// Vectors as they come, in the order of the texts.
 type Vectors = Arc<Mutex<Vec<Vec<f32>>>>;
 
+/// Texts of one request that wait for the engine at a time: more than run at once, and few enough that the queue
+/// has room for others.
+const N_TOGETHER: usize = 128;
+
 /// `POST /v1/embeddings`.
 pub(crate) async fn embeddings(State(app): State<Arc<App>>, request: Request) -> Handled<Response> {
     let caller = Caller::of(&request);
@@ -30,22 +34,11 @@ pub(crate) async fn embeddings(State(app): State<Arc<App>>, request: Request) ->
     let (shared, tenant) = (Arc::clone(&app), caller.tenant);
     let task = move || prepare(&shared, &body.bytes, tenant);
     let prepared = tokio::task::spawn_blocking(task).await.map_err(|_| internal())?;
-    let (request, submissions, vectors) = prepared?;
-    let n_texts = submissions.len();
-    let mut flight = Flight::submit(&app, submissions).await?;
-    let (mut n_ended, mut n_tokens) = (0, 0);
-    while n_ended < n_texts {
-        match flight.next().await {
-            None => return Err(engine_lost().into()),
-            Some((_, Output::Token { .. })) => {}
-            Some((_, Output::Finished { reason, usage, .. })) => {
-                if reason == FinishReason::Cancelled {
-                    return Err(stopping().into());
-                }
-                n_ended += 1;
-                n_tokens += usage.prompt_tokens;
-            }
-        }
+    let (request, mut submissions, vectors) = prepared?;
+    let mut n_tokens = 0;
+    while !submissions.is_empty() {
+        let rest = submissions.split_off(submissions.len().min(N_TOGETHER));
+        n_tokens += compute(&app, std::mem::replace(&mut submissions, rest)).await?;
     }
     let vectors = std::mem::take(&mut *vectors.lock().unwrap_or_else(PoisonError::into_inner));
     let data = (0..).zip(vectors).map(|(index, vector)| embedding(&request, index, vector));
@@ -55,6 +48,26 @@ pub(crate) async fn embeddings(State(app): State<Arc<App>>, request: Request) ->
         model: app.model().to_owned(),
         usage: EmbeddingsUsage { prompt_tokens: n_tokens, total_tokens: n_tokens },
     }))
+}
+
+/// Computes some texts, and counts their tokens.
+async fn compute(app: &Arc<App>, submissions: Vec<Submission>) -> Handled<u32> {
+    let (mut n_left, mut n_tokens) = (submissions.len(), 0);
+    let mut flight = Flight::submit(app, submissions).await?;
+    while n_left > 0 {
+        match flight.next().await {
+            None => return Err(engine_lost().into()),
+            Some((_, Output::Token { .. })) => {}
+            Some((_, Output::Finished { reason, usage, .. })) => {
+                if reason == FinishReason::Cancelled {
+                    return Err(stopping().into());
+                }
+                n_left -= 1;
+                n_tokens += usage.prompt_tokens;
+            }
+        }
+    }
+    Ok(n_tokens)
 }
 
 fn prepare(

@@ -240,6 +240,13 @@ fn responses_and_embeddings_answer_in_their_own_words() {
     assert_eq!(coded, (vector(0).len() * 4).div_ceil(3) * 4);
     let error = serve.post("/v1/embeddings", &with(&body, &json!({"dimensions": 3})));
     assert_eq!(error.status, 400);
+    // More than wait in the engine's queue at a time, as many as OpenAI takes.
+    let many: Vec<String> = (0..2048).map(|i| format!("{}", i % 7)).collect();
+    let all = serve.post("/v1/embeddings", &json!({"input": many})).json();
+    let vectors: Vec<&Value> =
+        all["data"].as_array().unwrap().iter().map(|x| &x["embedding"]).collect();
+    assert_eq!(vectors.len(), 2048);
+    assert!((7..2048).all(|i| vectors[i] == vectors[i - 7]), "in the order of their texts");
 }
 
 #[test]
