@@ -8,6 +8,7 @@ use nuthatch_wire::{ApiError, ErrorKind};
 use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::ServerConfig;
+use crate::conversations::OpenTurns;
 use crate::error::engine_lost;
 use crate::events::Feed;
 use crate::guard::Keys;
@@ -27,6 +28,8 @@ pub(crate) struct App {
     pub(crate) feed: Option<Arc<Feed>>,
     /// Permits for bodies, each worth [`BODY_UNIT`] bytes.
     pub(crate) bodies: Arc<Semaphore>,
+    /// Conversations that are being answered.
+    pub(crate) open_turns: OpenTurns,
     /// When the server began, in seconds since 1970.
     pub(crate) started: u64,
     /// Becomes true when the engine is lost.
@@ -45,6 +48,7 @@ impl App {
             keys: Keys::new(&config),
             metrics: Metrics::new(&config.names[0], engine.now()),
             bodies: Arc::new(Semaphore::new(config.limits.bodies_bytes.div_ceil(BODY_UNIT))),
+            open_turns: OpenTurns::default(),
             started: (config.unix_seconds)(),
             lost,
             is_stopping: AtomicBool::new(false),

@@ -1,6 +1,7 @@
 //! Conversations that the server keeps: `session_id` in chat requests, and `/v1/sessions`.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::extract::{Path, Request as HttpRequest, State};
 use axum::response::Response;
@@ -22,6 +23,37 @@ pub(crate) struct Turn {
     sessions: Sessions,
     name: String,
     session: Session,
+    _open: OpenTurn,
+}
+
+/// Conversations that are being answered: of two turns at once, one would be lost.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct OpenTurns(Arc<Mutex<BTreeSet<(Tenant, String)>>>);
+
+/// One of them, until it is dropped.
+#[derive(Debug)]
+struct OpenTurn {
+    of: OpenTurns,
+    key: (Tenant, String),
+}
+
+impl OpenTurns {
+    /// Nothing if somebody has it.
+    fn take(&self, tenant: Tenant, name: &str) -> Option<OpenTurn> {
+        let key = (tenant, name.to_owned());
+        let is_new = self.lock().insert(key.clone());
+        is_new.then(|| OpenTurn { of: self.clone(), key })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<(Tenant, String)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for OpenTurn {
+    fn drop(&mut self) {
+        self.of.lock().remove(&self.key);
+    }
 }
 
 impl Turn {
@@ -47,6 +79,11 @@ impl Turn {
             let message = "a session takes one answer in words: not n, best_of, names or tools";
             return Err(ApiError::new(ErrorKind::InvalidRequest, message).about(PARAM));
         }
+        let Some(open) = app.open_turns.take(tenant, &name) else {
+            let message = "the session is being answered; its next turn comes after that";
+            let error = ApiError::new(ErrorKind::Conflict, message).about(PARAM);
+            return Err(error.with_code("session_busy"));
+        };
         let sessions = sessions.of(tenant);
         let kept = sessions.load(&name).map_err(|error| api_error(&error))?;
         let mut session = kept.unwrap_or_else(|| Session::new(app.model()));
@@ -68,7 +105,7 @@ impl Turn {
         let system = session.system.iter().map(|system| message("system", system));
         let all = session.messages();
         chat.messages = system.chain(all.iter().map(|m| message(&m.role, &m.content))).collect();
-        Ok(Some(Turn { sessions, name, session }))
+        Ok(Some(Turn { sessions, name, session, _open: open }))
     }
 
     /// Keeps the conversation with its answer. An answer that cannot be kept is given all the same.
@@ -170,4 +207,21 @@ fn api_error(error: &SessionError) -> ApiError {
         | SessionError::Broken(_) => (ErrorKind::InvalidRequest, "invalid_session"),
     };
     ApiError::new(kind, error.to_string()).about(PARAM).with_code(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_conversation_has_one_turn_at_a_time() {
+        let turns = OpenTurns::default();
+        let birds = turns.take(Tenant(1), "birds").unwrap();
+        assert!(turns.take(Tenant(1), "birds").is_none());
+        let others = [turns.take(Tenant(2), "birds"), turns.take(Tenant(1), "trees")];
+        assert!(others.iter().all(Option::is_some));
+        drop(birds);
+        assert!(turns.take(Tenant(1), "birds").is_some());
+        assert_eq!(turns.lock().len(), 2);
+    }
 }

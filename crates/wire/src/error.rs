@@ -73,6 +73,8 @@ pub enum ErrorKind {
     Method,
     /// The client took too long to send its request.
     Timeout,
+    /// Another request has what this one needs, for now.
+    Conflict,
     /// The request is too long.
     TooLarge,
     /// Nobody's: the same request may work later.
@@ -92,6 +94,7 @@ impl ErrorKind {
             ErrorKind::NotFound => 404,
             ErrorKind::Method => 405,
             ErrorKind::Timeout => 408,
+            ErrorKind::Conflict => 409,
             ErrorKind::TooLarge => 413,
             ErrorKind::Overloaded | ErrorKind::Unavailable => 503,
             ErrorKind::Server => 500,
@@ -103,6 +106,7 @@ impl ErrorKind {
             ErrorKind::InvalidRequest
             | ErrorKind::Method
             | ErrorKind::Timeout
+            | ErrorKind::Conflict
             | ErrorKind::TooLarge => "invalid_request_error",
             ErrorKind::Unauthorized => "authentication_error",
             ErrorKind::NotFound => "not_found_error",
