@@ -26,9 +26,9 @@ pub struct LinkTuning {
     pub pieces: u32,
     /// Threads of a block that brings rows.
     pub threads: u32,
-    /// Such blocks beside which something else runs.
+    /// Such blocks, or blocks that decided and now bring rows, beside which something else runs.
     pub blocks: u32,
-    /// Such blocks where nothing does.
+    /// The same where nothing does.
     pub blocks_alone: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,

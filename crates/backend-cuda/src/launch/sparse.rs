@@ -138,8 +138,6 @@ params! {
         heads: SparseHeads,
         pages: SparsePages,
         moves: Address,
-        tallies: Address,
-        tally_words: u64,
         mark_stride: u64,
         staged: Address,
         tickets: Address,
@@ -147,7 +145,7 @@ params! {
         n_staged: u32,
         first_head: u32,
         stride: u32,
-        n_zeros: u32,
+        padding: u32,
         codes: CodeRows,
     }
 }
@@ -163,8 +161,6 @@ impl GatherRowsParams {
             heads,
             pages,
             moves,
-            tallies: 0,
-            tally_words: 0,
             mark_stride: 0,
             staged: 0,
             tickets: 0,
@@ -172,7 +168,7 @@ impl GatherRowsParams {
             n_staged: 0,
             first_head: 0,
             stride: count(stride),
-            n_zeros: 0,
+            padding: 0,
             codes,
         }
     }
@@ -281,9 +277,9 @@ pub(crate) struct Gather {
 }
 
 impl Gather {
-    /// Shared memory for so many rows and heads: for each of them the first of its rows, and a bit.
+    /// Shared memory for so many rows and heads: for each of them the first of its rows.
     pub(crate) fn shared_bytes(n: usize) -> usize {
-        4 * (n + 1 + n.div_ceil(32))
+        4 * (n + 1)
     }
 
     /// The kernel, with as much of it as these heads need.
