@@ -404,15 +404,16 @@ DEVICE u32 bringing(const DecideParams& p, const Share& share) {
 }
 
 template <bool CODES>
-DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals& all, u32 n_moves) {
+DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals& all, u32 n_moves,
+                       Ring<CODES> ring) {
     const u32 n_blocks = bringing(p, share), warp = threadIdx.x / 32 * n_blocks + share.index;
-    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.codes.kind,
+    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.codes.kind, ring,
                       [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
 }
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) {
     extern __shared__ __align__(128) u32 shared_words[];
-    __shared__ u32 bins[BINS];
+    __shared__ __align__(8) u32 bins[BINS];
     __shared__ __align__(8) u32 shared[2 * SCORE_WARPS + 4];
     __shared__ Looks looks;
     __shared__ float2 totals[MAX_GROUP];
@@ -487,6 +488,8 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
         arrivals.behind = n_stay, arrivals.now = now;
     }
     __syncthreads();
-    if (p.codes.rows) bring_head<true>(p, share, arrivals, before.all_new);
-    else bring_head<false>(p, share, arrivals, before.all_new);
+    // Nobody needs scores and bins any more.
+    u8* rows = (u8*)shared_words;
+    if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
+    else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
 }

@@ -125,6 +125,8 @@ pub(crate) const SCORE_SIGNS: u32 = 0;
 const SCORE_CHANNELS: u32 = 1;
 const SCORE_NIBBLES: u32 = 4;
 const THREADS: u32 = 512;
+/// Warps of a block of `decide`, each of which may bring rows; `SCORE_WARPS`.
+pub(crate) const DECIDE_WARPS: usize = THREADS as usize / 32;
 /// Tokens of a page.
 const PAGE_LEN: usize = crate::kv::PAGE_LEN;
 

@@ -29,7 +29,8 @@ use crate::launch::sparse::{
 };
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide, shared_bytes,
+    DECIDE_WARPS, DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide,
+    shared_bytes,
 };
 use crate::launch::{count, sparse};
 use crate::link::Link;
@@ -214,7 +215,7 @@ impl Cuda {
             };
             shared_bytes(kind, width, group, d)
         });
-        let shared = shared.max().unwrap_or(0);
+        let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
             let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
@@ -307,7 +308,7 @@ impl Cuda {
             }
         }
         for run in runs {
-            self.attend_decided_some(at, (decider, idx), run, (!is_decided, out))?;
+            self.attend_decided_some(at, (decider, idx), run, out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -421,7 +422,7 @@ impl Cuda {
         let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
         let most = match (is_late, is_alone) {
             (true, _) => n_late,
-            (false, false) => by.n_at_once / 2,
+            (false, false) => (self.tuning.ahead_blocks as usize).min(by.n_at_once / 2).max(1),
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
@@ -471,7 +472,7 @@ impl Cuda {
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         some: (usize, usize),
-        (is_early, out): (bool, &mut CudaBuf),
+        out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let params = SparseParams {
             heads: decider.heads(at, idx, some),
@@ -488,7 +489,7 @@ impl Cuda {
             head_tasks: 0,
             padding: 0,
         };
-        attend(&self.device, &at.sparse().kernels.attend, &params, is_early)
+        attend(&self.device, &at.sparse().kernels.attend, &params)
     }
 }
 
