@@ -28,15 +28,13 @@ pub struct LinkTuning {
     pub blocks: u32,
     /// The same where nothing does.
     pub blocks_alone: u32,
-    /// Blocks that decide about a layer before its turn, at most.
-    pub ahead_blocks: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
 }
 
 impl Default for LinkTuning {
     fn default() -> Self {
-        LinkTuning { threads: 256, blocks: 4, blocks_alone: 32, ahead_blocks: 132, late_blocks: 64 }
+        LinkTuning { threads: 256, blocks: 4, blocks_alone: 32, late_blocks: 64 }
     }
 }
 

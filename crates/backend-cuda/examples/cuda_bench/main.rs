@@ -140,8 +140,8 @@ fn main() -> Outcome {
     Ok(())
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=`, `ahead_blocks=` and `late_blocks=`
-/// otherwise than usually.
+/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=` and `late_blocks=` otherwise than
+/// usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
     let or = |name, usual| number(words, name).map_or(usual, |n| n as u32);
@@ -149,7 +149,6 @@ fn tuning(words: &[String]) -> LinkTuning {
         threads: or("gather_threads", usual.threads),
         blocks: or("blocks", usual.blocks),
         blocks_alone: or("alone", usual.blocks_alone),
-        ahead_blocks: or("ahead_blocks", usual.ahead_blocks),
         late_blocks: or("late_blocks", usual.late_blocks),
     }
 }

@@ -422,7 +422,7 @@ impl Cuda {
         let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
         let most = match (is_late, is_alone) {
             (true, _) => n_late,
-            (false, false) => (self.tuning.ahead_blocks as usize).min(by.n_at_once / 2).max(1),
+            (false, false) => by.n_at_once / 2,
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
