@@ -153,7 +153,7 @@ DEVICE void pass_rows(Ring<CODES>& ring, const Way& way, u32 n_rows, u32 half_by
 }
 
 // Brings `n_all` rows, whose ways `find` finds, by `n_warps` warps, of which this is one; `half_bytes` are from
-// a key to its value. Each takes runs of up to 32 rows, as long as those of the others.
+// a key to its value, unless they are coded, side by side. Each takes runs of up to 32 rows, as long as those of the others.
 template <bool CODES, typename Find>
 DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES> ring,
                        const Find& find) {
@@ -169,6 +169,6 @@ DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kin
         first += n_warps * run;
         // Known before it is needed: a chain of loads.
         if (lane < run && first + lane < n_all) next = find(first + lane);
-        pass_rows<CODES>(ring, way, n_rows, half_bytes, kind);
+        pass_rows<CODES>(ring, way, n_rows, CODES ? CODE_WIDTH : half_bytes, kind);
     }
 }
