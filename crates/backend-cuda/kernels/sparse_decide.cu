@@ -15,9 +15,11 @@
 //
 // A miss is a chain of latencies, so blocks meet as seldom as they can: once for the sums of softmax,
 // mostly twice for the threshold of scores, and once for who goes. Rows that go and places that come are
-// two lists, which the kernel that brings rows puts together, and it marks the places.
+// two lists, which whoever brings rows puts together, and marks the places. That are some of the head's
+// blocks, once all have written their lists, because they are there: a kernel that comes next would wait for
+// a place behind the blocks of a product. Few of them, because each keeps such a block from its place.
 //
-// Reads digests of all places once, and 8 bytes of marks twice; all else is smaller. Scores are in shared
+// Reads digests of all places once, 8 bytes of marks twice, and rows that come; all else is smaller. Scores are in shared
 // memory, or in the second-level cache. Grid: (blocks), or (share, row and head).
 
 // Rows that a selection of `n` places has; `Budget::weighted_rows`.
@@ -369,16 +371,56 @@ DEVICE void fetch_share(const DecideParams& p, const Share& share) {
 #endif
 }
 
+// What was made for a head.
+struct Made {
+    u32 cut, now, k, n_members;
+    Before before;
+};
+
+// Remembers the label of the head and what was made. The first of its blocks.
+DEVICE void remember(const DecideParams& p, const Share& share, const SparseRow& row, HeadState* target,
+                     const Made& made) {
+    // Others may still look at what is remembered of this head, unless that was done before.
+    if (p.flags & FLAG_TOGETHER && !recalls(p) && threadIdx.x == 0) wait_for_looks(p, share);
+    __syncthreads();
+    float* label = p.labels + label_at(p, row, share.ask.head);
+    for (u32 i = threadIdx.x; p.flags & FLAG_REUSES && i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
+        label[i] = score_query(p.score, share.ask, i / HEAD_DIM, i % HEAD_DIM);
+    if (threadIdx.x > 0) return;
+    const Before& before = made.before;
+    target->has_label = p.flags & FLAG_REUSES ? 1 : 0;
+    target->cut = made.cut, target->made_at = row.kv_len, target->now = made.now;
+    target->n_members = made.n_members;
+    target->n_first = min(p.sinks, row.kv_len);
+    target->n_chosen = made.k;
+    target->n_moved = p.flags & FLAG_WHOLE ? made.k : before.all_new;
+    target->n_moves = before.all_new;
+    target->n_gone = before.all_gone;
+}
+
+// How many of a head's blocks bring its rows.
+DEVICE u32 bringing(const DecideParams& p, const Share& share) {
+    return p.n_bringing == 0 ? 0 : min((p.n_bringing - 1) / share.n_heads + 1, share.count);
+}
+
+template <bool CODES>
+DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals& all, u32 n_moves,
+                       Ring<CODES> ring) {
+    const u32 n_blocks = bringing(p, share), warp = threadIdx.x / 32 * n_blocks + share.index;
+    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.codes.kind, ring,
+                      [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
+}
+
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) {
     extern __shared__ __align__(128) u32 shared_words[];
-    __shared__ u32 bins[BINS];
+    __shared__ __align__(8) u32 bins[BINS];
     __shared__ __align__(8) u32 shared[2 * SCORE_WARPS + 4];
     __shared__ Looks looks;
     __shared__ float2 totals[MAX_GROUP];
     allow_next();
     u32 number;
     Share share;
-    if (!take_share(p, looks, number, share.index, share.count)) return;
+    if (!take_share(p, looks, number, share)) return;
     const u32 head = number % p.heads.n_kv_heads, thread = threadIdx.x;
     const SparseRow row = p.heads.rows[number / p.heads.n_kv_heads];
     HeadState* target = state_of(p.heads, row, head);
@@ -430,26 +472,24 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     const Leaving leaving =
         find_leaving(share, n_new, now, k, capacity, is_whole, bins, shared, before);
     change_set(share, now, leaving, before, is_whole, p.moves + (u64)number * p.score.stride, shared);
-    if (share.index > 0) return;
-    // Others may still look at what is remembered of this head, unless that was done before.
-    if (p.flags & FLAG_TOGETHER && !recalls(p) && thread == 0) {
-        u32 n;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(&p.tallies->n_looked) : "memory");
-        } while (n < gridDim.x);
+    const u32 n_stay = (is_whole ? 0 : state.n_members) - before.all_gone;
+    const bool brings = share.index < bringing(p, share);
+    if (p.n_bringing > 0) arrive(share);
+    if (share.index == 0) remember(p, share, row, target, Made{cut, now, k, n_stay + before.all_new, before});
+    if (brings) wait_for_others(share);
+    leave(share);
+    if (!brings) return;
+    __shared__ Arrivals arrivals;
+    if (thread == 0) {
+        arrivals.moves = p.moves + (u64)number * p.score.stride;
+        arrivals.marks = share.marks, arrivals.pages = row.pages;
+        arrivals.table_row = row.table_row, arrivals.head = head;
+        arrivals.first_page = state.first_page, arrivals.n_gone = before.all_gone;
+        arrivals.behind = n_stay, arrivals.now = now;
     }
     __syncthreads();
-    float* label = p.labels + label_at(p, row, head);
-    for (u32 i = thread; p.flags & FLAG_REUSES && i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
-        label[i] = score_query(p.score, share.ask, i / HEAD_DIM, i % HEAD_DIM);
-    if (thread == 0) {
-        target->has_label = p.flags & FLAG_REUSES ? 1 : 0;
-        target->cut = cut, target->made_at = row.kv_len, target->now = now;
-        target->n_members = (is_whole ? 0 : state.n_members) - before.all_gone + before.all_new;
-        target->n_first = min(p.sinks, row.kv_len);
-        target->n_chosen = k;
-        target->n_moved = p.flags & FLAG_WHOLE ? k : before.all_new;
-        target->n_moves = before.all_new;
-        target->n_gone = before.all_gone;
-    }
+    // Nobody needs scores and bins any more.
+    u8* rows = (u8*)shared_words;
+    if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
+    else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
 }

@@ -20,8 +20,10 @@
 // What the blocks of a head tell each other; zero before and after.
 struct Tally {
     u32 n_arrived;
+    u32 n_left;    // blocks that need it no more
     u32 n_looked;  // of the first one: blocks that have looked at all heads
-    u32 padding[30];
+    u32 n_passed;  // of the first one: heads that waited for those
+    u32 padding[28];
     u32 digits[4][BINS];  // scores, sorted finer and finer
     u32 ages[BINS];       // rows of the working set that are not chosen, by age
     // Written anew each time.
@@ -30,7 +32,6 @@ struct Tally {
     u32 n_new[MAX_BLOCKS];           // places that come
     float edges[MAX_BLOCKS][MAX_GROUP * N_FOLLOWERS];  // raw scores of a share's last places, the last first
 };
-#define TALLY_ZEROS (32 + 5 * BINS)
 static_assert(sizeof(Tally) == TALLY_SIZE, "the host's Tally differs");
 
 // Of one head.
@@ -49,6 +50,7 @@ struct DecideParams {
     const float* importances;  // [G][group]
     Tally* tallies;            // [row][G]
     uint2* moves;              // [row][G][stride]: place, row of the working set
+    Codes codes;               // what rows that are far come as
     double percent;
     u64 mark_stride;
     u32 first_head;            // of the layer, of all heads of the model
@@ -59,6 +61,8 @@ struct DecideParams {
     u32 aggregate;
     u32 flags;
     u32 fade;                  // what a score loses with each place that follows it; 0 if nobody follows
+    u32 n_bringing;            // blocks that bring rows, about; 0 if somebody else does
+    u32 padding;
 };
 static_assert(sizeof(DecideParams) == DECIDE_PARAMS_SIZE, "the host's DecideParams differs");
 
@@ -246,35 +250,4 @@ DEVICE void recall(const DecideParams& p, u32 first, u32 n, bool tells, Looks& l
         if (tells && state->lookup != LOOKUP_LATE) state->n_moves = state->n_gone = 0;
     }
     __syncthreads();
-}
-
-// Gives the block its share: true if there is one. Nobody writes labels before all have looked.
-DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, u32& index, u32& count) {
-    const u32 thread = threadIdx.x, n = p.heads.n_rows * p.heads.n_kv_heads;
-    const bool is_known = recalls(p);
-    if (!(p.flags & FLAG_TOGETHER)) {
-        number = blockIdx.y, index = blockIdx.x, count = gridDim.x;
-        if (is_known) recall(p, number, 1, index == 0, looks);
-        else look_at(p, number, 1, looks);
-        if (!is_known && index == 0 && thread == 0)
-            tell(p, number, looks.lookups[0], looks.similarities[0]);
-        return chooses(p, looks.lookups[0]);
-    }
-    if (is_known) recall(p, 0, n, blockIdx.x == 0, looks);
-    else look_at(p, 0, n, looks);
-    if (!is_known && blockIdx.x == 0 && thread < n)
-        tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
-    u32 n_choosing = 0;
-    for (u32 i = 0; i < n; i++) n_choosing += chooses(p, looks.lookups[i]);
-    if (n_choosing == 0) return false;
-    if (!is_known && thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
-    count = min(gridDim.x / n_choosing, (u32)MAX_BLOCKS);
-    index = blockIdx.x % count;
-    u32 before = blockIdx.x / count;
-    for (number = 0; number < n; number++) {
-        if (!chooses(p, looks.lookups[number])) continue;
-        if (before == 0) break;
-        before--;
-    }
-    return number < n;
 }

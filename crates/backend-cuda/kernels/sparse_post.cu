@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) sparse_post(PostPar
     const GatherRowsParams& p = post.gather;
     extern __shared__ __align__(128) u32 shared_words[];
     u32* firsts = shared_words;
-    const u32 n_all = count_moves(p, firsts, firsts + p.heads.n_rows * p.heads.n_kv_heads + 1);
+    const u32 n_all = count_moves(p, firsts);
     const bool asks = n_all > 0 && n_all <= p.n_staged;
     for (u32 index = blockIdx.x * GATHER_THREADS + threadIdx.x; asks && index < n_all;
          index += gridDim.x * GATHER_THREADS) {

@@ -4,6 +4,7 @@
 // A block's share of a head.
 struct Share {
     u32 index, count;  // of the head's blocks
+    u32 n_heads;       // that choose at once, at most
     Question ask;
     Tally* tally;
     uint2* marks;    // of the head
@@ -12,22 +13,86 @@ struct Share {
     u32 n_met;       // times that the blocks met
 };
 
-// Waits for the other blocks; what they wrote before is there.
-DEVICE void meet(Share& share) {
+// Gives the block its share: true if there is one. Nobody writes labels before all have looked.
+DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& share) {
+    const u32 thread = threadIdx.x, n = p.heads.n_rows * p.heads.n_kv_heads;
+    const bool is_known = recalls(p);
+    if (!(p.flags & FLAG_TOGETHER)) {
+        number = blockIdx.y, share.index = blockIdx.x, share.count = gridDim.x, share.n_heads = n;
+        if (is_known) recall(p, number, 1, share.index == 0, looks);
+        else look_at(p, number, 1, looks);
+        if (!is_known && share.index == 0 && thread == 0)
+            tell(p, number, looks.lookups[0], looks.similarities[0]);
+        return chooses(p, looks.lookups[0]);
+    }
+    if (is_known) recall(p, 0, n, blockIdx.x == 0, looks);
+    else look_at(p, 0, n, looks);
+    if (!is_known && blockIdx.x == 0 && thread < n)
+        tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
+    share.n_heads = 0;
+    for (u32 i = 0; i < n; i++) share.n_heads += chooses(p, looks.lookups[i]);
+    if (share.n_heads == 0) return false;
+    if (!is_known && thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
+    share.count = min(gridDim.x / share.n_heads, (u32)MAX_BLOCKS);
+    share.index = blockIdx.x % share.count;
+    u32 before = blockIdx.x / share.count;
+    for (number = 0; number < n; number++) {
+        if (!chooses(p, looks.lookups[number])) continue;
+        if (before == 0) break;
+        before--;
+    }
+    return number < n;
+}
+
+// Says that the block has come to a meeting: what it wrote before is there for those who wait.
+DEVICE void arrive(Share& share) {
     share.n_met++;
     __syncthreads();
-    if (share.count > 1 && threadIdx.x == 0) {
+    if (share.count == 1 || threadIdx.x > 0) return;
+    __threadfence();
+    atomicAdd(&share.tally->n_arrived, 1u);
+}
+
+// Thread 0 waits until a number that others raise is so large.
+DEVICE void wait_until(const u32* number, u32 least) {
+    u32 n;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(number) : "memory");
+    } while (n < least);
+}
+
+// Waits for the other blocks; what they wrote before is there.
+DEVICE void wait_for_others(const Share& share) {
+    if (share.count > 1 && threadIdx.x == 0)
+        wait_until(&share.tally->n_arrived, share.n_met * share.count);
+    __syncthreads();
+}
+
+DEVICE void meet(Share& share) {
+    arrive(share);
+    wait_for_others(share);
+}
+
+// Waits until all blocks have looked, which the first blocks of all heads that choose do. Thread 0.
+DEVICE void wait_for_looks(const DecideParams& p, const Share& share) {
+    Tally* first = p.tallies;
+    wait_until(&first->n_looked, gridDim.x);
+    if (atomicAdd(&first->n_passed, 1u) + 1 == share.n_heads) first->n_looked = first->n_passed = 0;
+}
+
+// The block needs the tally no more; the last one makes it zero again.
+DEVICE void leave(const Share& share) {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
         __threadfence();
-        atomicAdd(&share.tally->n_arrived, 1u);
-        u32 n;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                         : "=r"(n)
-                         : "l"(&share.tally->n_arrived)
-                         : "memory");
-        } while (n < share.n_met * share.count);
+        is_last = atomicAdd(&share.tally->n_left, 1u) + 1 == share.count;
     }
     __syncthreads();
+    if (!is_last) return;
+    for (u32 i = threadIdx.x; i < 5 * BINS / 4; i += SCORE_THREADS)
+        ((uint4*)share.tally->digits)[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) share.tally->n_arrived = share.tally->n_left = 0;
 }
 
 // Leaves raw scores of the share's last places to the block behind it; those of a query are `stride` apart.

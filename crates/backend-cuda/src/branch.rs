@@ -22,13 +22,11 @@ pub(crate) const LINK_BLOCKS: u32 = 8;
 /// were measured (docs/sparse.md); others are for measuring.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkTuning {
-    /// Pieces of sixteen bytes of a thread that are on their way.
-    pub pieces: u32,
     /// Threads of a block that brings rows.
     pub threads: u32,
-    /// Such blocks beside which something else runs.
+    /// Such blocks, or blocks that decided and now bring rows, beside which something else runs.
     pub blocks: u32,
-    /// Such blocks where nothing does.
+    /// The same where nothing does.
     pub blocks_alone: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
@@ -36,8 +34,7 @@ pub struct LinkTuning {
 
 impl Default for LinkTuning {
     fn default() -> Self {
-        // Eight pieces do not fit the registers, and come at half the rate.
-        LinkTuning { pieces: 4, threads: 256, blocks: 8, blocks_alone: 32, late_blocks: 64 }
+        LinkTuning { threads: 256, blocks: 4, blocks_alone: 32, late_blocks: 64 }
     }
 }
 

@@ -175,6 +175,7 @@ impl Program {
             ("sparse_score.cu", include_str!("../kernels/sparse_score.cu")),
             ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
             ("sparse_share.cuh", include_str!("../kernels/sparse_share.cuh")),
+            ("sparse_move.cuh", include_str!("../kernels/sparse_move.cuh")),
             ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
             ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
             ("sparse_post.cu", include_str!("../kernels/sparse_post.cu")),

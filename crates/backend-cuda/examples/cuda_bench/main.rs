@@ -140,13 +140,12 @@ fn main() -> Outcome {
     Ok(())
 }
 
-/// How rows are brought, with `pieces=`, `gather_threads=`, `blocks=`, `alone=` and `late_blocks=` otherwise
-/// than usually.
+/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=` and `late_blocks=` otherwise than
+/// usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
     let or = |name, usual| number(words, name).map_or(usual, |n| n as u32);
     LinkTuning {
-        pieces: or("pieces", usual.pieces),
         threads: or("gather_threads", usual.threads),
         blocks: or("blocks", usual.blocks),
         blocks_alone: or("alone", usual.blocks_alone),

@@ -11,6 +11,7 @@ use super::sparse_score::{AskedParams, DecideParams, Question, ScoreParams, Tall
 use super::{Address, CodeRows, NearPages, count, params};
 use crate::branch::LinkTuning;
 use crate::device::{Device, Kernel};
+use crate::kv::{PAGE_LEN, PageShape};
 use crate::launch::attend_shape::AttendShape;
 
 params! {
@@ -138,8 +139,6 @@ params! {
         heads: SparseHeads,
         pages: SparsePages,
         moves: Address,
-        tallies: Address,
-        tally_words: u64,
         mark_stride: u64,
         staged: Address,
         tickets: Address,
@@ -147,7 +146,7 @@ params! {
         n_staged: u32,
         first_head: u32,
         stride: u32,
-        n_zeros: u32,
+        padding: u32,
         codes: CodeRows,
     }
 }
@@ -163,8 +162,6 @@ impl GatherRowsParams {
             heads,
             pages,
             moves,
-            tallies: 0,
-            tally_words: 0,
             mark_stride: 0,
             staged: 0,
             tickets: 0,
@@ -172,7 +169,7 @@ impl GatherRowsParams {
             n_staged: 0,
             first_head: 0,
             stride: count(stride),
-            n_zeros: 0,
+            padding: 0,
             codes,
         }
     }
@@ -217,7 +214,7 @@ pub(crate) fn constants(
 ) -> Vec<(&'static str, String)> {
     let mut constants = vec![
         ("GATHER_THREADS", tuning.threads.to_string()),
-        ("GATHER_PIECES", tuning.pieces.to_string()),
+        ("RING_BYTES", ring_bytes(attend.page).to_string()),
         ("MAX_GROUP", MAX_GROUP.to_string()),
         ("N_FOLLOWERS", N_FOLLOWERS.to_string()),
         ("MAX_WIDTH", MAX_WIDTH.to_string()),
@@ -274,22 +271,28 @@ pub(crate) fn read_keys(
     }
 }
 
-/// A kernel that brings rows, and threads of its blocks.
+/// Bytes of a warp's rows on their way; at least one row.
+pub(crate) fn ring_bytes(page: PageShape) -> usize {
+    (page.bytes() / PAGE_LEN).max(2048)
+}
+
+/// A kernel that brings rows, or asks for them, threads of its blocks, and bytes of their rings.
 pub(crate) struct Gather {
     pub(crate) kernel: Kernel,
     pub(crate) threads: u32,
+    pub(crate) rings: usize,
 }
 
 impl Gather {
-    /// Shared memory for so many rows and heads: for each of them the first of its rows, and a bit.
-    pub(crate) fn shared_bytes(n: usize) -> usize {
-        4 * (n + 1 + n.div_ceil(32))
+    /// Shared memory for so many rows and heads: the rings, and the first row of each of them.
+    pub(crate) fn shared_bytes(rings: usize, n: usize) -> usize {
+        rings + 4 * (n + 1)
     }
 
     /// The kernel, with as much of it as these heads need.
     fn with_room(&self, heads: &SparseHeads) -> Kernel {
         let n = (heads.n_rows * heads.n_kv_heads) as usize;
-        self.kernel.with_shared_bytes(Gather::shared_bytes(n))
+        self.kernel.with_shared_bytes(Gather::shared_bytes(self.rings, n))
     }
 }
 

@@ -86,12 +86,11 @@ pub(crate) enum SparseAttend {
     Mma { splits: [(SparseShape, Kernel); 2], merge: Kernel },
 }
 
-/// Attends to what the rows' heads see; unless `is_early`, after all that was queued or joined before.
+/// Attends to what the rows' heads see.
 pub(crate) fn attend(
     device: &Device,
     kernels: &SparseAttend,
     params: &SparseParams,
-    is_early: bool,
 ) -> Result<(), DeviceError> {
     let SparseHeads { n_rows, n_kv_heads, group, .. } = params.heads;
     assert!((n_rows * n_kv_heads) as usize <= MAX_NUMBERS, "no more than a block counts");
@@ -102,7 +101,7 @@ pub(crate) fn attend(
             // SAFETY: rows are those of the batch, and what they see is in their tables and working
             // sets (the caller's duty).
             unsafe {
-                device.launch_on((device.main_stream(), is_early), kernel, (heads, 32), params)
+                device.launch(kernel, heads, 32, params)
             }
         }
         SparseAttend::Mma { splits: [small, large], merge } => {
@@ -115,8 +114,7 @@ pub(crate) fn attend(
             #[expect(unsafe_code, reason = "a kernel")]
             // SAFETY: as above; there is room for the partial results of all tasks.
             unsafe {
-                let on = (device.main_stream(), is_early);
-                device.launch_on(on, kernel, (grid, threads), params)?;
+                device.launch(kernel, grid, threads, params)?;
             }
             #[expect(unsafe_code, reason = "a kernel")]
             // SAFETY: the partial results are those of the kernel before.

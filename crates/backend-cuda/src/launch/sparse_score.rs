@@ -5,7 +5,7 @@ use nuthatch_backend::DeviceError;
 use nuthatch_backend::topk::N_FOLLOWERS;
 
 use super::sparse::{MAX_GROUP, SparseHeads, SparsePages};
-use super::{Address, count, params};
+use super::{Address, CodeRows, count, params};
 use crate::device::{Device, Kernel};
 
 params! {
@@ -52,7 +52,7 @@ params! {
 }
 
 params! {
-    /// Mirrors `Tally`: what the blocks of a head tell each other.
+    /// Mirrors `Tally`: what the blocks of a head tell each other; the first three are zero between decisions.
     Tally {
         arrived: [u32; 32],
         digits: [[u32; BINS]; 4],
@@ -84,6 +84,7 @@ params! {
         importances: Address,
         tallies: Address,
         moves: Address,
+        codes: CodeRows,
         percent: f64,
         mark_stride: u64,
         first_head: u32,
@@ -96,6 +97,8 @@ params! {
         aggregate: u32,
         flags: u32,
         fade: u32,
+        n_bringing: u32,
+        padding: u32,
     }
 }
 
@@ -103,8 +106,6 @@ params! {
 const BINS: usize = 2048;
 /// Blocks that share a head.
 const MAX_BLOCKS: usize = 64;
-/// Words of a tally that are zero between decisions.
-pub(crate) const TALLY_ZEROS: usize = 32 + 5 * BINS;
 /// `FLAG_REUSES`, `FLAG_WHOLE`, `FLAG_NOTHING`, `FLAG_TOGETHER`, `FLAG_LATE` and
 /// `FLAG_LOOKS`.
 pub(crate) const REUSES: u32 = 1;
@@ -124,6 +125,8 @@ pub(crate) const SCORE_SIGNS: u32 = 0;
 const SCORE_CHANNELS: u32 = 1;
 const SCORE_NIBBLES: u32 = 4;
 const THREADS: u32 = 512;
+/// Warps of a block of `decide`, each of which may bring rows; `SCORE_WARPS`.
+pub(crate) const DECIDE_WARPS: usize = THREADS as usize / 32;
 /// Tokens of a page.
 const PAGE_LEN: usize = crate::kv::PAGE_LEN;
 

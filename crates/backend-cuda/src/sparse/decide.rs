@@ -2,9 +2,12 @@
 //! without a word from the host, so that a whole step is one recorded pass.
 //!
 //! ```text
-//!   decide ─► gather ─► attend ─► merge        once a layer
-//!                                   └─► decide ─► gather        beside the next ones, if policies are soft
+//!   decide ─► attend ─► merge        once a layer
+//!                         └─► decide ─► gather        beside the next ones, if policies are soft
 //! ```
+//!
+//! Whoever decides brings the rows too; only those that are late, and those that threads of the host bring,
+//! have a kernel of their own.
 //!
 //! What is remembered of a sequence lies in the seat of its table's row (`room`). Rows that are decided
 //! about by the same rules are decided about together, and all of them attend together.
@@ -26,7 +29,7 @@ use crate::launch::sparse::{
 };
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
-    DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, TALLY_ZEROS, Tally, decide,
+    DECIDE_WARPS, DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide,
     shared_bytes,
 };
 use crate::launch::{count, sparse};
@@ -212,7 +215,7 @@ impl Cuda {
             };
             shared_bytes(kind, width, group, d)
         });
-        let shared = shared.max().unwrap_or(0);
+        let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
             let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
@@ -293,7 +296,6 @@ impl Cuda {
         let place = Place { set, branch: None, is_late: false };
         for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
             self.decide_turn(at, (decider, idx), turn, place)?;
-            self.bring_turn(at, (decider, idx), turn, place)?;
         }
         // Rows that pick are one behind the other, except for those of rules that do not pick here.
         let mut runs: Vec<(usize, usize)> = Vec::new();
@@ -306,7 +308,7 @@ impl Cuda {
             }
         }
         for run in runs {
-            self.attend_decided_some(at, (decider, idx), run, (!is_decided, out))?;
+            self.attend_decided_some(at, (decider, idx), run, out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -329,20 +331,45 @@ impl Cuda {
         let place = Place { set: idx % 2, branch: Some(branch), is_late: false };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
-            self.bring_turn(at, (decider, idx), turn, place)?;
         }
         decider.branch.end(&self.device, idx)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }
 
-    /// Decides.
+    /// Decides, and brings rows, unless it is late.
     pub(super) fn decide_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
+        turn: Turn,
+        place: Place<'_>,
+    ) -> Result<(), DeviceError> {
+        let n_bringing = self.n_bringing(at, decider, place);
+        self.choose_turn(at, (decider, idx), turn, (place, n_bringing))?;
+        if n_bringing > 0 || place.is_late {
+            return Ok(());
+        }
+        self.bring_turn(at, (decider, idx), turn, place)
+    }
+
+    /// Blocks that decide and then bring rows; none if somebody else does.
+    fn n_bringing(&self, at: &SparseLayer<'_>, decider: &Decider, place: Place<'_>) -> u32 {
+        let is_far = at.kv.is_far(at.layer.0);
+        match (is_far, place.branch) {
+            _ if place.is_late || (is_far && decider.link.is_some()) => 0,
+            (true, Some(_)) => self.tuning.blocks,
+            (true, None) => self.tuning.blocks_alone,
+            (false, _) => u32::MAX,
+        }
+    }
+
+    fn choose_turn(
+        &self,
+        at: &SparseLayer<'_>,
+        (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        Place { set, branch, is_late }: Place<'_>,
+        (Place { set, branch, is_late }, n_bringing): (Place<'_>, u32),
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
         let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
@@ -374,6 +401,7 @@ impl Cuda {
             importances: by.importances.address() + at_head(decider.group * 4),
             tallies: tallies.address(),
             moves: moves.address(),
+            codes: at.kv.codes_of(at.layer.0),
             percent: rules.percent,
             mark_stride: decider.room.stride as u64,
             first_head: count(first_head),
@@ -386,6 +414,8 @@ impl Cuda {
             aggregate: by.aggregate(),
             flags: by.flags() + flags,
             fade: rules.fade,
+            n_bringing,
+            padding: 0,
         };
         // Of those that may run at once; two layers may, or one alone.
         let n_late = (self.tuning.late_blocks as usize).min(by.n_at_once / 2).max(1);
@@ -399,7 +429,7 @@ impl Cuda {
         decide(&self.device, &by.kernel, &params, (most, branch))
     }
 
-    /// Brings the rows that were decided about.
+    /// Brings the rows that were decided about, for those who did not.
     pub(super) fn bring_turn(
         &self,
         at: &SparseLayer<'_>,
@@ -408,13 +438,11 @@ impl Cuda {
         Place { set, branch, is_late }: Place<'_>,
     ) -> Result<(), DeviceError> {
         let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
-        let Set { tallies, moves, .. } = &decider.sets[set];
+        let Set { moves, .. } = &decider.sets[set];
         let mut gather = GatherRowsParams {
             heads: decider.heads(at, idx, (first, n)),
             pages: at.pages(),
             moves: moves.address(),
-            tallies: tallies.address(),
-            tally_words: size_of::<Tally>() as u64 / 4,
             mark_stride: decider.room.stride as u64,
             staged: 0,
             tickets: 0,
@@ -422,7 +450,7 @@ impl Cuda {
             n_staged: 0,
             first_head: count(first_head),
             stride: count(decider.room.stride),
-            n_zeros: count(TALLY_ZEROS),
+            padding: 0,
             codes: at.kv.codes_of(at.layer.0),
         };
         let is_far = at.kv.is_far(at.layer.0);
@@ -444,7 +472,7 @@ impl Cuda {
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         some: (usize, usize),
-        (is_early, out): (bool, &mut CudaBuf),
+        out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let params = SparseParams {
             heads: decider.heads(at, idx, some),
@@ -461,7 +489,7 @@ impl Cuda {
             head_tasks: 0,
             padding: 0,
         };
-        attend(&self.device, &at.sparse().kernels.attend, &params, is_early)
+        attend(&self.device, &at.sparse().kernels.attend, &params)
     }
 }
 

@@ -31,7 +31,7 @@ use crate::launch::attend::{AttendKernels, Attention};
 use crate::launch::attend_shape::AttendShape;
 use crate::launch::sparse::{
     Gather, GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads,
-    SparsePages, SparseRow, gather_rows, kind_number, read_keys,
+    SparsePages, SparseRow, gather_rows, kind_number, read_keys, ring_bytes,
 };
 use crate::launch::sparse_attend::{
     MAX_NUMBERS, SparseAttend, SparseParams, SparseShape, attend, max_tasks,
@@ -173,8 +173,11 @@ impl SparseKernels {
             cuda.device.load(cuda.cubin(&Program::sparse(attend, limit, cuda.tuning))?)?;
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
         let threads = cuda.tuning.threads;
-        let most = Gather::shared_bytes(MAX_NUMBERS);
-        let gather = |name| Ok::<_, DeviceError>(Gather { kernel: kernel(name, most)?, threads });
+        let rings = threads as usize / 32 * ring_bytes(attend.page);
+        let gather = |name, rings| {
+            let kernel = kernel(name, Gather::shared_bytes(rings, MAX_NUMBERS))?;
+            Ok::<_, DeviceError>(Gather { kernel, threads, rings })
+        };
         let split = |shape: SparseShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
@@ -193,8 +196,8 @@ impl SparseKernels {
                 pieces: kernel("score_pieces", score_bytes)?,
                 finish: kernel("score_finish", 0)?,
             },
-            gather: [gather("sparse_gather")?, gather("sparse_gather_codes")?],
-            post: gather("sparse_post")?,
+            gather: [gather("sparse_gather", rings)?, gather("sparse_gather_codes", rings)?],
+            post: gather("sparse_post", 0)?,
             attend: split_kernels,
             module,
         })
@@ -400,7 +403,7 @@ impl Cuda {
             head_tasks: 0,
             padding: 0,
         };
-        attend(&self.device, &sparse.kernels.attend, &params, true)
+        attend(&self.device, &sparse.kernels.attend, &params)
     }
 }
 

@@ -13,10 +13,10 @@ import re
 from pathlib import Path
 
 K = str(Path(__file__).resolve().parents[2]) + '/'
-c={'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':256,'GATHER_PIECES':4,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','ATTEND_WARPS':6,'ATTEND_SHARED':6*(2*16384+4096+128)}
+c={'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':256,'RING_BYTES':2048,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','ATTEND_WARPS':6,'ATTEND_SHARED':6*(2*16384+4096+128)}
 for n,t in [('SPARSE_ROW','SparseRow'),('HEAD_STATE','HeadState'),('DIGEST_PARAMS','DigestParams'),('READ_KEYS_PARAMS','ReadKeysParams'),('SCORE_PARAMS','ScoreParams'),('QUESTION','Question'),('ASKED_PARAMS','AskedParams'),('TALLY','Tally'),('DECIDE_PARAMS','DecideParams'),('GATHER_ROWS_PARAMS','GatherRowsParams'),('POST_PARAMS','PostParams'),('SPARSE_PARAMS','SparseParams')]: c[n+'_SIZE']=f'sizeof({t})'
 c['SPARSE_ENTRIES']='SPARSE(sparse_attend_8, 1, ATTEND_WARPS, ATTEND_SHARED)'
-files=['prelude.cuh','kv.cuh','attend.cuh','sparse.cuh','sparse_digest.cu','sparse_score.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_attend.cu']
+files=['prelude.cuh','kv.cuh','attend.cuh','codes.cuh','sparse.cuh','sparse_digest.cu','sparse_score.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_move.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_attend.cu']
 s=''.join(f'#define {k} {v}\n' for k,v in c.items())+''.join(open(K+f).read() for f in files)
 open('all.cuh','w').write(s)
 
@@ -42,7 +42,7 @@ i=l.index('static void gather_sweep'); l=l[:i]
 l=re.sub(r'    float time\(const char.*?\n','',l)
 l=l.replace('__half2float(__float2half(q[(h * GROUP + g) * W + e]))','f16_to_float(f16_of(q[(h * GROUP + g) * W + e]))').replace('__half x; memcpy(&x, &b, 2); return __half2float(x);','return f16_to_float(b);')
 l=l.replace('cudaEvent_t e0, e1; CHECK(cudaEventCreate(&e0)); CHECK(cudaEventCreate(&e1)); CHECK(cudaEventRecord(e0, s));','').replace('CHECK(cudaEventRecord(e1, s)); CHECK(cudaStreamSynchronize(s)); float ms; CHECK(cudaEventElapsedTime(&ms, e0, e1));','').replace('printf("  digests of %u tokens x %u heads: %.2f ms\\n", slots * 16, G, ms);','')
-l=l.replace('blocks = 16; gather_blocks = host ? 8 : 132;','blocks = 16; gather_blocks = 3;').replace('dim3(132), 32 * ATTEND_WARPS','dim3(2), 32 * ATTEND_WARPS')
+l=l.replace('gather_blocks = host ? 8 : 132; bringing = host ? 8 : ~0u;','gather_blocks = 3; bringing = 3;').replace('dim3(132), 32 * ATTEND_WARPS','dim3(2), 32 * ATTEND_WARPS')
 shim='''
 #define CHECK(x) x
 typedef int cudaStream_t; enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault, cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -59,7 +59,7 @@ int main(int argc, char** argv) {
         {"loki:16 5% x1.5 always", SCORE_CHANNELS, 16, {5.0, 256, 300, 16, 64, 1.5f, 0.85f, 0}}, {"hata:256 10% whole", SCORE_SIGNS, 256, {10.0, 64, ~0u, 4, 1, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE}},
         {"loki:32 bits=4 3% x3 qsac", SCORE_NIBBLES, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES}}, {"loki:32 3% x3 soft", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, 0.3f, 1}}, {"loki:32 3% x3 late", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, -1.0f, 2}}, {"hata:128 whole late", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE, -1.0f, 2}}};
     u32 n = argc > 1 ? atoi(argv[1]) : 700; int from = argc > 2 ? atoi(argv[2]) : 0, steps = argc > 3 ? atoi(argv[3]) : 8; bool all_ok = true;
-    for (int ci = from; ci < 8; ci++) for (int nb : {1, -3}) { auto& c = cases[ci]; Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, false, arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; bool ok = true; for (int i = 0; i < steps && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i + 2 >= steps); if (!ok) printf("FAILED at step %d\\n", i); } printf("%s %s n %u, %d blocks: hits %u and late %u of 8, moved %u\\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_late, l.n_moved); all_ok &= ok; }
+    for (int ci = from; ci < 8; ci++) for (int nb : {1, -3}) { auto& c = cases[ci]; Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, false, arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; if (nb > 1) l.bringing = ci % 2 ? ~0u : 0; bool ok = true; for (int i = 0; i < steps && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i + 2 >= steps); if (!ok) printf("FAILED at step %d\\n", i); } printf("%s %s n %u, %d blocks: hits %u and late %u of 8, moved %u\\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_late, l.n_moved); all_ok &= ok; }
     return !all_ok;
 }
 '''

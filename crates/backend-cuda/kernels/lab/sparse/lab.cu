@@ -1,5 +1,5 @@
 // Judges and times the kernels of top-k attention by themselves: decisions against plain C++, rows and
-// attention against the arena, and the time of each kernel and of all four in a graph.
+// attention against the arena, and the time of each kernel and of all three together.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Lab {
     u32 slots, ws_pages; u64 head_bytes, dhead; size_t shared; std::vector<u32> table;
     std::vector<std::vector<u32>> used; std::vector<u32> now; std::vector<std::vector<float>> label; std::vector<u32> cut;  // reference
     std::vector<float> q; std::mt19937 rng{5};
-    ScoreParams sp; DecideParams dp; GatherRowsParams gp; SparseParams ap; int blocks, gather_blocks;
+    ScoreParams sp; DecideParams dp; GatherRowsParams gp; SparseParams ap; int blocks, gather_blocks; u32 bringing;
 
     void init(u32 n_, u32 kind_, u32 width_, Rules r_, bool host_, u8* shared_arena) {
         n = n_, kind = kind_, width = width_, r = r_, host = host_; CHECK(cudaStreamCreate(&s));
@@ -68,18 +68,18 @@ struct Lab {
         sp = {}; sp.qkv = qkv, sp.digests = digests, sp.frame = frame, sp.raw = raw, sp.scores = scores, sp.sums = ssums, sp.digest_head_bytes = dhead, sp.frame_stride = 0; sp.pages = SparsePages{arena, tables, head_bytes, Near{}, slots, 0}; sp.stride = stride, sp.q_stride = (H + 2 * G) * W, sp.group = GROUP, sp.kind = kind, sp.width = width, sp.page_bytes = page_bytes, sp.scale = 1.0f / sqrtf(128.0f);
         shared = 4 * (GROUP * PIECE + (kind == SCORE_SIGNS ? GROUP * width / 32 : kind == SCORE_NIBBLES ? (GROUP + 7) / 8 * ((width + 31) / 32 * 64 + 16) : (GROUP + 7) / 8 * ((width + 15) / 16 * 128 + 8)) + PIECE_PAGES);
         dp = {}; dp.score = sp; dp.heads = SparseHeads{rows, states, G, 1, G, GROUP}; dp.labels = labels, dp.rules = rules, dp.importances = importances, dp.tallies = tallies, dp.moves = moves, dp.percent = r.percent, dp.mark_stride = stride, dp.k_min = r.k_min, dp.k_max = r.k_max, dp.sinks = r.sinks, dp.recent = r.recent, dp.working_set = r.ws, dp.max_age = ~0u, dp.flags = r.flags;
-        gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.tallies = (u32*)tallies, gp.tally_words = sizeof(Tally) / 4, gp.mark_stride = stride, gp.stride = stride, gp.n_zeros = TALLY_ZEROS;
+        gp = {}; gp.heads = dp.heads, gp.pages = sp.pages, gp.moves = moves, gp.mark_stride = stride, gp.stride = stride;
         ap = {}; ap.heads = dp.heads, ap.pages = sp.pages, ap.qkv = qkv, ap.out = out, ap.rounded = rounded, ap.partials = partials, ap.sums = sums, ap.tasks = tasks, ap.asked = r.late ? asked : nullptr, ap.q_stride = sp.q_stride, ap.scale = sp.scale * 1.4426950408889634f, ap.head_tasks = 132 * ATTEND_WARPS / 4;
-        blocks = 16; gather_blocks = host ? 8 : 132;
+        blocks = 16; gather_blocks = host ? 8 : 132; bringing = host ? 8 : ~0u;
         CHECK(cudaFuncSetAttribute(decide, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(score_pieces, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024)); CHECK(cudaFuncSetAttribute(sparse_attend_8, cudaFuncAttributeMaxDynamicSharedMemorySize, ATTEND_SHARED));
         used.assign(G, std::vector<u32>(stride, 0)); now.assign(G, 0); label.resize(G); cut.assign(G, 0); members.resize(G); q.resize(H * W); std::normal_distribution<float> nq; for (auto& x : q) x = nq(rng);
     }
     std::vector<float> weights; std::vector<std::vector<u32>> members;
     void turn(int percent, float turned) { std::normal_distribution<float> nd; for (u32 h = 0; h < G; h++) { float c = (int)(rng() % 100) < percent ? turned : 0.995f, sn = sqrtf(1 - c * c); for (u32 i = 0; i < GROUP * W; i++) q[h * GROUP * W + i] = c * q[h * GROUP * W + i] + sn * nd(rng); } CHECK(cudaMemcpyAsync(qkv, q.data(), q.size() * 4, cudaMemcpyHostToDevice, s)); }
     void put_row(u32 len) { SparseRow row = {0, len, 0, 0, marks, pages}; CHECK(cudaMemcpyAsync(rows, &row, sizeof row, cudaMemcpyHostToDevice, s)); CHECK(cudaStreamSynchronize(s)); }
-    void k_decide(u32 more = 0) { dp.flags = r.flags | more | (apart ? 0 : FLAG_TOGETHER); dp.score.qkv = more ? asked : qkv, dp.score.q_stride = more ? H * W : sp.q_stride; launch(decide, apart ? dim3(blocks, G) : dim3(std::min<u32>(blocks * G, G * (stride / PIECE))), SCORE_THREADS, shared, dp, s); }
+    void k_decide(u32 more = 0) { dp.n_bringing = more ? 0 : bringing; dp.flags = r.flags | more | (apart ? 0 : FLAG_TOGETHER); dp.score.qkv = more ? asked : qkv, dp.score.q_stride = more ? H * W : sp.q_stride; launch(decide, apart ? dim3(blocks, G) : dim3(std::min<u32>(blocks * G, G * (stride / PIECE))), SCORE_THREADS, shared, dp, s); }
     bool apart = false;
-    void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, 4 * (G + 2), gp, s); }
+    void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, GATHER_THREADS / 32 * RING_BYTES + 4 * (G + 1), gp, s); }
     void k_attend() { launch(sparse_attend_8, dim3(132), 32 * ATTEND_WARPS, ATTEND_SHARED, ap, s); }
     void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_PARTS * MERGE_COLUMNS, 0, ap, s); }
     // One step, checked.
@@ -90,13 +90,13 @@ struct Lab {
         AskedParams a = {sp, asks}; launch(score_pieces, dim3((c + PIECE - 1) / PIECE, G), SCORE_THREADS, shared, a, s); if (kind != SCORE_SIGNS) launch(score_finish, dim3((c + PIECE - 1) / PIECE, G), SCORE_THREADS, 0, a, s);
         CHECK(cudaStreamSynchronize(s)); auto sc = get(scores, (size_t)G * stride);
         const auto old_members = members; const auto old_cut = cut; const bool is_served = r.late == 2 && !label[0].empty();
-        if (!is_served) { k_decide(); if (!r.late) { CHECK(cudaStreamSynchronize(s)); } else k_gather(); }
-        auto st = get(states, G); if (!r.late) k_gather();
+        if (!is_served) { k_decide(); if (!bringing) k_gather(); CHECK(cudaStreamSynchronize(s)); }
+        auto st = get(states, G);
         k_attend(); k_merge(); CHECK(cudaStreamSynchronize(s));
         // Other layers' queries take their place.
         if (r.late) { std::vector<float> none(H * W, 1e30f); CHECK(cudaMemcpy(qkv, none.data(), none.size() * 4, cudaMemcpyHostToDevice)); k_decide(FLAG_LATE | (is_served ? FLAG_LOOKS : 0)); CHECK(cudaStreamSynchronize(s)); auto after = get(states, G); for (u32 h = 0; h < G; h++) { bool is_late = after[h].lookup == LOOKUP_LATE; u32 moves = is_late ? after[h].n_moves : st[h].n_moves; if (!is_late && after[h].n_moves) { printf("head %u would move again\n", h); return false; } st[h] = after[h]; st[h].n_moves = moves; } k_gather(); CHECK(cudaStreamSynchronize(s)); }
         auto mk = get(marks, (size_t)G * stride);
-        auto ta = get((u32*)tallies, G * sizeof(Tally) / 4); bool ok = true; for (u32 h = 0; h < G; h++) for (u32 i = 0; i < TALLY_ZEROS; i++) if (ta[h * sizeof(Tally) / 4 + i]) { printf("tally %u word %u\n", h, i); return false; }
+        auto ta = get((u32*)tallies, G * sizeof(Tally) / 4); bool ok = true; for (u32 h = 0; h < G; h++) for (u32 i = 0; i < 32 + 5 * BINS; i++) if (ta[h * sizeof(Tally) / 4 + i]) { printf("tally %u word %u\n", h, i); return false; }
         for (u32 h = 0; h < G; h++) {
             float simil = 0; u32 look = LOOKUP_ALWAYS;
             if (r.flags & FLAG_REUSES) { if (label[h].empty()) look = LOOKUP_FIRST; else { float tot = 0, w = 0, sum = 0; bool far = false; for (u32 g = 0; g < GROUP; g++) tot += 0.2f + 0.1f * ((h * GROUP + g) % 5); for (u32 g = 0; g < GROUP && !far; g++) { float ab[32] = {}, aa[32] = {}, bb[32] = {}; for (u32 i = 0; i < W; i++) { float x = q[(h * GROUP + g) * W + i], y = label[h][g * W + i]; float xy = x * y, xx = x * x, yy = y * y; ab[i % 32] = ab[i % 32] + xy; aa[i % 32] = aa[i % 32] + xx; bb[i % 32] = bb[i % 32] + yy; } float p = lane_sum(aa) * lane_sum(bb); float co = lane_sum(ab) / sqrtf(p); if (co <= 0) far = true; float im = (0.2f + 0.1f * ((h * GROUP + g) % 5)) / tot; w = w + im; sum = sum + im / co; } simil = w / sum; look = !far && simil > r.threshold ? LOOKUP_HIT : (far ? -1.0f : simil) >= r.soft ? LOOKUP_LATE : far ? LOOKUP_TURNED_FAR : LOOKUP_TURNED; if (far) simil = 0; } }
@@ -168,15 +168,15 @@ int main(int argc, char** argv) {
         {"loki:32 bits=4 3% x3 qsac", SCORE_NIBBLES, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES}}, {"loki:32 3% x3 soft", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, 0.3f, 1}}, {"loki:32 3% x3 late", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, -1.0f, 2}}, {"hata:128 whole late", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE, -1.0f, 2}}};
     if (argc > 1 && !strcmp(argv[1], "check")) {
         u32 most = argc > 2 ? atoi(argv[2]) : ~0u; bool host = argc > 3 && !strcmp(argv[3], "host");
-        for (u32 n : {700u, 5000u, 40000u}) if (n <= most) for (auto& c : cases) for (int nb : {16, 5, 1, -16, -1}) { Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks%s: hits %u and late %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.apart ? " apart" : "", l.n_hits, l.n_late, l.n_moved); }
+        for (u32 n : {700u, 5000u, 40000u}) if (n <= most) for (auto& c : cases) for (int nb : {16, 5, 1, -16, -1}) { Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; if (nb == 5) l.bringing = 0; bool ok = true; for (int i = 0; i < 14 && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i > 11); if (!ok) printf("FAILED at step %d\n", i); } printf("%s %s n %u, %d blocks%s: hits %u and late %u of 8, moved %u\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.apart ? " apart" : "", l.n_hits, l.n_late, l.n_moved); }
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "gather")) { gather_sweep(harena, bytes, true); gather_sweep(arena, bytes, false); return 0; }
     for (int host = 0; host < 2; host++) for (u32 n : {32768u, 131072u}) for (int ci = 0; ci < 2; ci++) {
         auto& c = cases[ci]; Lab l; printf("%s, %u tokens, %s\n", c.name, n, host ? "host" : "HBM"); l.init(n, c.kind, c.width, c.r, host, host ? harena : arena); u32 len = n; for (int i = 0; i < 6; i++) if (!l.step(len++, 100, 0.7f, false)) { printf("FAILED\n"); break; }
         for (int turned : {100, 45, 12, 0}) { u32 hits = 0, moved = 0; for (int i = 0; i < 5; i++) { l.step(len++, turned, 0.7f, false); hits += l.n_hits, moved += l.n_moved; } printf("  %d turn: %.0f %% hits, moved %.2f %% of the rows\n", turned, hits * 100.0 / 40, moved * 100.0 / 40 / n);
-            auto before = [&] { l.turn(turned, 0.7f); l.put_row(len++); }; l.time("decide", 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); l.time("gather", 9, [&] { l.k_gather(); }, [&] { before(); l.k_decide(); }); l.time("attend", 9, [&] { l.k_attend(); }, [&] {}); l.time("merge", 9, [&] { l.k_merge(); }, [&] {}); l.time("all four", 15, [&] { l.k_decide(); l.k_gather(); l.k_attend(); l.k_merge(); }, before);
-            for (int nb : {33, 8}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); } l.blocks = 16; if (len > n + 400) break; }
+            auto before = [&] { l.turn(turned, 0.7f); l.put_row(len++); }; const u32 usual = l.bringing; l.time("decide with rows", 9, [&] { l.k_decide(); }, before); l.bringing = 0; l.time("decide", 9, [&] { l.k_decide(); }, [&] { l.k_gather(); before(); }); l.k_gather(); l.time("gather", 9, [&] { l.k_gather(); }, [&] { before(); l.k_decide(); }); l.bringing = usual; l.time("attend", 9, [&] { l.k_attend(); }, [&] {}); l.time("merge", 9, [&] { l.k_merge(); }, [&] {}); l.time("all three", 15, [&] { l.k_decide(); l.k_attend(); l.k_merge(); }, before);
+            for (int nb : {33, 8}) { l.blocks = nb; char t[64]; sprintf(t, "decide, %d blocks a head", nb); l.time(t, 9, [&] { l.k_decide(); }, before); } l.blocks = 16; if (len > n + 400) break; }
     }
     return 0;
 }

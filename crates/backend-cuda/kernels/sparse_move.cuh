@@ -1,0 +1,174 @@
+// Rows on their way from the arena, on the device or on the host, to the working sets: brought by the blocks
+// that have decided about a head, or by a kernel of its own.
+//
+// A warp finds the ways of 32 moves, one in each lane. Several rows are on their way to its ring in shared
+// memory at a time, because each is for long; what has come is put down, its pieces of sixteen bytes in the
+// order of its new place. Bulk copies need no registers for that, and what else the multiprocessor loads does
+// not wait behind them.
+
+#define RING_MOST 8  // rows of a warp that are on their way
+
+// What moves to the working set of a head.
+struct Arrivals {
+    const uint2* moves;  // places that come, which ascend, and beside them rows of the set that are free
+    uint2* marks;        // of the head's places, or null
+    u8* pages;           // of working sets
+    u32 table_row, head;
+    u32 first_page;      // of the head's set
+    u32 n_gone;          // rows that are free: the first moves take those,
+    u32 behind;          // and the others, counted from here, the rows behind the last
+    u32 now;
+};
+
+// One row on its way: where its key is and where it goes, each without what its place in the page
+// does to the order of its pieces.
+struct Way {
+    const u8* source;
+    u8* target;
+    u32 tokens;  // of its page, or the scales of its key and value; and of the page that it goes to
+};
+
+// Finds the way of a move, from the arena or from where it was staged, and marks its place.
+template <bool CODES>
+DEVICE Way way_of(const SparsePages& pages, const Codes& codes, const Arrivals& all, u32 number,
+                  const u8* staged) {
+    // Other blocks may have written it.
+    const uint2 move = __ldcg(all.moves + number);
+    const u32 to = number < all.n_gone ? move.y : all.behind + number;
+    const u32 page = all.first_page + to / PAGE, token = move.x % PAGE;
+    Way way;
+    if (CODES) {
+        const u32 slot = pages.tables[(u64)all.table_row * pages.table_len + move.x / PAGE];
+        const u64 at = code_row(codes, all.head, slot, token);
+        way.source = staged ? staged : codes.rows + at * 2 * CODE_WIDTH;
+        way.tokens = ((const u16*)codes.scales)[at] | to % PAGE << 16;
+    } else {
+        way.source =
+            staged ? staged : page_of(pages, all.head, all.table_row, move.x / PAGE) + token * ROW_BYTES;
+        way.tokens = token | to % PAGE << 16;
+    }
+    way.target = all.pages + (u64)page * HEAD_PAGE_BYTES + to % PAGE * ROW_BYTES;
+    if (all.marks) all.marks[move.x] = make_uint2(all.now, to);
+    return way;
+}
+
+// Where a piece is, from the beginning of its token's row on, in bytes.
+DEVICE u32 piece_from(u32 token, u32 piece) { return (piece_at(token, piece) - token * ROW_PIECES) * 16; }
+
+// Rows that a warp puts down together: those in eight bits have half as many pieces, and work in each.
+template <bool CODES>
+DEVICE u32 at_once() { return CODES ? 2 : 1; }
+
+// Puts down a row, or what is coded there, that has come to shared memory, by as many lanes as it has.
+template <bool CODES>
+DEVICE void put_down(const u8* row, u8* target, u32 tokens, u32 kind) {
+    const u32 token = tokens >> 16, n_lanes = 32 / at_once<CODES>(), lane = threadIdx.x % n_lanes;
+    for (u32 at = lane; !CODES && at < 2 * ROW_PIECES; at += n_lanes) {
+        const u32 half = at / ROW_PIECES, part = at % ROW_PIECES;
+        *(uint4*)(target + half * HALF_PAGE_BYTES + piece_from(token, part)) =
+            *(const uint4*)(row + half * ROW_BYTES + piece_from(tokens & 0xFFFF, part));
+    }
+    for (u32 at = lane; CODES && at < CODE_PIECES; at += n_lanes) {
+        const u32 half = at / (CODE_PIECES / 2), part = at % (CODE_PIECES / 2);
+        uint4 out[sizeof(Element)];
+        expand(kind, *(const uint4*)(row + at * 16), __uint_as_float((tokens >> half * 8 & 0xFF) << 23), out);
+        u8* to = target + half * HALF_PAGE_BYTES;
+        UNROLL
+        for (u32 k = 0; k < sizeof(Element); k++)
+            if (part * sizeof(Element) + k < ROW_PIECES)
+                *(uint4*)(to + piece_from(token, part * sizeof(Element) + k)) = out[k];
+    }
+}
+
+// Where rows of a warp come to.
+template <bool CODES>
+struct Ring {
+    static const u32 HALF = CODES ? CODE_WIDTH : ROW_BYTES;
+    static const u32 N = RING_BYTES / (2 * HALF) < RING_MOST ? RING_BYTES / (2 * HALF) : RING_MOST;
+    u8* rows;
+    u32 barriers;  // one for each row
+    u32 phases;    // of these, a bit each
+
+    // Of a block that has memory for RING_BYTES, and RING_MOST barriers, for each warp. What was there is
+    // read no more.
+    __device__ Ring(u8* room, u64* all_barriers) {
+        const u32 warp = threadIdx.x / 32;
+        rows = room + warp * RING_BYTES;
+        barriers = shared_address(all_barriers + warp * RING_MOST), phases = 0;
+#if HAS_BULK
+        if (threadIdx.x % 32 < N) barrier_init(barriers + threadIdx.x % 32 * 8);
+        __syncwarp();
+#endif
+    }
+
+    __device__ const u8* row(u32 slot) const { return rows + slot * 2 * HALF; }
+
+    // Has a row come, whose value is `half_bytes` behind its key.
+    __device__ void send(u32 slot, const u8* source, u32 half_bytes) {
+        const u32 to = shared_address(row(slot)), lane = threadIdx.x % 32;
+#if HAS_BULK
+        if (lane > 0) return;
+        bulk_fence();
+        barrier_expect(barriers + slot * 8, 2 * HALF);
+        bulk_copy(to, source, HALF, barriers + slot * 8);
+        bulk_copy(to + HALF, source + half_bytes, HALF, barriers + slot * 8);
+#else
+        for (u32 at = lane * 16; at < 2 * HALF; at += 512)
+            copy_async(to + at, source + (at < HALF ? at : at - HALF + half_bytes), 16);
+#endif
+    }
+
+    // Waits for a row; without barriers for the oldest ones, of N that were sent or left out.
+    __device__ void wait(u32 slot) {
+#if HAS_BULK
+        barrier_wait(barriers + slot * 8, phases >> slot & 1);
+        phases ^= 1 << slot;
+#else
+        copy_wait<CODES ? N - 2 : N - 1>();
+        __syncwarp();
+#endif
+    }
+};
+
+// Brings up to 32 rows whose ways the lanes know.
+template <bool CODES>
+DEVICE void pass_rows(Ring<CODES>& ring, const Way& way, u32 n_rows, u32 half_bytes, u32 kind) {
+    const u32 N = Ring<CODES>::N, n_lanes = 32 / at_once<CODES>();
+    const auto send = [&](u32 row) {
+        const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, row % 32);
+        if (row < n_rows) ring.send(row % N, source, half_bytes);
+        copy_commit();
+    };
+    for (u32 row = 0; row < N; row++) send(row);
+    for (u32 row = 0; row < n_rows; row += at_once<CODES>()) {
+        const u32 own = row + threadIdx.x % 32 / n_lanes;
+        u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, own % 32);
+        const u32 tokens = __shfl_sync(~0u, way.tokens, own % 32);
+        ring.wait(row % N);
+        if (CODES && row + 1 < n_rows) ring.wait((row + 1) % N);
+        if (own < n_rows) put_down<CODES>(ring.row(own % N), target, tokens, kind);
+        __syncwarp();
+        for (u32 i = 0; i < at_once<CODES>(); i++) send(row + N + i);
+    }
+}
+
+// Brings `n_all` rows, whose ways `find` finds, by `n_warps` warps, of which this is one; `half_bytes` are from
+// a key to its value, unless they are coded, side by side. Each takes runs of up to 32 rows, as long as those of the others.
+template <bool CODES, typename Find>
+DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES> ring,
+                       const Find& find) {
+    if (n_all == 0) return;
+    const u32 lane = threadIdx.x % 32, n_runs = (n_all + 32 * n_warps - 1) / (32 * n_warps) * n_warps;
+    const u32 run = (n_all + n_runs - 1) / n_runs;
+    u32 first = warp * run;
+    Way next = {nullptr, nullptr, 0};
+    if (lane < run && first + lane < n_all) next = find(first + lane);
+    while (first < n_all) {
+        const Way way = next;
+        const u32 n_rows = min(n_all - first, run);
+        first += n_warps * run;
+        // Known before it is needed: a chain of loads.
+        if (lane < run && first + lane < n_all) next = find(first + lane);
+        pass_rows<CODES>(ring, way, n_rows, CODES ? CODE_WIDTH : half_bytes, kind);
+    }
+}
