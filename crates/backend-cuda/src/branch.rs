@@ -34,7 +34,7 @@ pub struct LinkTuning {
 
 impl Default for LinkTuning {
     fn default() -> Self {
-        LinkTuning { threads: 256, blocks: 4, blocks_alone: 32, late_blocks: 64 }
+        LinkTuning { threads: 256, blocks: 6, blocks_alone: 32, late_blocks: 64 }
     }
 }
 
