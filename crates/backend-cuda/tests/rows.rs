@@ -6,12 +6,16 @@
 
 #![expect(clippy::print_stdout, reason = "a skip must be seen")]
 
+mod gpu;
+
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, Pass, Pick, PlanShape, RopeSpec, RopeStyle,
     RowCode, narrow, widen,
 };
-use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
+use nuthatch_backend_cuda::{Cuda, FarPages};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+
+use gpu::open;
 
 const LAYER: LayerIdx = LayerIdx(1);
 const N_KV: usize = 2;
@@ -19,18 +23,6 @@ const N_HEADS: usize = 4;
 /// Tokens of the sequence: a prompt, and one by one.
 const N_PROMPT: usize = 70;
 const N_ALL: usize = 75;
-
-fn open(far: Option<FarPages>) -> Option<Cuda> {
-    let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    match Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() }) {
-        Ok(cuda) => Some(cuda),
-        Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
-            println!("SKIPPED: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
 
 /// `[token][q | k | v]`, of sizes from tiny to large, one vector all zeros.
 fn tokens(d: usize) -> Vec<Vec<f32>> {

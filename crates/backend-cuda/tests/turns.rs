@@ -7,12 +7,16 @@
 
 #![expect(clippy::print_stdout, reason = "a skip must be seen")]
 
+mod gpu;
+
 use nuthatch_backend::{
     AttnSpec, Backend, BatchLayout, DeviceError, Digest, DigestKind, Pass, PlanShape, RopeSpec,
     RopeStyle,
 };
-use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
+use nuthatch_backend_cuda::{Cuda, FarPages};
 use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, Slot};
+
+use gpu::open;
 
 const N_KV: u32 = 2;
 const N_HEADS: u32 = 8;
@@ -22,18 +26,6 @@ const TABLE_LEN: u32 = 40;
 /// and a prompt again.
 const BATCHES: [[usize; 2]; 8] =
     [[200, 0], [1, 150], [1, 77], [1, 1], [1, 1], [130, 1], [90, 60], [1, 1]];
-
-fn open(far: Option<FarPages>) -> Option<Cuda> {
-    let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    match Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() }) {
-        Ok(cuda) => Some(cuda),
-        Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
-            println!("SKIPPED: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
 
 /// Floats that their seed determines.
 fn random(n: usize, seed: usize) -> Vec<f32> {

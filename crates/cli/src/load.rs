@@ -51,10 +51,10 @@ pub(crate) struct Loaded {
     pub(crate) threads: usize,
 }
 
-/// Tokens of one step.
-fn step_rows(config: &EngineConfig, far: Option<&FarRequest>, context: u32) -> u32 {
+/// Tokens of one step, if there is room for so many.
+fn most_rows(config: &EngineConfig, far: Option<&FarRequest>, context: u32) -> u32 {
     match far {
-        Some(_) if config.may_take_more_rows => config.max_rows.max(FAR_STEP_ROWS.min(context)),
+        Some(_) if config.may_take_more_rows => FAR_STEP_ROWS.min(context),
         _ => config.max_rows,
     }
 }
@@ -115,21 +115,21 @@ impl Prepared {
         if max_seqs < config.max_seqs {
             tracing::info!("top-k attention takes much memory: {max_seqs} sequences at one time");
         }
-        let far = device.far(topk.as_ref(), (kv, &config.sparse.far_way()));
         let request = SizeRequest {
             deciding: deciding(max_seqs),
             weights: device.weight_bytes(&files)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
             max_seqs,
-            max_rows: step_rows(config, far.as_ref(), context),
+            max_rows: config.max_rows,
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
-            far,
+            far: device.far(topk.as_ref(), (kv, &config.sparse.far_way())),
             budget: budget(config),
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };
-        let mut sizes = Sizes::compute(&request)
+        let most_rows = most_rows(config, request.far.as_ref(), context);
+        let mut sizes = Sizes::with_rows(&request, most_rows)
             .with_context(|| format!("not enough memory for {}", files.path().display()))?;
         if config.kv_virtual {
             reserve_tables(&mut sizes, config.may_run_fewer)?;

@@ -163,6 +163,17 @@ impl SizeRequest {
 }
 
 impl Sizes {
+    /// [`Sizes::compute`] with steps of `most_rows`, or fewer where there is no room for what they write, but not
+    /// fewer than the request has.
+    pub fn with_rows(request: &SizeRequest, most_rows: u32) -> Result<Self, MemoryError> {
+        let sizes =
+            Self::compute(&SizeRequest { max_rows: most_rows.max(request.max_rows), ..*request });
+        match sizes {
+            Err(_) if most_rows > request.max_rows => Self::with_rows(request, most_rows / 2),
+            sizes => sizes,
+        }
+    }
+
     /// Computes the sizes, or says what does not fit.
     ///
     /// There are never more pages than all sequences need at full length: a small model in a large

@@ -321,6 +321,21 @@ mod tests {
     }
 
     #[test]
+    fn steps_are_as_long_as_there_is_room_for() {
+        let least = GIB + 6250 * 256 * 16 * 34 + ((2 * 14 + 2) << 21);
+        let rows = |budget, most| {
+            Sizes::with_rows(&far(Some(budget)), most).map(|sizes| sizes.max_rows).ok()
+        };
+        let pages = |n_rows: u64| (n_rows / 16) << 21;
+        assert_eq!(rows(least + pages(4096), 4096), Some(4096));
+        assert_eq!(rows(least + pages(4096) - 1, 4096), Some(2048));
+        assert_eq!(rows(least + pages(600), 4096), Some(512));
+        assert_eq!(rows(least + pages(512) - 1, 4096), None);
+        // The request's rows are the least.
+        assert_eq!(rows(least + pages(4096), 100), Some(512));
+    }
+
+    #[test]
     fn each_memory_has_its_bound() {
         let small = FarRequest {
             host_usable: 12 * GIB,
