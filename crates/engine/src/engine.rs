@@ -150,8 +150,9 @@ impl<E: Execute> Engine<E> {
         let mut reader = reads_prompt.then(|| PromptReader::new(prompt.clone(), scores, mean));
         let submission = nuthatch_scheduler::Submission { seq, prompt, sampling, limits };
         let hints = self.scheduler_hints(&hints);
-        // Only plain samples begin with what is stored.
-        let is_plain = beam.is_none() && streaming.is_none() && !reads_prompt;
+        // Only plain samples begin with what is stored. Nothing is fetched for those that are refused.
+        let is_plain =
+            beam.is_none() && streaming.is_none() && !reads_prompt && self.room_to_wait() >= n;
         let (n_stored, n_remote) =
             if is_plain { self.n_stored(hints.salt, &submission.prompt) } else { (0, 0) };
         let computes_all = reads_prompt;
@@ -333,6 +334,10 @@ impl<E: Execute> Engine<E> {
         }
     }
 
+    fn room_to_wait(&self) -> u32 {
+        self.scheduler.config().max_waiting.saturating_sub(self.scheduler.stats().waiting)
+    }
+
     /// Submits `n` sequences, of which all but the first fork the first: all of them or none.
     fn submit_samples(
         &mut self,
@@ -340,8 +345,7 @@ impl<E: Execute> Engine<E> {
         hints: nuthatch_scheduler::Hints,
         n: u32,
     ) -> Result<(), SubmitError> {
-        let waiting = self.scheduler.stats().waiting;
-        let room = self.scheduler.config().max_waiting.saturating_sub(waiting);
+        let room = self.room_to_wait();
         if n > 1 && n > room {
             return Err(SubmitError::TooManyAnswers { n, room });
         }

@@ -113,6 +113,33 @@ fn what_waits_in_the_queue_is_fetched() {
     assert_eq!(cached, [0, 16 * n_pages]);
 }
 
+/// A request that is refused because the queue is full costs the store nothing.
+#[test]
+fn nothing_is_fetched_for_those_that_are_refused() {
+    let objects = Arc::new(MemoryObjects::default());
+    let (prompt, greedy) = golden("llama3");
+    let stored = request(&[&prompt[..], &greedy].concat(), Sampling::greedy());
+    let one = spawn("llama3", &remote(&objects));
+    ask(&one, &stored);
+    one.shutdown().unwrap();
+
+    let pool = Pool { max_seqs: 1, ..POOL };
+    let options = EngineOptions { max_waiting: Some(1), ..EngineOptions::default() };
+    let mut engine = load_topk(&folder("llama3"), pool, &options, 10, None);
+    engine.keep_pages(&remote(&objects)).unwrap();
+    let (sink, _outputs) = unbounded();
+    let limits = Limits { max_tokens: 24, ..Limits::default() };
+    let long = Submission { limits, ..request(&prompt[..3], Sampling::greedy()) };
+    engine.submit(long.clone(), sink.clone(), Duration::ZERO).unwrap();
+    engine.step().unwrap();
+    engine.submit(long, sink.clone(), Duration::ZERO).unwrap();
+    engine.submit(stored, sink, Duration::ZERO).unwrap_err();
+    while engine.step().unwrap() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(engine.stats().tier.unwrap().remote.unwrap().pages_read, 0);
+}
+
 /// What is on the disk comes from there, the rest from the store; and what comes from the store goes
 /// to the disk.
 #[test]

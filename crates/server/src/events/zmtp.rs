@@ -11,7 +11,7 @@
 use std::io;
 use std::time::Duration;
 
-use bytes::{Buf as _, Bytes, BytesMut};
+use bytes::{Buf as _, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::time::timeout;
 
@@ -42,12 +42,15 @@ pub(crate) struct Peer<S> {
     received: BytesMut,
     /// Frames of a message whose end has not come.
     frames: Vec<Bytes>,
+    /// What is said and not written yet.
+    unsent: BytesMut,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Peer<S> {
     /// Says that we are a socket of the kind `own`, and expects one of `others`.
     pub(crate) async fn greet(stream: S, own: &str, others: &[&str]) -> io::Result<Self> {
-        let mut peer = Peer { stream, received: BytesMut::new(), frames: Vec::new() };
+        let (received, unsent) = (BytesMut::new(), BytesMut::new());
+        let mut peer = Peer { stream, received, frames: Vec::new(), unsent };
         match timeout(PATIENCE, peer.shake(own, others)).await {
             Ok(outcome) => outcome.map(|()| peer),
             Err(_) => Err(io::ErrorKind::TimedOut.into()),
@@ -77,7 +80,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Peer<S> {
         loop {
             while let Some(frame) = parse(&mut self.received)? {
                 if frame.is_command {
-                    self.obey(&frame.body).await?;
+                    self.obey(&frame.body);
                     continue;
                 }
                 if self.frames.len() == N_FRAMES {
@@ -88,34 +91,41 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Peer<S> {
                     return Ok(std::mem::take(&mut self.frames));
                 }
             }
+            self.flush().await?;
             self.fill().await?;
         }
     }
 
     /// Sends a message.
     pub(crate) async fn send(&mut self, frames: &[&[u8]]) -> io::Result<()> {
-        let n_bytes: usize = frames.iter().map(|frame| frame.len() + 9).sum();
-        let mut bytes = Vec::with_capacity(n_bytes);
         for (i, frame) in frames.iter().enumerate() {
             let more = if i + 1 < frames.len() { MORE } else { 0 };
-            write_frame(&mut bytes, more, frame);
+            write_frame(&mut self.unsent, more, frame);
         }
-        self.write(&bytes).await
+        self.flush().await
     }
 
     /// Answers a question whether we are there; other commands mean nothing to us.
-    async fn obey(&mut self, command: &[u8]) -> io::Result<()> {
+    fn obey(&mut self, command: &[u8]) {
         // PING has two bytes of time to live and a context, which PONG repeats.
-        let Some(rest) = command.strip_prefix(b"\x04PING") else { return Ok(()) };
-        let mut bytes = Vec::new();
+        let Some(rest) = command.strip_prefix(b"\x04PING") else { return };
         let pong = [b"\x04PONG", rest.get(2..).unwrap_or_default()].concat();
-        write_frame(&mut bytes, COMMAND, &pong);
-        self.write(&bytes).await
+        write_frame(&mut self.unsent, COMMAND, &pong);
     }
 
-    async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        match timeout(PATIENCE, self.stream.write_all(bytes)).await {
-            Ok(outcome) => outcome,
+    /// Writes what is said. May be dropped while it waits: what is not written yet stays.
+    async fn flush(&mut self) -> io::Result<()> {
+        let write = async {
+            while !self.unsent.is_empty() {
+                if self.stream.write_buf(&mut self.unsent).await? == 0 {
+                    return Err(io::ErrorKind::WriteZero.into());
+                }
+            }
+            Ok(())
+        };
+        match timeout(PATIENCE, write).await {
+            // A long message's memory is not kept.
+            Ok(outcome) => outcome.map(|()| self.unsent = BytesMut::new()),
             Err(_) => Err(io::ErrorKind::TimedOut.into()),
         }
     }
@@ -155,15 +165,15 @@ pub(crate) fn parse(received: &mut BytesMut) -> io::Result<Option<Frame>> {
     Ok(Some(Frame { is_more: flags & MORE != 0, is_command: flags & COMMAND != 0, body }))
 }
 
-fn write_frame(bytes: &mut Vec<u8>, flags: u8, body: &[u8]) {
+fn write_frame(bytes: &mut impl BufMut, flags: u8, body: &[u8]) {
     match u8::try_from(body.len()) {
-        Ok(len) => bytes.extend([flags, len]),
+        Ok(len) => bytes.put_slice(&[flags, len]),
         Err(_) => {
-            bytes.push(flags | LONG);
-            bytes.extend((body.len() as u64).to_be_bytes());
+            bytes.put_u8(flags | LONG);
+            bytes.put_u64(body.len() as u64);
         }
     }
-    bytes.extend(body);
+    bytes.put_slice(body);
 }
 
 fn greeting() -> [u8; GREETING_BYTES] {
@@ -273,5 +283,35 @@ mod tests {
         assert_eq!(socket_type(&frame), Some(&b"PUB"[..]));
         let mut long = BytesMut::from(&[LONG, 0, 0, 0, 0, 0, 0, 16, 1][..]);
         assert!(parse(&mut long).is_err(), "longer than a frame may be");
+    }
+
+    /// A pipe that holds fewer bytes than the answer, so that it is dropped when half of it is written.
+    #[tokio::test]
+    async fn an_answer_that_is_dropped_half_way_goes_on() {
+        let (ours, mut theirs) = tokio::io::duplex(64);
+        let (received, unsent) = (BytesMut::new(), BytesMut::new());
+        let mut peer = Peer { stream: ours, received, frames: Vec::new(), unsent };
+        let context = vec![7; 200];
+        let mut ping = Vec::new();
+        write_frame(&mut ping, COMMAND, &[b"\x04PING\0\0", &context[..]].concat());
+        let moment = timeout(Duration::from_millis(50), peer.receive());
+        let (written, dropped) = tokio::join!(theirs.write_all(&ping), moment);
+        written.unwrap();
+        assert!(dropped.is_err(), "nobody has read the answer");
+        let read = async {
+            let mut all = BytesMut::new();
+            let mut frames = Vec::new();
+            while frames.len() < 3 {
+                theirs.read_buf(&mut all).await.unwrap();
+                while let Some(frame) = parse(&mut all).unwrap() {
+                    frames.push(frame);
+                }
+            }
+            frames
+        };
+        let (sent, frames) = tokio::join!(peer.send(&[b"topic", b"batch"]), read);
+        sent.unwrap();
+        assert!(frames[0].is_command && frames[0].body[..] == [b"\x04PONG", &context[..]].concat());
+        assert_eq!((&frames[1].body[..], &frames[2].body[..]), (&b"topic"[..], &b"batch"[..]));
     }
 }
