@@ -291,7 +291,7 @@ mod tests {
         let (ours, mut theirs) = tokio::io::duplex(64);
         let (received, unsent) = (BytesMut::new(), BytesMut::new());
         let mut peer = Peer { stream: ours, received, frames: Vec::new(), unsent };
-        let context = vec![7; 200];
+        let context = [7; 200];
         let mut ping = Vec::new();
         write_frame(&mut ping, COMMAND, &[b"\x04PING\0\0", &context[..]].concat());
         let moment = timeout(Duration::from_millis(50), peer.receive());
