@@ -1,7 +1,7 @@
 //! Times the CPU kernels on the shapes of a small model, with bytes and operations per second.
 //!
 //! ```text
-//! cargo run --release -p nuthatch-backend-cpu --example kernel_bench [threads] [Q4_1|...|attend|choose]
+//! cargo run --release -p nuthatch-backend-cpu --example kernel_bench [threads] [Q4_1|...|attend|choose [depth]]
 //! ```
 
 #![expect(clippy::print_stdout, reason = "a bench prints")]
@@ -9,8 +9,8 @@
 use std::time::Duration;
 
 use nuthatch_backend::{
-    Ask, AttnSpec, Backend, BatchLayout, Best, Digest, DigestKind, HostMatrix, PlanShape, RopeSpec,
-    RopeStyle, ScoreBy, WeightType, quant,
+    Ask, AttnSpec, Backend, BatchLayout, Best, Chooser, Digest, DigestKind, HostMatrix, PlanShape,
+    RopeSpec, RopeStyle, ScoreBy, WeightType, quant,
 };
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_types::{Clock, KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, Slot, SystemClock};
@@ -45,6 +45,10 @@ fn main() -> Result<(), nuthatch_backend::DeviceError> {
         }
     }
     if wanted("choose") {
+        let depth: Option<usize> = std::env::args().nth(3).and_then(|n| n.parse().ok());
+        if let Some(depth) = depth {
+            return choose(&cpu, DigestKind::Channels, 32, depth);
+        }
         for (kind, width) in [
             (DigestKind::Channels, 16),
             (DigestKind::Channels, 32),

@@ -57,6 +57,7 @@ fn avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vnni")
+        && is_x86_feature_detected!("popcnt")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c")
 }

@@ -7,6 +7,7 @@
 //! - `coded`: pages in eight bits
 //! - `far`, `near`: pages in a file, and the rows of them that are kept in memory
 //! - `topk`: digests of keys, and finding places by them
+//! - `chooser`: heads that choose while others attend
 //! - `shift`: pages whose keys move to other positions
 //! - `rows`: norm, rotation, activation
 //! - `pool`: the threads
@@ -14,6 +15,7 @@
 mod acts;
 mod append;
 mod attend;
+mod chooser;
 mod coded;
 mod far;
 mod isa;
@@ -33,8 +35,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{
-    Ask, AttnSpec, Backend, BatchLayout, Best, Bring, DeviceError, Digest, HostMatrix, Near,
-    NearCounts, PageLayout, Pick, PlanShape, RowCode,
+    Ask, AttnSpec, Backend, BatchLayout, Bring, Chooser, DeviceError, Digest, HostMatrix, Known,
+    Near, NearCounts, PageLayout, Pick, PlanShape, RowCode,
 };
 use nuthatch_types::{HostReads, KvShape, KvSlots, LayerIdx, PageCopy, PageImage, PageShift, Slot};
 
@@ -372,7 +374,7 @@ impl Backend for Cpu {
         kv: &CpuKv,
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
-        self.attention(plan, layer, spec, qkv, kv).run(&self.pool, &[], out);
+        self.attention(plan, layer, spec, qkv, kv).run(&self.pool, &Known::default(), &mut [], out);
         kv.check()
     }
 
@@ -462,23 +464,8 @@ impl Backend for Cpu {
     ) -> Result<(), DeviceError> {
         let attention = self.attention(plan, layer, spec, qkv, kv);
         let mut raw = self.raw_scores.lock().unwrap_or_else(PoisonError::into_inner);
-        Scoring { attention }.run(&self.pool, asks, &mut raw, scores);
+        Scoring { attention }.run(Some(&self.pool), asks, &mut raw, scores);
         kv.check()
-    }
-
-    fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
-        topk::select(self.isa, scores, best, chosen);
-    }
-
-    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
-        let n = items.len();
-        let items = SharedMut::new(items);
-        self.pool.run(n, &|i| {
-            #[expect(unsafe_code, reason = "threads take different items")]
-            // SAFETY: each index is handled once.
-            let item = unsafe { items.part(i, 1) };
-            body(&mut item[0]);
-        });
     }
 
     fn attend_picks(
@@ -491,10 +478,7 @@ impl Backend for Cpu {
         picks: &[Pick<'_>],
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
-        if let Some(worker) = &kv.worker {
-            worker.finish(kv, layer.0 as usize)?;
-        }
-        self.attention(plan, layer, spec, qkv, kv).run(&self.pool, picks, out);
-        kv.check()
+        let known = (&Known::default(), &mut picks.to_vec()[..]);
+        self.attend_choosing(plan, layer, spec, qkv, kv, known, out)
     }
 }

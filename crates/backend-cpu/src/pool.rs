@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
+use crate::mem::SharedMut;
+
 /// Waiting is done in three stages. A pause takes about 60 ns on recent Intel cores, so this is a
 /// few microseconds, the usual gap between two loops of a step.
 const SPINS_BEFORE_YIELD: u32 = 100;
@@ -109,6 +111,19 @@ impl Pool {
     }
 }
 
+impl Pool {
+    /// Calls `body` for each item, on all threads.
+    pub(crate) fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
+        let n = items.len();
+        let items = SharedMut::new(items);
+        self.run(n, &|i| {
+            // SAFETY: each index is handled once.
+            let item = unsafe { items.part(i, 1) };
+            body(&mut item[0]);
+        });
+    }
+}
+
 /// Waits for the workers when dropped, also when the caller's own share panicked.
 struct Finish<'a>(&'a Shared);
 
@@ -122,7 +137,7 @@ impl Drop for Finish<'_> {
 }
 
 /// Spins at first, then yields. Counts how often it was called.
-fn pause(spins: &mut u32) {
+pub(crate) fn pause(spins: &mut u32) {
     *spins += 1;
     if *spins < SPINS_BEFORE_YIELD {
         std::hint::spin_loop();

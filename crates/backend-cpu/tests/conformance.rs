@@ -89,6 +89,7 @@ judged_topk! {
     scores_match,
     picks_match,
     picks_rows_agree,
+    choosing_agrees,
 }
 
 #[test]

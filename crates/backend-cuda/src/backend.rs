@@ -16,6 +16,8 @@ use crate::plan::{CudaPlan, CudaTables};
 use crate::sparse::SparseLayer;
 use crate::weight::CudaWeight;
 
+impl nuthatch_backend::Chooser for Cuda {}
+
 impl Backend for Cuda {
     type Buf = CudaBuf;
     type Weight = CudaWeight;

@@ -5,8 +5,8 @@ use nuthatch_types::{
 };
 
 use crate::{
-    Ask, AttnSpec, BatchLayout, Best, Bring, Decided, DecidedPlaces, Deciding, DeviceError, Digest,
-    Draw, HostMatrix, Near, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules, topk,
+    Ask, AttnSpec, BatchLayout, Bring, Chooser, Decided, DecidedPlaces, Deciding, DeviceError,
+    Digest, Draw, HostMatrix, Near, NearCounts, Norm, PageLayout, Pass, Pick, PlanShape, Rules,
 };
 
 /// A device that can run the model.
@@ -19,7 +19,7 @@ use crate::{
 /// **Rows do not see each other.** What an operation computes for one row is the same, bit for bit,
 /// whatever other rows are in the batch and however a sequence was cut into steps. This is what
 /// lets a cached, swapped or recomputed page stand for the one it replaces.
-pub trait Backend: Sized + Send + Sync + 'static {
+pub trait Backend: Chooser + Send + Sync + 'static {
     /// Activations: a flat array of floats, row after row.
     type Buf: Send;
     /// One or more weight matrices, stacked by rows, in the form that this device multiplies with.
@@ -398,14 +398,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
         scores: &mut [u32],
     ) -> Result<(), DeviceError> {
         self.lacks("top-k attention", (plan, layer, spec, qkv, kv, asks, scores))
-    }
-    /// See [`topk::select`], which this does in whatever way is fast here.
-    fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
-        topk::select(scores, best, chosen);
-    }
-    /// Calls `body` for each item, on several threads where the device computes on this machine's.
-    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
-        items.iter_mut().for_each(body);
     }
     /// As [`Backend::attend`], but the row of a sequence that `picks` names sees only what is picked
     /// for each of its heads. Picks of one sequence are there for all its heads, or for none.

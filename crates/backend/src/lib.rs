@@ -8,6 +8,7 @@
 //! vocabulary.
 
 mod backend;
+mod choosing;
 pub mod cold;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -23,6 +24,7 @@ pub mod topk;
 mod weight;
 
 pub use backend::Backend;
+pub use choosing::{Chooser, Choosing, Known};
 pub use cold::PageCodec;
 pub use draw::{Draw, Moved};
 pub use error::DeviceError;

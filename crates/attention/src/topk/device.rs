@@ -226,7 +226,7 @@ fn is_full(of: &PolicyRules) -> bool {
 
 /// What the device has to say about a head.
 fn expected(work: &Work, pick: &nuthatch_backend::Pick<'_>) -> Decided {
-    let has_chosen = work.scores.is_some();
+    let has_chosen = work.ask.is_some();
     let (found, similarity) = match work.lookup {
         Lookup::First => (Found::First, 0.0),
         Lookup::Hit(similarity) => (Found::Hit, similarity),

@@ -7,21 +7,21 @@ const LANES: usize = 32;
 
 /// The cosine of the angle between two vectors; 0 if one of them has no direction.
 pub fn cosine(a: &[f32], b: &[f32]) -> f32 {
-    let (mut ab, mut aa, mut bb) = ([0.0f32; LANES], [0.0f32; LANES], [0.0f32; LANES]);
-    let mut add = |lane: usize, a: f32, b: f32| {
-        ab[lane] += a * b;
-        aa[lane] += a * a;
-        bb[lane] += b * b;
-    };
+    // One after the other: the lanes of three sums are more than any processor has registers.
+    let cosine = dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
+    if cosine.is_finite() { cosine } else { 0.0 }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0.0; LANES];
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     for (a, b) in a.iter().zip(b) {
-        (0..LANES).for_each(|lane| add(lane, a[lane], b[lane]));
+        (0..LANES).for_each(|lane| lanes[lane] += a[lane] * b[lane]);
     }
-    for (lane, (&a, &b)) in a_rest.iter().zip(b_rest).enumerate() {
-        add(lane, a, b);
+    for (lane, (&a, &b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
+        *lane += a * b;
     }
-    let cosine = sum(ab) / (sum(aa) * sum(bb)).sqrt();
-    if cosine.is_finite() { cosine } else { 0.0 }
+    sum(lanes)
 }
 
 /// The sum of all lanes, by halves.

@@ -13,7 +13,7 @@ use super::policy::{Policy, Retriever};
 use super::profile::Profile;
 use super::stats::{Counts, Stats};
 use super::trace::Decision;
-use super::work::{When, Work, pick};
+use super::work::{LayerHeads, When, Work};
 use crate::Dense;
 
 /// Layers and heads of a model.
@@ -349,7 +349,17 @@ impl TopK {
         }
         let (kv, dense) = (store.device(), layer.dense);
         let mut works = self.take_heads(layer, Deciding::Now);
-        self.decide(b, plan, layer, (kv, qkv), &mut works)?;
+        // Else heads choose while others attend.
+        let chooses_first = self.near.is_some() || self.measures_mass;
+        self.look_up(b, qkv, layer, &mut works)?;
+        let is_scored = chooses_first || !self.scores_beside(b, &works);
+        if is_scored {
+            self.score(b, plan, layer, (kv, qkv))?;
+        }
+        let n_asked = works.len();
+        if chooses_first {
+            self.select_asked(b, layer, &mut works);
+        }
         works.append(&mut self.ahead[layer.idx % 2]);
         if works.is_empty() {
             return b.attend(plan, dense.layer, &dense.spec(), qkv, kv, out);
@@ -364,8 +374,15 @@ impl TopK {
         if self.measures_mass {
             self.measure(b, plan, dense, (qkv, kv), &works)?;
         }
-        let picks: Vec<_> = works.iter().map(|work| pick(self, layer.idx, work)).collect();
-        b.attend_picks(plan, dense.layer, &dense.spec(), qkv, kv, &picks, out)?;
+        let mut heads = LayerHeads::new(self, b, layer, When::Now);
+        heads.is_scored = is_scored;
+        let heads = (&heads, &mut works[..]);
+        b.attend_choosing(plan, dense.layer, &dense.spec(), qkv, kv, heads, out)?;
+        if !chooses_first {
+            let nanos: u64 = works[..n_asked].iter().map(|work| work.nanos).sum();
+            self.stats.select_nanos += nanos / b.n_threads() as u64;
+            self.selected(layer.idx, &mut works[..n_asked], When::Now);
+        }
         self.decide_late(b, layer, &mut works);
         if self.near.is_some() {
             let late = || works.iter().filter(|work| work.chooses(When::Late));
@@ -400,25 +417,24 @@ impl TopK {
         (kv, queries): (&B::Kv, &B::Buf),
         works: &mut [Work],
     ) -> Result<(), DeviceError> {
-        if works.is_empty() {
-            return Ok(());
-        }
-        let (begin, dense) = (self.now(), layer.dense);
         self.look_up(b, queries, layer, works)?;
-        let Scratch { asks, scores, .. } = &mut self.scratch;
-        if !asks.is_empty() {
-            b.score(plan, dense.layer, &dense.spec(), queries, kv, asks, scores)?;
-        }
-        self.select(b, layer, works, When::Now);
-        self.stats.select_nanos += self.nanos_since(begin);
+        self.score(b, plan, layer, (kv, queries))?;
+        self.select_asked(b, layer, works);
         Ok(())
     }
 
-    fn now(&self) -> Option<std::time::Duration> {
+    /// Makes the selections that [`TopK::look_up`] found to be needed now.
+    fn select_asked<B: Backend>(&mut self, b: &B, layer: &TopKLayer<'_, B>, works: &mut [Work]) {
+        let begin = self.now();
+        self.select(b, layer, works, When::Now);
+        self.stats.select_nanos += self.nanos_since(begin);
+    }
+
+    pub(super) fn now(&self) -> Option<std::time::Duration> {
         self.clock.as_ref().map(|clock| clock.now())
     }
 
-    fn nanos_since(&self, begin: Option<std::time::Duration>) -> u64 {
+    pub(super) fn nanos_since(&self, begin: Option<std::time::Duration>) -> u64 {
         let passed = begin.and_then(|begin| Some(self.now()?.saturating_sub(begin)));
         passed.map_or(0, |passed| u64::try_from(passed.as_nanos()).unwrap_or(u64::MAX))
     }

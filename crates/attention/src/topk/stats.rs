@@ -105,7 +105,8 @@ fn ratio(part: u64, whole: u64) -> Option<f64> {
 pub struct Stats {
     /// `[policy]`.
     pub policies: Vec<Counts>,
-    /// Time of looking up, scoring and selecting, in nanoseconds; 0 when it was not measured.
+    /// Time of looking up, scoring and selecting, in nanoseconds; 0 when it was not measured. Of selections
+    /// that are made while other threads attend, it is the time of their thread, shared by all threads.
     pub select_nanos: u64,
     /// Time of bringing rows near that attention waited for.
     pub bring_nanos: u64,

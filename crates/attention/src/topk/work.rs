@@ -1,6 +1,6 @@
 //! What is decided about the heads of one layer.
 
-use nuthatch_backend::{Ask, Backend, Best, Bring, DeviceError, Pick, ScoreBy};
+use nuthatch_backend::{Ask, Backend, Best, Bring, Choosing, DeviceError, Pick, ScoreBy};
 
 use super::head::{Head, Lookup};
 use super::policy::{Retriever, Reuse};
@@ -14,8 +14,12 @@ pub(super) struct Work {
     pub(super) head_idx: usize,
     pub(super) head: Head,
     pub(super) lookup: Lookup,
-    /// Places of the scores, if a selection is made.
-    pub(super) scores: Option<(usize, usize)>,
+    /// For what scores, if a selection is made.
+    pub(super) ask: Option<Ask>,
+    /// Whether it is still to be made,
+    is_open: bool,
+    /// and how long that took.
+    pub(super) nanos: u64,
     pub(super) n_moved: usize,
     /// Rows of the working set that are attended, and where the tail begins; a late selection changes both
     /// afterwards.
@@ -35,13 +39,14 @@ pub(super) enum When {
 
 impl Work {
     pub(super) fn new(at: Active, head_idx: usize, head: Head) -> Self {
-        let (lookup, scores) = (Lookup::Always, None);
-        Work { at, head_idx, head, lookup, scores, n_moved: 0, seen: (0, 0), traced: 0 }
+        let (lookup, ask) = (Lookup::Always, None);
+        let (is_open, nanos, n_moved, seen, traced) = (false, 0, 0, (0, 0), 0);
+        Work { at, head_idx, head, lookup, ask, is_open, nanos, n_moved, seen, traced }
     }
 
     /// Whether a selection is made.
     pub(super) fn chooses(&self, when: When) -> bool {
-        self.scores.is_some() && self.lookup.is_late() == (when == When::Late)
+        self.ask.is_some() && self.lookup.is_late() == (when == When::Late)
     }
 
     /// Rows that must come near, if any must.
@@ -70,6 +75,79 @@ pub(super) fn pick<'a>(topk: &TopK, layer_idx: usize, work: &'a Work) -> Pick<'a
     }
 }
 
+/// The heads of a layer, some of which make their selections now.
+pub(super) struct LayerHeads<'a, B> {
+    topk: &'a TopK,
+    b: &'a B,
+    layer_idx: usize,
+    /// Floats of a row of queries.
+    width: usize,
+    when: When,
+    /// Whether all questions were answered.
+    pub(super) is_scored: bool,
+}
+
+impl<'a, B: Backend> LayerHeads<'a, B> {
+    pub(super) fn new(topk: &'a TopK, b: &'a B, layer: &TopKLayer<'_, B>, when: When) -> Self {
+        let width = topk.query_stride(layer.dense.owns_kv);
+        LayerHeads { topk, b, layer_idx: layer.idx, width, when, is_scored: true }
+    }
+
+    /// Rows of a head's selection.
+    fn n_chosen(&self, work: &Work) -> usize {
+        let PolicyRules { policy, rules, .. } = &self.topk.policies[work.at.policy];
+        let rule = &rules[self.layer_idx * self.topk.shape.n_kv_heads + work.head_idx];
+        let n = policy.cut(work.at.kv_len) - policy.sinks;
+        policy.budget.weighted_rows(n, rule.weight) as usize
+    }
+}
+
+impl<B: Backend> Choosing for LayerHeads<'_, B> {
+    type Head = Work;
+
+    fn open(&self, work: &Work) -> Option<usize> {
+        if !(work.is_open && work.chooses(self.when)) {
+            return None;
+        }
+        let (policy, k) = (&self.topk.policies[work.at.policy].policy, self.n_chosen(work));
+        let n_always = policy.sinks + work.at.kv_len - policy.cut(work.at.kv_len);
+        Some(n_always as usize + policy.set_size(k).max(k))
+    }
+
+    fn choose<'s>(&self, work: &mut Work, score: impl FnOnce(&Ask) -> &'s [u32]) {
+        let Some(ask) = work.ask else { return };
+        let (topk, begin) = (self.topk, self.topk.now());
+        let TopKShape { group, head_dim, .. } = topk.shape;
+        let policy = &topk.policies[work.at.policy].policy;
+        let Scratch { queries, scores, .. } = &topk.scratch;
+        let (cut, k) = (policy.cut(work.at.kv_len), self.n_chosen(work));
+        let best = Best { first: policy.sinks, k, fade: policy.fade(group) };
+        let scores =
+            if self.is_scored { &scores[ask.at..ask.at + ask.n as usize] } else { score(&ask) };
+        self.b.select(scores, best, &mut work.head.chosen);
+        let at = work.at.query_row * self.width + work.head_idx * group * head_dim;
+        let label = match policy.reuse {
+            Reuse::Qsac(_) => &queries[at..at + group * head_dim],
+            Reuse::Never | Reuse::PageLru { .. } => &[],
+        };
+        work.n_moved = work.head.take_over(policy, label, cut);
+        if topk.is_brought(self.layer_idx, work.head_idx) {
+            let n_missing = work.head.place_near(policy);
+            if matches!(policy.reuse, Reuse::PageLru { .. }) {
+                // The last page of a sequence comes as it grows.
+                work.n_moved = n_missing;
+            }
+        } else if topk.near.is_some() {
+            work.n_moved = 0;
+        }
+        (work.is_open, work.nanos) = (false, topk.nanos_since(begin));
+    }
+
+    fn pick<'a>(&'a self, work: &'a Work) -> Pick<'a> {
+        pick(self.topk, self.layer_idx, work)
+    }
+}
+
 impl TopK {
     /// Whether the chosen rows of a head are brought near; not if all its rows are there.
     fn is_brought(&self, layer_idx: usize, head_idx: usize) -> bool {
@@ -92,9 +170,10 @@ impl TopK {
         layer: &TopKLayer<'_, B>,
         works: &mut [Work],
     ) -> Result<(), DeviceError> {
+        let begin = self.now();
         let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
         let width = self.query_stride(layer.dense.owns_kv);
-        let Scratch { queries, scores, asks } = &mut self.scratch;
+        let Scratch { queries, asks, .. } = &mut self.scratch;
         let has_label =
             |work: &&Work| matches!(self.policies[work.at.policy].policy.reuse, Reuse::Qsac(_));
         let n_rows = works.iter().filter(has_label).map(|work| work.at.query_row + 1).max();
@@ -126,13 +205,37 @@ impl TopK {
                 }
             }
             let (seq, head) = (work.at.seq, work.head_idx as u32);
-            asks.push(Ask { seq, head, by: rules.by, n: cut, at: n_scores });
-            work.scores = Some((n_scores, n_scores + cut as usize));
+            let ask = Ask { seq, head, by: rules.by, n: cut, at: n_scores };
+            asks.push(ask);
+            (work.ask, work.is_open) = (Some(ask), true);
             n_scores += cut as usize;
         }
-        if scores.len() < n_scores {
-            scores.resize(n_scores, 0);
-        }
+        self.stats.select_nanos += self.nanos_since(begin);
+        Ok(())
+    }
+
+    /// Whether heads had better be scored while others attend; not if a selection is made after that.
+    pub(super) fn scores_beside<B: Backend>(&self, b: &B, works: &[Work]) -> bool {
+        let is_late = works.iter().any(|work| work.chooses(When::Late));
+        let places = |work: &Work| work.head.places(&self.policies[work.at.policy].policy).len();
+        // A head that chooses anew will see about as many rows as it does now.
+        !is_late && b.scores_beside(&self.scratch.asks, works.iter().map(places).sum())
+    }
+
+    /// Answers all questions of [`TopK::look_up`].
+    pub(super) fn score<B: Backend>(
+        &mut self,
+        b: &B,
+        plan: &B::Plan,
+        layer: &TopKLayer<'_, B>,
+        (kv, queries): (&B::Kv, &B::Buf),
+    ) -> Result<(), DeviceError> {
+        let (begin, dense) = (self.now(), layer.dense);
+        let Scratch { asks, scores, .. } = &mut self.scratch;
+        let Some(last) = asks.last() else { return Ok(()) };
+        scores.resize(scores.len().max(last.at + last.n as usize), 0);
+        b.score(plan, dense.layer, &dense.spec(), queries, kv, asks, scores)?;
+        self.stats.select_nanos += self.nanos_since(begin);
         Ok(())
     }
 
@@ -144,39 +247,22 @@ impl TopK {
         works: &mut [Work],
         when: When,
     ) {
-        let TopKShape { n_kv_heads, group, head_dim, .. } = self.shape;
-        let width = self.query_stride(layer.dense.owns_kv);
-        let (topk, Scratch { queries, scores, .. }) = (&*self, &self.scratch);
-        let (layer_idx, first_head) = (layer.idx, layer.idx * n_kv_heads);
-        let make = |work: &mut Work| {
-            let Some((start, end)) = work.scores.filter(|_| work.chooses(when)) else { return };
-            let PolicyRules { policy, rules, .. } = &topk.policies[work.at.policy];
-            let cut = policy.cut(work.at.kv_len);
-            let weight = rules[first_head + work.head_idx].weight;
-            let k = policy.budget.weighted_rows(cut - policy.sinks, weight);
-            let best = Best { first: policy.sinks, k: k as usize, fade: policy.fade(group) };
-            b.select(&scores[start..end], best, &mut work.head.chosen);
-            let at = work.at.query_row * width + work.head_idx * group * head_dim;
-            let label = match policy.reuse {
-                Reuse::Qsac(_) => &queries[at..at + group * head_dim],
-                Reuse::Never | Reuse::PageLru { .. } => &[],
-            };
-            work.n_moved = work.head.take_over(policy, label, cut);
-            if topk.is_brought(layer_idx, work.head_idx) {
-                let n_missing = work.head.place_near(policy);
-                if matches!(policy.reuse, Reuse::PageLru { .. }) {
-                    // The last page of a sequence comes as it grows.
-                    work.n_moved = n_missing;
-                }
-            } else if topk.near.is_some() {
-                work.n_moved = 0;
+        let choosing = LayerHeads::new(self, b, layer, when);
+        let choose = |work: &mut Work| {
+            if choosing.open(work).is_some() {
+                choosing.choose(work, |_| &[]);
             }
         };
         // Mostly there is one or none, which is not worth waking threads for.
         match works.iter().filter(|work| work.chooses(when)).count() {
-            0 | 1 => works.iter_mut().for_each(make),
-            _ => b.each(works, make),
+            0 | 1 => works.iter_mut().for_each(choose),
+            _ => b.each(works, choose),
         }
+        self.selected(layer.idx, works, when);
+    }
+
+    /// Counts and records selections that were made.
+    pub(super) fn selected(&mut self, layer_idx: usize, works: &mut [Work], when: When) {
         if when == When::Now {
             self.count_attended(works);
         }

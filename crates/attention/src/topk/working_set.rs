@@ -62,7 +62,8 @@ impl WorkingSet {
             let (old, new) = (members[i], wanted[i_new]);
             let (is_old, is_new) = (old <= new, new <= old);
             members[n] = old.min(new);
-            used[n] = if is_new { now } else { used[i].max(oldest) };
+            // Nothing is later than now, and a choice between the two would be a branch.
+            used[n] = used[i].max(oldest).max(now * u32::from(is_new));
             i += usize::from(is_old);
             i_new += usize::from(is_new);
             n += 1;

@@ -26,7 +26,7 @@ mod softmax;
 
 use std::ops::Range;
 
-use nuthatch_backend::Pick;
+use nuthatch_backend::Choosing;
 use nuthatch_types::KvDtype;
 
 use crate::far::PageFile;
@@ -43,6 +43,7 @@ use softmax::{merge_row, softmax_row};
 const CHUNK_PAGES: usize = CHUNK / PAGE;
 
 /// One layer's attention, shared by all threads.
+#[derive(Clone, Copy)]
 pub(crate) struct Attention<'a> {
     pub(crate) isa: Isa,
     pub(crate) plan: &'a CpuPlan,
@@ -96,15 +97,23 @@ struct Scratch {
 impl Attention<'_> {
     /// Attends for every row of the batch; `out` is `[T, H D]`. Sequences with picks see what is
     /// picked, the others everything.
-    pub(crate) fn run(&self, pool: &Pool, picks: &[Pick<'_>], out: &mut [f32]) {
+    ///
+    /// Heads that have yet to choose begin with it, one on a thread, while others attend already.
+    pub(crate) fn run<C: Choosing>(
+        &self,
+        pool: &Pool,
+        choosing: &C,
+        heads: &mut [C::Head],
+        out: &mut [f32],
+    ) {
         let n_heads = self.kv.shape.n_kv_heads as usize;
         let plan = self.plan;
         let stride = plan.group() * (self.d() + 2);
-        let work = PickWork::new(plan, picks);
+        let work = PickWork::new(plan, choosing, heads);
         let dense_tasks = work.dense_tasks(plan);
         let n_dense_partials = n_heads * plan.n_partials;
         let mut partials = plan.partials.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let n_partials = (n_dense_partials + work.chunks.len()) * stride;
+        let n_partials = (n_dense_partials + work.n_chunks()) * stride;
         if partials.len() < n_partials {
             partials.resize(n_partials.next_power_of_two(), 0.0);
         }
@@ -113,12 +122,13 @@ impl Attention<'_> {
         #[expect(unsafe_code, reason = "threads write disjoint partials")]
         // SAFETY: partials of tasks and of chunks of picks are numbered apart, and each is run once.
         let partial = |i: usize| unsafe { shared_partials.part(i * stride, stride) };
-        let n_dense = dense_tasks.len() * n_heads;
-        pool.run(n_dense + work.chunks.len(), &|i| {
+        let (n_open, n_dense) = (work.n_open(), dense_tasks.len() * n_heads);
+        pool.run(n_open + n_dense + work.n_chunks(), &|i| {
+            let Some(i) = i.checked_sub(n_open) else { return work.choose(i, self) };
             SCRATCH.with_borrow_mut(|scratch| {
-                if let Some(chunk) = i.checked_sub(n_dense) {
-                    let target = partial(n_dense_partials + chunk);
-                    return self.pick_chunk(&work.chunks[chunk], scratch, target);
+                if let Some(i) = i.checked_sub(n_dense) {
+                    let Some((chunk, number)) = work.chunk(plan, i) else { return };
+                    return self.pick_chunk(&chunk, scratch, partial(n_dense_partials + number));
                 }
                 // Heads of one task follow each other, so that threads share the row's queries.
                 let (task, head) = (dense_tasks[i / n_heads], i % n_heads);
@@ -251,7 +261,7 @@ impl Attention<'_> {
     }
 
     /// Merges the partial results of the rows that were split, chunk after chunk.
-    fn merge_splits(&self, work: &PickWork<'_>, partials: &[f32], out: &mut [f32]) {
+    fn merge_splits<C: Choosing>(&self, work: &PickWork<'_, C>, partials: &[f32], out: &mut [f32]) {
         let (d, group) = (self.d(), self.plan.group());
         let n_heads = self.kv.shape.n_kv_heads as usize;
         let stride = group * (d + 2);

@@ -3,46 +3,124 @@
 //! The places that a head sees are one list, first places, picked ones, tail, and are taken in
 //! chunks of [`CHUNK`] of that list; chunks are merged from left to right, as everywhere.
 
+use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use nuthatch_backend::Pick;
+use nuthatch_backend::{Ask, Choosing, Pick};
 
 use super::{Attention, Rows, Scratch, rows};
 use crate::kv::PAGE;
+use crate::mem::{SharedMut, lines};
 use crate::plan::{CHUNK, CpuPlan, PlanSeq, Task};
+use crate::pool::pause;
+use crate::topk::Scoring;
 
 use super::softmax::{merge_row, softmax_row};
 
-/// The chunks of all picks.
-pub(super) struct PickWork<'a> {
-    picks: &'a [Pick<'a>],
+/// The heads of all sequences with picks, cut into chunks. Those that have yet to choose come first, and
+/// their chunks last: whoever waits for a choice waits for a thread that is at it.
+pub(super) struct PickWork<'a, C: Choosing> {
+    choosing: &'a C,
+    heads: SharedMut<'a, C::Head>,
+    n_heads: usize,
+    /// Heads that have yet to choose.
+    open: Vec<usize>,
+    /// Of each head, whether its pick is known.
+    is_known: Vec<AtomicBool>,
     /// Whether a sequence has picks; empty if none has.
     is_picked: Vec<bool>,
-    /// Chunks of the first pick, then those of the second, and so on.
-    pub(super) chunks: Vec<PickChunk<'a>>,
+    /// Where a head's chunks begin, in the order of heads, and where the last one's end.
+    starts: Vec<usize>,
+    /// Head and number in it of each chunk, those of open heads last.
+    chunks: Vec<(usize, usize)>,
+}
+
+thread_local! {
+    /// Scores of one head, before they are answers and then.
+    static SCORES: RefCell<(Vec<f32>, Vec<u32>)> = RefCell::default();
 }
 
 /// Entries `start..end` of a pick's list.
 pub(super) struct PickChunk<'a> {
-    pick: &'a Pick<'a>,
+    pick: Pick<'a>,
     start: usize,
     end: usize,
 }
 
-impl<'a> PickWork<'a> {
-    pub(super) fn new(plan: &CpuPlan, picks: &'a [Pick<'a>]) -> Self {
-        let mut is_picked = vec![false; if picks.is_empty() { 0 } else { plan.seqs.len() }];
-        let mut chunks = Vec::new();
-        for pick in picks {
+impl<'a, C: Choosing> PickWork<'a, C> {
+    pub(super) fn new(plan: &CpuPlan, choosing: &'a C, heads: &'a mut [C::Head]) -> Self {
+        let n_heads = heads.len();
+        let mut is_picked = vec![false; if heads.is_empty() { 0 } else { plan.seqs.len() }];
+        let (mut open, mut starts, mut chunks) = (Vec::new(), vec![0], Vec::new());
+        let mut late = Vec::new();
+        for (i, head) in heads.iter().enumerate() {
+            let pick = choosing.pick(head);
             let seq = &plan.seqs[pick.seq as usize];
             assert_eq!(seq.n_rows, 1, "a sequence with one row");
             is_picked[pick.seq as usize] = true;
-            let n = len(pick, seq);
-            assert!(n > 0, "a row sees at least itself");
-            let starts = (0..n).step_by(CHUNK);
-            chunks.extend(starts.map(|start| PickChunk { pick, start, end: n.min(start + CHUNK) }));
+            let n_most = choosing.open(head);
+            let n_chunks = n_most.unwrap_or_else(|| len(&pick, seq)).div_ceil(CHUNK);
+            starts.push(starts[i] + n_chunks);
+            if n_most.is_some() {
+                open.push(i);
+                late.extend((0..n_chunks).map(|chunk| (i, chunk)));
+            } else {
+                chunks.extend((0..n_chunks).map(|chunk| (i, chunk)));
+            }
         }
-        PickWork { picks, is_picked, chunks }
+        chunks.append(&mut late);
+        let is_known = heads.iter().map(|head| choosing.open(head).is_none().into()).collect();
+        let heads = SharedMut::new(heads);
+        PickWork { choosing, heads, n_heads, open, is_known, is_picked, starts, chunks }
+    }
+
+    pub(super) fn n_open(&self) -> usize {
+        self.open.len()
+    }
+
+    pub(super) fn n_chunks(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Lets the `i`-th of the open heads choose; once for each.
+    pub(super) fn choose(&self, i: usize, attention: &Attention<'_>) {
+        let head = self.open[i];
+        // Also when it panics: who waits must not wait for ever.
+        let _known = SetOnDrop(&self.is_known[head]);
+        #[expect(unsafe_code, reason = "threads take different heads")]
+        // SAFETY: each open head is handled once, and nobody else looks at it before it is known.
+        let heads = unsafe { self.heads.part(head, 1) };
+        SCORES.with_borrow_mut(|(raw, scores)| {
+            self.choosing.choose(&mut heads[0], |ask| {
+                let scores = lines(scores, ask.n as usize);
+                let asks = [Ask { at: 0, ..*ask }];
+                Scoring { attention: *attention }.run(None, &asks, raw, scores);
+                scores
+            });
+        });
+    }
+
+    /// What a head sees; waits until that is known.
+    fn pick(&self, head: usize) -> Pick<'a> {
+        let mut spins = 0;
+        while !self.is_known[head].load(Ordering::Acquire) {
+            pause(&mut spins);
+        }
+        #[expect(unsafe_code, reason = "what is known does not change")]
+        // SAFETY: the only part with this head was dropped before it was known, and heads live for 'a.
+        let head: &'a C::Head = unsafe { &*self.heads.address(head, 1) };
+        self.choosing.pick(head)
+    }
+
+    /// The `i`-th chunk and the number that its result has; waits until it is known. Nothing if the head
+    /// has chosen less.
+    pub(super) fn chunk(&self, plan: &CpuPlan, i: usize) -> Option<(PickChunk<'a>, usize)> {
+        let (head, chunk) = self.chunks[i];
+        let pick = self.pick(head);
+        let (n, start) = (len(&pick, &plan.seqs[pick.seq as usize]), chunk * CHUNK);
+        let number = self.starts[head] + chunk;
+        (start < n).then(|| (PickChunk { pick, start, end: n.min(start + CHUNK) }, number))
     }
 
     pub(super) fn has_picks(&self, seq: usize) -> bool {
@@ -58,6 +136,15 @@ impl<'a> PickWork<'a> {
             Task::Tile { seq, .. } | Task::Split { seq, .. } => !self.has_picks(seq),
         };
         plan.tasks.iter().filter(is_dense).copied().collect()
+    }
+}
+
+/// Says that a head's pick is known.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
     }
 }
 
@@ -109,7 +196,7 @@ impl Attention<'_> {
     /// Where the rows of a chunk are: near, if some are kept there, or in the arena, or in `stored`.
     fn chunk_addresses<'b>(
         &self,
-        &PickChunk { pick, start, end }: &PickChunk<'_>,
+        PickChunk { pick, start, end }: &PickChunk<'_>,
         (at, stored): (&'b mut [*const u8; CHUNK], &mut Vec<u8>),
     ) -> &'b [*const u8] {
         assert!(self.kv.by_rows, "an arena with digests");
@@ -119,7 +206,7 @@ impl Attention<'_> {
         stored.resize(CHUNK * row_bytes, 0);
         let buffers = stored.chunks_exact_mut(row_bytes);
         let rows = self.kv.head_rows(head);
-        for ((at, i), buffer) in at.iter_mut().zip(start..end).zip(buffers) {
+        for ((at, i), buffer) in at.iter_mut().zip(*start..*end).zip(buffers) {
             let brought = i.checked_sub(pick.n_first as usize).and_then(|i| pick.rows.get(i));
             *at = match (&self.kv.near, brought) {
                 (Some(near), Some(&row)) => near.chosen(near.part(seq.table_row, head), row),
@@ -145,7 +232,7 @@ impl Attention<'_> {
         target: &mut [f32],
     ) {
         let (d, group) = (self.d(), self.plan.group());
-        let pick = chunk.pick;
+        let pick = &chunk.pick;
         let (seq, head) = (&self.plan.seqs[pick.seq as usize], pick.head as usize);
         let mut at = [std::ptr::null(); CHUNK];
         let Scratch { q, scores, chunk_out, stored, .. } = scratch;
@@ -167,15 +254,23 @@ impl Attention<'_> {
     }
 
     /// Merges the chunks of each pick.
-    pub(super) fn merge_picks(&self, work: &PickWork<'_>, partials: &[f32], out: &mut [f32]) {
+    pub(super) fn merge_picks<C: Choosing>(
+        &self,
+        work: &PickWork<'_, C>,
+        partials: &[f32],
+        out: &mut [f32],
+    ) {
         let (d, group) = (self.d(), self.plan.group());
         let n_heads = self.kv.shape.n_kv_heads as usize;
         let stride = group * (d + 2);
-        let mut rest = partials;
-        for pick in work.picks {
+        for head in 0..work.n_heads {
+            let pick = &work.pick(head);
             let seq = &self.plan.seqs[pick.seq as usize];
-            let (chunks, after) = rest.split_at(len(pick, seq).div_ceil(CHUNK) * stride);
-            rest = after;
+            let n = len(pick, seq);
+            assert!(n > 0, "a row sees at least itself");
+            let (first, end) = (work.starts[head], work.starts[head + 1]);
+            assert!(n <= (end - first) * CHUNK, "no more rows than were said");
+            let chunks = &partials[first * stride..][..n.div_ceil(CHUNK) * stride];
             for row in 0..group {
                 let target = (seq.first_row * n_heads + pick.head as usize) * group + row;
                 let out = &mut out[target * d..][..d];

@@ -1,7 +1,7 @@
 //! The parts of attention between the two products.
 
 use crate::kv::PAGE;
-use crate::versions::{exp, fma, sum16, versions};
+use crate::versions::{exp, exp_to_88, fma, sum16, versions};
 
 versions! {
     /// Turns scores into `exp(s - max)` in place, zero outside `start..end`, and returns the
@@ -26,7 +26,7 @@ fn softmax_inner<const FUSED: bool>(scores: &mut [f32], start: usize, end: usize
     let mut sums = [0.0; PAGE];
     for page in pages {
         for (s, sum) in page.iter_mut().zip(&mut sums) {
-            *s = exp::<FUSED>(*s - max);
+            *s = exp_to_88::<FUSED>(*s - max);
             *sum += *s;
         }
     }

@@ -226,11 +226,14 @@ fn project_few<const FUSED: bool, const N: usize>(
     x: &[f32],
     out: &mut [f32],
 ) {
-    let (wide, narrow) = (width / 64 * 64, width / 16 * 16);
+    let (wide, half, narrow) = (width / 64 * 64, width / 32 * 32, width / 16 * 16);
     for start in (0..wide).step_by(64) {
         project_block::<FUSED, N, 64>(frame, (width, start), x, out);
     }
-    for start in (wide..narrow).step_by(16) {
+    for start in (wide..half).step_by(32) {
+        project_block::<FUSED, N, 32>(frame, (width, start), x, out);
+    }
+    for start in (half..narrow).step_by(16) {
         project_block::<FUSED, N, 16>(frame, (width, start), x, out);
     }
     for start in narrow..width {

@@ -10,11 +10,11 @@ use nuthatch_backend::{Ask, DigestKind, ScoreBy};
 
 use super::agree::agreements;
 use super::nibbles::{Codes, nibble_scores};
-use super::numbers::{bound, channel_scores, combine, exponentials};
+use super::numbers::{bound, channel_scores, combine, exponentials, largest};
 use super::{DigestPages, signs};
-use crate::attend::{Attention, Rows, row_scores};
+use crate::attend::{Attention, MAX_GROUP, Rows, row_scores};
 use crate::kv::PAGE;
-use crate::mem::SharedMut;
+use crate::mem::{SharedMut, lines};
 use crate::plan::CHUNK;
 use crate::pool::Pool;
 
@@ -49,18 +49,26 @@ enum Queries {
 }
 
 impl Scoring<'_> {
-    /// Answers; `raw` is memory that calls may share.
-    pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], raw: &mut Vec<f32>, scores: &mut [u32]) {
+    /// Answers, on the threads of a pool or on this one alone; `raw` is memory that calls may share.
+    pub(crate) fn run(
+        &self,
+        pool: Option<&Pool>,
+        asks: &[Ask],
+        raw: &mut Vec<f32>,
+        scores: &mut [u32],
+    ) {
+        let each = |n: usize, body: &(dyn Fn(usize) + Sync)| match pool {
+            Some(pool) => pool.run(n, body),
+            None => (0..n).for_each(body),
+        };
         let group = self.attention.plan.group();
         let (pieces, n_raw) = self.pieces(asks);
         let queries: Vec<OnceLock<Queries>> = asks.iter().map(|_| OnceLock::new()).collect();
-        if raw.len() < n_raw {
-            raw.resize(n_raw, 0.0);
-        }
+        let raw = lines(raw, n_raw);
         let mut sums = vec![(0.0f32, 0.0f32); pieces.len() * group];
         let shared_scores = SharedMut::new(scores);
         let (shared_raw, shared_sums) = (SharedMut::new(raw), SharedMut::new(&mut sums));
-        pool.run(pieces.len(), &|i| {
+        each(pieces.len(), &|i| {
             let Piece { ask, first_page, start, n, raw } = pieces[i];
             let (ask, queries) = (&asks[ask], &queries[ask]);
             // Threads that come at the same time compute the same, rather than wait.
@@ -79,9 +87,15 @@ impl Scoring<'_> {
             match queries {
                 Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
                 Queries::Floats(_) | Queries::Codes(_) => {
-                    self.raw_scores(ask, queries, first_page, raw);
-                    for (row, sum) in raw.chunks_exact_mut(n).zip(sums) {
-                        *sum = exponentials(self.attention.isa, row);
+                    let mut maxima = [0.0; MAX_GROUP];
+                    let maxima = &mut maxima[..group];
+                    self.raw_scores(ask, queries, first_page, (raw, maxima));
+                    let next =
+                        pool.is_none().then(|| self.bytes_from(ask, first_page + PIECE_PAGES));
+                    let mut next = next.unwrap_or(&[]).chunks(n * size_of::<f32>());
+                    for ((row, sum), &mut max) in raw.chunks_exact_mut(n).zip(sums).zip(maxima) {
+                        let next = next.next().unwrap_or(&[]);
+                        *sum = exponentials(self.attention.isa, row, max, next);
                     }
                 }
             }
@@ -92,7 +106,7 @@ impl Scoring<'_> {
         let totals = self.totals(asks.len(), &pieces, &sums);
         // In parallel again, because what another thread has written is slow to read.
         let (raw, sums) = (&*raw, &sums);
-        pool.run(pieces.len(), &|i| {
+        each(pieces.len(), &|i| {
             let piece = &pieces[i];
             let ask = &asks[piece.ask];
             if self.signs_of(ask).is_some() {
@@ -154,6 +168,10 @@ impl Scoring<'_> {
         self.digest(ask).filter(|digest| digest.encoder.kind == DigestKind::Signs)
     }
 
+    fn channels_of(&self, ask: &Ask) -> Option<&DigestPages> {
+        self.digest(ask).filter(|digest| digest.encoder.kind == DigestKind::Channels)
+    }
+
     fn head_number(&self, ask: &Ask) -> usize {
         self.attention.kv.head_number(self.attention.layer, ask.head as usize)
     }
@@ -202,6 +220,16 @@ impl Scoring<'_> {
         &self.attention.plan.slots[first_slot + first_page..][..n_pages]
     }
 
+    /// The bytes from the digest of a page on, if a question has such a page: pages mostly lie one behind
+    /// the other.
+    fn bytes_from(&self, ask: &Ask, page: usize) -> &[u8] {
+        let Some(digest) = self.digest(ask).filter(|_| page * PAGE < ask.n as usize) else {
+            return &[];
+        };
+        let slot = self.slots(ask, page, 1)[0] as usize;
+        &digest.bytes[digest.encoder.page_start(self.head_number(ask), slot)..]
+    }
+
     /// The digests of `n_pages` pages of a question.
     fn pages<'b>(
         &'b self,
@@ -223,8 +251,29 @@ impl Scoring<'_> {
         agreements(self.attention.isa, pages, codes, digest.encoder.width / 64, out);
     }
 
-    /// Scaled products of the group's queries with places, or what stands for them, `[group][n]`.
-    fn raw_scores(&self, ask: &Ask, queries: &Queries, first_page: usize, raw: &mut [f32]) {
+    /// Scaled products of the group's queries with places, or what stands for them, `[group][n]`, and the
+    /// largest of each query.
+    fn raw_scores(
+        &self,
+        ask: &Ask,
+        queries: &Queries,
+        first_page: usize,
+        (raw, maxima): (&mut [f32], &mut [f32]),
+    ) {
+        let n = raw.len() / maxima.len();
+        if let (Queries::Floats(q), Some(digest)) = (queries, self.channels_of(ask)) {
+            let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
+            let width = digest.encoder.width;
+            return channel_scores(self.attention.isa, pages, width, q, raw, maxima);
+        }
+        self.other_scores(ask, queries, first_page, raw);
+        for (row, max) in raw.chunks_exact(n).zip(maxima) {
+            *max = largest(self.attention.isa, row);
+        }
+    }
+
+    /// The same of all digests but channels.
+    fn other_scores(&self, ask: &Ask, queries: &Queries, first_page: usize, raw: &mut [f32]) {
         let n = raw.len() / self.attention.plan.group();
         let pages = |digest| self.pages(ask, digest, first_page, n.div_ceil(PAGE));
         let (q, digest) = match (queries, self.digest(ask)) {
@@ -236,9 +285,6 @@ impl Scoring<'_> {
             (Queries::Signs(_) | Queries::Codes(_), _) => return,
         };
         let pages = pages(digest);
-        if digest.encoder.kind == DigestKind::Channels {
-            return channel_scores(self.attention.isa, pages, digest.encoder.width, q, raw);
-        }
         let d = self.attention.d();
         for (i, page) in pages.enumerate() {
             let places = i * PAGE..n.min((i + 1) * PAGE);

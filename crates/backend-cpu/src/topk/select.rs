@@ -7,6 +7,7 @@ use nuthatch_backend::Best;
 use nuthatch_backend::topk::N_FOLLOWERS;
 
 use crate::isa::Isa;
+use crate::mem::lines;
 use crate::versions::versions;
 
 thread_local! {
@@ -36,10 +37,7 @@ pub(crate) fn select(isa: Isa, scores: &[u32], best: Best, chosen: &mut Vec<u32>
         return select_middle(isa, middle, (first, k), chosen);
     }
     FOLLOWED.with_borrow_mut(|followed| {
-        if followed.len() < middle.len() {
-            followed.resize(middle.len(), 0);
-        }
-        let followed = &mut followed[..middle.len()];
+        let followed = lines(followed, middle.len());
         follow(isa, middle, fade, followed);
         select_middle(isa, followed, (first, k), chosen);
     });
@@ -48,16 +46,17 @@ pub(crate) fn select(isa: Isa, scores: &[u32], best: Best, chosen: &mut Vec<u32>
 /// The `k` best of the scores, of which there are more; they are of the places from `first` on.
 fn select_middle(isa: Isa, middle: &[u32], (first, k): (u32, usize), chosen: &mut Vec<u32>) {
     let floor = probable_floor(isa, middle, k);
-    let n_reach = count(isa, middle, floor);
-    // The sample was not like the rest.
-    let (floor, n) = if n_reach < k { (0, middle.len()) } else { (floor, n_reach) };
     CANDIDATES.with_borrow_mut(|(places, left)| {
         // Sixteen more, because vectors are written before it is known how much of them counts.
-        if places.len() < n + 16 {
-            places.resize(n + 16, 0);
-            left.resize(n + 16, 0);
+        if places.len() < middle.len() + 16 {
+            places.resize(middle.len() + 16, 0);
+            left.resize(middle.len() + 16, 0);
         }
-        gather(isa, middle, (first, floor), places, left);
+        let mut n = gather(isa, middle, (first, floor), places, left);
+        if n < k {
+            // The sample was not like the rest.
+            n = gather(isa, middle, (first, 0), places, left);
+        }
         let (threshold, n_above) = kth(isa, &left[..n], k);
         write(isa, &left[..n], Choice { threshold, n_equal: k - n_above }, places);
         chosen.extend_from_slice(&places[..k]);
@@ -147,14 +146,19 @@ fn probable_floor(isa: Isa, scores: &[u32], k: usize) -> u32 {
     if rank < SAMPLE { kth(isa, &sample, rank).0 } else { 0 }
 }
 
-/// The k-th largest, and how many are above it; k is from 1 to the number of scores.
+/// A number that no more than k scores are above and at least k reach, and how many are above it; k is from
+/// 1 to the number of scores.
 fn kth(isa: Isa, scores: &[u32], k: usize) -> (u32, usize) {
     // At least k scores reach `low`, and `n_above`, fewer than k, are above `high`.
     let ((mut low, mut high), mut n_above) = (span(isa, scores), 0);
     while low < high {
         let half = low + (high - low).div_ceil(2);
         let n = count(isa, scores, half);
-        if n >= k {
+        if n == k {
+            // Whatever the k-th largest is: those are the best.
+            return (half - 1, k);
+        }
+        if n > k {
             low = half;
         } else {
             (high, n_above) = (half - 1, n);
@@ -185,14 +189,15 @@ fn count_inner<const FUSED: bool>(scores: &[u32], threshold: u32) -> usize {
     n as usize
 }
 
-/// Writes the places of the scores that reach `floor`, and the scores. There is room for sixteen more.
+/// Writes the places of the scores that reach `floor`, and the scores, and returns how many there are.
+/// There is room for all, and for sixteen more.
 fn gather(
     isa: Isa,
     scores: &[u32],
     (first, floor): (u32, u32),
     places: &mut [u32],
     left: &mut [u32],
-) {
+) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
@@ -202,18 +207,29 @@ fn gather(
     }
 }
 
-fn gather_plain(scores: &[u32], (first, floor): (u32, u32), places: &mut [u32], left: &mut [u32]) {
+fn gather_plain(
+    scores: &[u32],
+    (first, floor): (u32, u32),
+    places: &mut [u32],
+    left: &mut [u32],
+) -> usize {
     let mut n = 0;
     for (place, &score) in (first..).zip(scores) {
         // Written always and counted if it counts: there is no branch to mispredict.
         (places[n], left[n]) = (place, score);
         n += usize::from(score >= floor);
     }
+    n
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn gather_avx512(scores: &[u32], (first, floor): (u32, u32), places: &mut [u32], left: &mut [u32]) {
+#[target_feature(enable = "avx512f,popcnt")]
+fn gather_avx512(
+    scores: &[u32],
+    (first, floor): (u32, u32),
+    places: &mut [u32],
+    left: &mut [u32],
+) -> usize {
     use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();
     let least = _mm512_set1_epi32(floor.cast_signed());
@@ -228,7 +244,7 @@ fn gather_avx512(scores: &[u32], (first, floor): (u32, u32), places: &mut [u32],
         at = _mm512_add_epi32(at, _mm512_set1_epi32(16));
     }
     let first = first + 16 * blocks.len() as u32;
-    gather_plain(rest, (first, floor), &mut places[n..], &mut left[n..]);
+    n + gather_plain(rest, (first, floor), &mut places[n..], &mut left[n..])
 }
 
 /// What is chosen: all above the threshold, and the first few that reach it.
@@ -261,7 +277,7 @@ fn write_plain(scores: &[u32], choice: Choice, places: &mut [u32], (at, mut n): 
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,popcnt")]
 fn write_avx512(scores: &[u32], mut choice: Choice, places: &mut [u32]) {
     use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();

@@ -62,7 +62,7 @@ pub use rows::gather_rows_matches;
 pub use shared::shared_layers_agree;
 pub use shift::shift_pages_matches;
 pub use swiglu::{gated_matmul_agrees, norm_matmul_agrees, swiglu_matches, swiglu_rows_agree};
-pub use topk::{picks_match, picks_rows_agree, row_pages_agree, scores_match};
+pub use topk::{choosing_agrees, picks_match, picks_rows_agree, row_pages_agree, scores_match};
 
 /// One check: it returns if the device conforms, and panics if not.
 pub type Check<B> = fn(&B);

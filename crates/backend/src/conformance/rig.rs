@@ -2,7 +2,9 @@
 
 use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, PageShift, Slot};
 
-use crate::{Ask, AttnSpec, Backend, BatchLayout, Digest, Pick, PlanShape, RopeSpec, RopeStyle};
+use crate::{
+    Ask, AttnSpec, Backend, BatchLayout, Choosing, Digest, Pick, PlanShape, RopeSpec, RopeStyle,
+};
 
 use super::compare::{download, unwritten, upload};
 use super::inputs::Random;
@@ -351,6 +353,22 @@ impl<'a, B: Backend> Rig<'a, B> {
         self.b
             .attend_picks(&self.plan, LAYER, &spec, qkv, &self.kv, picks, &mut out)
             .expect("attend_picks runs");
+        download(self.b, &out, rows * width)
+    }
+
+    /// The same of heads some of which have yet to choose.
+    pub(super) fn attend_choosing<C: Choosing>(
+        &self,
+        qkv: &B::Buf,
+        heads: (&C, &mut [C::Head]),
+        rows: usize,
+    ) -> Vec<f32> {
+        let width = self.case.out_width();
+        let mut out = unwritten(self.b, rows * width);
+        let spec = spec(self.case, &self.norms, true);
+        self.b
+            .attend_choosing(&self.plan, LAYER, &spec, qkv, &self.kv, heads, &mut out)
+            .expect("attend_choosing runs");
         download(self.b, &out, rows * width)
     }
 

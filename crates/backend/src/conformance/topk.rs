@@ -4,7 +4,7 @@
 use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
 
 use crate::topk::{agreement, channels, nibble_product, nibbles, query_codes, signs};
-use crate::{Ask, Backend, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
+use crate::{Ask, Backend, Choosing, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
 
 use super::at_most;
 use super::compare::same_bits;
@@ -352,4 +352,63 @@ pub fn picks_rows_agree<B: Backend>(b: &B) {
     let both = rig.attend_picks(&qkv, &picks(1), others + 1);
     same_bits(&both[others * width..], &alone, &|| "a row with picks, in company".to_owned());
     same_bits(&both[..others * width], &dense, &|| "rows beside one with picks".to_owned());
+}
+
+/// Heads that choose while others attend, in the order of the sequence's heads.
+struct Waiting<'p> {
+    picks: &'p [Pick<'p>],
+    /// More rows than are chosen may be announced.
+    n_spare: usize,
+}
+
+/// Whether it has yet to choose, and which it is.
+struct Waiter {
+    is_open: bool,
+    head: usize,
+}
+
+impl Choosing for Waiting<'_> {
+    type Head = Waiter;
+
+    fn open(&self, head: &Waiter) -> Option<usize> {
+        let n = self.picks[head.head].n_first as usize + self.picks[head.head].places.len();
+        head.is_open.then_some(n + 300 - self.picks[head.head].tail as usize + self.n_spare)
+    }
+
+    fn choose<'s>(&self, head: &mut Waiter, _score: impl FnOnce(&Ask) -> &'s [u32]) {
+        assert!(head.is_open, "chosen once");
+        head.is_open = false;
+    }
+
+    fn pick<'a>(&'a self, head: &'a Waiter) -> Pick<'a> {
+        let pick = self.picks[head.head];
+        // Before it has chosen it shows what it had.
+        if head.is_open { Pick { places: &[], tail: 299, ..pick } } else { pick }
+    }
+}
+
+/// Heads get what they have chosen, whoever chooses meanwhile.
+pub fn choosing_agrees<B: Backend>(b: &B) {
+    let mut random = Random::new(75);
+    let case = Case::new(KvDtype::F16, 3, 4, 64).rotated(RopeStyle::Halves, 64);
+    let (rows, digests) = (300, digests(&mut random, &case));
+    let seq = Sequence::new(&mut random, &case, rows);
+    let mut rig = Rig::with_digests(b, &case, room(rows), Some(&digests));
+    rig.write_table(0, 0, &shuffled_slots(&mut random, rows.div_ceil(PAGE_LEN)));
+    rig.append(&seq, 0, rows - 1, LAYER);
+    let qkv = rig.rotate(&[Part { seq: &seq, table: 0, start: rows - 1, end: rows }], LAYER);
+    let places: Vec<Vec<u32>> =
+        [1, 2, 3, 50].map(|n| (4..290).filter(|_| random.below(n) == 0).collect()).to_vec();
+    let picks: Vec<Pick<'_>> = (0u32..)
+        .zip(&places)
+        .map(|(head, places)| Pick { seq: 0, head, n_first: 4, places, tail: 290, rows: &[] })
+        .collect();
+    let expected = rig.attend_picks(&qkv, &picks, 1);
+    for (open, n_spare) in (0..16).flat_map(|open| [(open, 0), (open, 700)]) {
+        let head = |head| Waiter { is_open: open >> head & 1 == 1, head };
+        let mut heads: Vec<Waiter> = (0..4).map(head).collect();
+        let got = rig.attend_choosing(&qkv, (&Waiting { picks: &picks, n_spare }, &mut heads), 1);
+        same_bits(&got, &expected, &|| format!("heads {open:04b} chose meanwhile"));
+        assert!(heads.iter().all(|head| !head.is_open), "all have chosen");
+    }
 }

@@ -160,6 +160,8 @@ impl Broken {
     }
 }
 
+impl nuthatch_backend::Chooser for Broken {}
+
 #[expect(clippy::wildcard_enum_match_arm, reason = "a mistake changes few operations")]
 impl Backend for Broken {
     type Buf = Vec<f32>;

@@ -168,6 +168,8 @@ fn decode(part: &HostMatrix<'_>, weight: &mut Weight) -> Result<(), DeviceError>
     Ok(())
 }
 
+impl nuthatch_backend::Chooser for Plain {}
+
 impl Backend for Plain {
     type Buf = Vec<f32>;
     type Weight = Weight;

@@ -1,0 +1,50 @@
+//! Choosing on the threads that compute.
+
+use nuthatch_backend::{Ask, AttnSpec, Best, Chooser, Choosing, DeviceError};
+use nuthatch_types::LayerIdx;
+
+use crate::kv::CpuKv;
+use crate::mem::Region;
+use crate::plan::CpuPlan;
+use crate::{Cpu, topk};
+
+/// Places that are scored while one row is attended, about: measured with heads of width 64 and 32 channels.
+const ROW_PLACES: usize = 6;
+
+impl Chooser for Cpu {
+    fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
+        topk::select(self.isa, scores, best, chosen);
+    }
+
+    fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
+        self.pool.each(items, body);
+    }
+
+    fn n_threads(&self) -> usize {
+        self.threads()
+    }
+
+    fn scores_beside(&self, asks: &[Ask], n_rows: usize) -> bool {
+        let (n_threads, n) = (self.threads(), asks.iter().map(|ask| ask.n as usize));
+        let (all, most) = (n.clone().sum::<usize>(), n.max().unwrap_or(0));
+        // No thread should be at its heads for longer than all threads are at everything.
+        asks.len().div_ceil(n_threads) * most * n_threads <= all + ROW_PLACES * n_rows
+    }
+
+    fn attend_choosing<C: Choosing>(
+        &self,
+        plan: &CpuPlan,
+        layer: LayerIdx,
+        spec: &AttnSpec<'_, Self>,
+        qkv: &Region<f32>,
+        kv: &CpuKv,
+        (choosing, heads): (&C, &mut [C::Head]),
+        out: &mut Region<f32>,
+    ) -> Result<(), DeviceError> {
+        if let Some(worker) = &kv.worker {
+            worker.finish(kv, layer.0 as usize)?;
+        }
+        self.attention(plan, layer, spec, qkv, kv).run(&self.pool, choosing, heads, out);
+        kv.check()
+    }
+}
