@@ -77,7 +77,6 @@ fn few_scores<'a>(
 
 /// Lets the first cache fetch a page: digests are read once, and a page is too short for the
 /// machine to see where the next one lies.
-#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
 pub(super) fn fetch(page: &[u8]) {
     page.chunks(64).for_each(|line| fetch_line::<true>(line.as_ptr()));
 }
