@@ -120,6 +120,12 @@ pub enum FinishReason {
     Length,
     /// The user left or cancelled.
     Cancelled,
-    /// The device failed.
+    /// The device failed, or no token could be chosen.
     Failed,
+}
+
+impl FinishReason {
+    /// What users are told of an answer that failed on a device that did not.
+    pub const NO_TOKEN: &str = "the engine gave no answer: its logits were no numbers, or the \
+        form that was asked for allowed no token";
 }

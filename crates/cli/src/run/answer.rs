@@ -156,7 +156,7 @@ impl Answerer<'_> {
     /// Why the engine gave up, in its own words.
     fn failure(&self) -> String {
         let reason = self.engine.stats().and_then(|stats| stats.error);
-        reason.unwrap_or_else(|| "the engine gave no answer: its logits were no numbers".to_owned())
+        reason.unwrap_or_else(|| FinishReason::NO_TOKEN.to_owned())
     }
 }
 

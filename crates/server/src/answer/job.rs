@@ -197,8 +197,7 @@ impl Job {
     pub fn failure(&self) -> Option<ApiError> {
         let has_failed = |answer: &Answer| matches!(answer.end, Some((Finish::Error, _)));
         self.answers.iter().any(has_failed).then(|| {
-            let message = "the engine gave no answer: its logits were no numbers";
-            ApiError::new(ErrorKind::Server, message).with_code("engine_failed")
+            ApiError::new(ErrorKind::Server, FinishReason::NO_TOKEN).with_code("engine_failed")
         })
     }
 
