@@ -358,19 +358,6 @@ DEVICE void change_set(const Share& share, u32 now, Leaving leaving, Before befo
     }
 }
 
-// Asks for what the share reads, before anybody needs it.
-DEVICE void fetch_share(const DecideParams& p, const Share& share) {
-#if HAS_BULK
-    const u32 end = (share.end + PAGE - 1) / PAGE;
-    for (u32 page = share.start / PAGE + threadIdx.x; page < end; page += SCORE_THREADS) {
-        const u64 entry = (u64)share.ask.table_row * p.score.pages.table_len + page;
-        if (p.score.kind != SCORE_KEYS)
-            bulk_prefetch(digest_of(p.score, share.ask, p.score.pages.tables[entry]), p.score.page_bytes);
-        bulk_prefetch(share.marks + page * PAGE, PAGE * sizeof(uint2));
-    }
-#endif
-}
-
 // What was made for a head.
 struct Made {
     u32 cut, now, k, n_members;
@@ -411,7 +398,7 @@ DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals
                       [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
 }
 
-extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) {
+DEVICE void decide_all(const DecideParams& p) {
     extern __shared__ __align__(128) u32 shared_words[];
     __shared__ __align__(8) u32 bins[BINS];
     __shared__ __align__(8) u32 shared[2 * SCORE_WARPS + 4];
@@ -493,3 +480,10 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
     else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
 }
+
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) { decide_all(p); }
+
+// The same beside attention of the layer before, which would come in two waves if two blocks of this were on
+// one multiprocessor. They are not: bounds for 800 threads leave so many registers to each that 512 of them
+// fill more than half of it.
+extern "C" __global__ void __launch_bounds__(800, 1) decide_beside(DecideParams p) { decide_all(p); }

@@ -44,6 +44,19 @@ DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& 
     return number < n;
 }
 
+// Asks for what the share reads, before anybody needs it.
+DEVICE void fetch_share(const DecideParams& p, const Share& share) {
+#if HAS_BULK
+    const u32 end = (share.end + PAGE - 1) / PAGE;
+    for (u32 page = share.start / PAGE + threadIdx.x; page < end; page += SCORE_THREADS) {
+        const u64 entry = (u64)share.ask.table_row * p.score.pages.table_len + page;
+        if (p.score.kind != SCORE_KEYS)
+            bulk_prefetch(digest_of(p.score, share.ask, p.score.pages.tables[entry]), p.score.page_bytes);
+        bulk_prefetch(share.marks + page * PAGE, PAGE * sizeof(uint2));
+    }
+#endif
+}
+
 // Says that the block has come to a meeting: what it wrote before is there for those who wait.
 DEVICE void arrive(Share& share) {
     share.n_met++;

@@ -5,7 +5,7 @@
 //!   branch     └── wait ── what runs meanwhile ── record ───────┘
 //! ```
 //!
-//! There are two, for turns that overlap: one is joined after the next has forked.
+//! Turns come one after the other; one may be joined after the next has forked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -40,9 +40,9 @@ impl Default for LinkTuning {
 
 /// Streams beside the first, and the events that tie them to it.
 pub(crate) struct Branch {
-    /// For every other turn.
-    streams: [Arc<CudaStream>; 2],
+    stream: Arc<CudaStream>,
     forked: CudaEvent,
+    /// Of every other turn.
     done: [CudaEvent; 2],
 }
 
@@ -54,30 +54,28 @@ impl Branch {
             let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
             device.check(context.new_event(Some(flags)))
         };
-        let stream = || match is_urgent {
-            true => device.check(context.new_stream_with_priority(-1)),
-            false => device.check(context.new_stream()),
+        let stream = match is_urgent {
+            true => device.check(context.new_stream_with_priority(-1))?,
+            false => device.check(context.new_stream())?,
         };
-        let streams = [stream()?, stream()?];
-        Ok(Branch { streams, forked: event()?, done: [event()?, event()?] })
+        Ok(Branch { stream, forked: event()?, done: [event()?, event()?] })
     }
 
-    /// What is queued on the turn's branch from now on begins after all that is queued on the stream.
-    pub(crate) fn fork(&self, device: &Device, turn: usize) -> Result<&CudaStream, DeviceError> {
-        let stream = &self.streams[turn % 2];
+    /// What is queued on the branch from now on begins after all that is queued on the stream.
+    pub(crate) fn fork(&self, device: &Device) -> Result<&CudaStream, DeviceError> {
         record(device, &self.forked, device.main_stream())?;
-        wait(device, stream, &self.forked)?;
-        Ok(stream)
+        wait(device, &self.stream, &self.forked)?;
+        Ok(&self.stream)
     }
 
-    /// The turn's branch, as it is.
-    pub(crate) fn stream(&self, turn: usize) -> &CudaStream {
-        &self.streams[turn % 2]
+    /// The branch, as it is.
+    pub(crate) fn stream(&self) -> &CudaStream {
+        &self.stream
     }
 
     /// Marks the end of a turn on the branch.
     pub(crate) fn end(&self, device: &Device, turn: usize) -> Result<(), DeviceError> {
-        record(device, &self.done[turn % 2], &self.streams[turn % 2])
+        record(device, &self.done[turn % 2], &self.stream)
     }
 
     /// What is queued on the stream from now on begins after the turn's end.

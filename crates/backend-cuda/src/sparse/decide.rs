@@ -24,9 +24,7 @@ use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
 use crate::launch::attend::Attention;
-use crate::launch::sparse::{
-    GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows, post_rows,
-};
+use crate::launch::sparse::{HeadState, SparseHeads, SparseRow};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
     DECIDE_WARPS, DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide,
@@ -61,12 +59,12 @@ pub(crate) struct Decider {
     pages: Memory,
     /// The rows of the batch.
     rows: Memory,
-    sets: Vec<Set>,
+    pub(super) sets: Vec<Set>,
     branch: Branch,
     /// Where selections are made late, if any are.
     pub(super) late: Option<Arc<LateBranch>>,
     /// Threads of the host that bring rows, if they do.
-    link: Option<Link>,
+    pub(super) link: Option<Link>,
     partials: Memory,
     sums: Memory,
     tasks: Memory,
@@ -76,8 +74,8 @@ pub(crate) struct Decider {
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) rules: usize,
-    first: usize,
-    n: usize,
+    pub(super) first: usize,
+    pub(super) n: usize,
 }
 
 /// When and where is decided.
@@ -88,6 +86,9 @@ pub(super) struct Place<'a> {
     pub(super) branch: Option<&'a CudaStream>,
     /// About those that attention has served once more.
     pub(super) is_late: bool,
+    /// Nothing else is decided meanwhile, so that all blocks have room although each fills half of a
+    /// multiprocessor.
+    pub(super) is_sole: bool,
 }
 
 impl Decider {
@@ -160,7 +161,12 @@ impl Decider {
     }
 
     /// Rows and states of one layer of the model.
-    fn heads(&self, at: &SparseLayer<'_>, idx: usize, (first, n): (usize, usize)) -> SparseHeads {
+    pub(super) fn heads(
+        &self,
+        at: &SparseLayer<'_>,
+        idx: usize,
+        (first, n): (usize, usize),
+    ) -> SparseHeads {
         let (n_heads, n_all) = (at.n_kv_heads(), self.n_all);
         let first_head = idx * n_heads;
         assert!(first_head + n_heads <= n_all, "a layer of the model");
@@ -218,8 +224,9 @@ impl Cuda {
         let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
-            let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
-            DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
+            let kernel = |name| self.device.kernel(&sparse.kernels.module, name, shared);
+            let kernels = [kernel("decide")?, kernel("decide_beside")?];
+            DeviceRules::new(&self.device, kernels, plan.shape.max_context, rules)
         };
         let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
         let all = (all, n_tables as usize);
@@ -293,7 +300,7 @@ impl Cuda {
         }
         // What is made late may still be on its way in the first two sets.
         let set = if decider.late.is_some() { 2 } else { idx % 2 };
-        let place = Place { set, branch: None, is_late: false };
+        let place = Place { set, branch: None, is_late: false, is_sole: false };
         for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
@@ -307,8 +314,8 @@ impl Cuda {
                 _ => runs.push((first, n)),
             }
         }
-        for run in runs {
-            self.attend_decided_some(at, (decider, idx), run, out)?;
+        for (i, run) in runs.into_iter().enumerate() {
+            self.attend_decided_some(at, (decider, idx), (run, is_decided && i == 0), out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -327,8 +334,11 @@ impl Cuda {
         if turns.is_empty() {
             return Ok(());
         }
-        let branch = decider.branch.fork(&self.device, idx)?;
-        let place = Place { set: idx % 2, branch: Some(branch), is_late: false };
+        // The layer before has been decided about too, so attention to it decides nothing.
+        let is_sole =
+            decider.late.is_none() && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
+        let branch = decider.branch.fork(&self.device)?;
+        let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
@@ -353,23 +363,12 @@ impl Cuda {
         self.bring_turn(at, (decider, idx), turn, place)
     }
 
-    /// Blocks that decide and then bring rows; none if somebody else does.
-    fn n_bringing(&self, at: &SparseLayer<'_>, decider: &Decider, place: Place<'_>) -> u32 {
-        let is_far = at.kv.is_far(at.layer.0);
-        match (is_far, place.branch) {
-            _ if place.is_late || (is_far && decider.link.is_some()) => 0,
-            (true, Some(_)) => self.tuning.blocks,
-            (true, None) => self.tuning.blocks_alone,
-            (false, _) => u32::MAX,
-        }
-    }
-
     fn choose_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        (Place { set, branch, is_late }, n_bringing): (Place<'_>, u32),
+        (Place { set, branch, is_late, is_sole }, n_bringing): (Place<'_>, u32),
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
         let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
@@ -426,52 +425,15 @@ impl Cuda {
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
-        decide(&self.device, &by.kernel, &params, (most, branch))
-    }
-
-    /// Brings the rows that were decided about, for those who did not.
-    pub(super) fn bring_turn(
-        &self,
-        at: &SparseLayer<'_>,
-        (decider, idx): (&Decider, usize),
-        Turn { first, n, .. }: Turn,
-        Place { set, branch, is_late }: Place<'_>,
-    ) -> Result<(), DeviceError> {
-        let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
-        let Set { moves, .. } = &decider.sets[set];
-        let mut gather = GatherRowsParams {
-            heads: decider.heads(at, idx, (first, n)),
-            pages: at.pages(),
-            moves: moves.address(),
-            mark_stride: decider.room.stride as u64,
-            staged: 0,
-            tickets: 0,
-            is_closed: 0,
-            n_staged: 0,
-            first_head: count(first_head),
-            stride: count(decider.room.stride),
-            padding: 0,
-            codes: at.kv.codes_of(at.layer.0),
-        };
-        let is_far = at.kv.is_far(at.layer.0);
-        // A desk has one order at a time.
-        if let Some(link) = decider.link.as_ref().filter(|_| is_far && !is_late) {
-            let params = link.ask(idx, &mut gather);
-            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
-        }
-        let blocks = match (is_far, branch) {
-            (true, Some(_)) => self.tuning.blocks,
-            (true, None) => self.tuning.blocks_alone,
-            (false, _) => self.device.n_multiprocessors(),
-        };
-        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
+        let (kernel, most) = if is_sole { (&by.beside, by.n_beside) } else { (&by.kernel, most) };
+        decide(&self.device, kernel, &params, (most, branch))
     }
 
     fn attend_decided_some(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
-        some: (usize, usize),
+        (some, is_joined): ((usize, usize), bool),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let params = SparseParams {
@@ -482,12 +444,13 @@ impl Cuda {
             rounded: out.rounded.address(),
             partials: decider.partials.address(),
             sums: decider.sums.address(),
-            tasks: decider.tasks.address(),
+            // Of every other layer: those of the layer before may still be read.
+            tasks: decider.tasks.address() + (idx % 2 * decider.room.tasks / 2) as u64,
             asked: if decider.is_soft(at.plan) { decider.asked(at, idx).0 } else { 0 },
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            padding: 0,
+            is_joined: u32::from(is_joined),
         };
         attend(&self.device, &at.sparse().kernels.attend, &params)
     }
