@@ -400,26 +400,26 @@ pub(crate) fn kv_of(shape: &Shape) -> KvShape {
 /// Times steps of one sequence of 8192 tokens alone, and while rows come over the link; with as many
 /// resident layers as the shape has.
 pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
-    const DEPTH: usize = 32_768;
+    const DEPTH: usize = 98_304;
     let model = Model::new(cuda, step::named(words))?;
     let kv = kv_of(&model.shape);
     // The last ones are far.
     let all = KvShape { n_layers: kv.n_layers + 4, ..kv };
     let mut far = Rig::with(cuda, (all, model.shape.n_heads), (1, DEPTH, 1), (false, Some(&[])))?;
     far.lay_out(&[(0, DEPTH - 1, 1)])?;
-    let places: Vec<u32> = (0..16_384).map(|i| 2 * i + i % 2).collect();
+    // 256 MiB, for longer than a step takes.
+    let places: Vec<u32> = (0..65_536).map(|i| 3 * i / 2).collect();
     cuda.bring_rows(&far.plan, LayerIdx(0), &far.kv, &places, 8)?;
     let beside = cuda.beside()?;
     // As many threads as such blocks usually have.
     let share = 256 / number(words, "gather_threads").unwrap_or(256) as u32;
-    for n_blocks in [0, 4, 8, 16].map(|n| n * share) {
+    for n_blocks in [0, 4, 6, 8, 16, 0].map(|n| n * share) {
         let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
-            // For longer than a step takes.
-            for at in 0..if n_blocks > 0 { 8 } else { 0 } {
-                let layer = LayerIdx(kv.n_layers + (at + i as u32) % 4);
-                cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &places, n_blocks)?;
+            let layer = LayerIdx(kv.n_layers + i as u32 % 4);
+            match n_blocks {
+                0 => Ok(()),
+                n => Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &places, n)?),
             }
-            Ok(())
         })?;
         let name = format!("step {}, 1 x 8192, {n_blocks} blocks bring rows", model.shape.name);
         report.add(&name, seconds, model.bytes(&kv, 8192), 0.0);
