@@ -30,11 +30,19 @@ pub struct LinkTuning {
     pub blocks_alone: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
+    /// Blocks that decide about a layer while the one before is computed, if there is room for as many.
+    pub ahead_blocks: u32,
 }
 
 impl Default for LinkTuning {
     fn default() -> Self {
-        LinkTuning { threads: 256, blocks: 6, blocks_alone: 32, late_blocks: 64 }
+        LinkTuning {
+            threads: 256,
+            blocks: 6,
+            blocks_alone: 32,
+            late_blocks: 64,
+            ahead_blocks: u32::MAX,
+        }
     }
 }
 

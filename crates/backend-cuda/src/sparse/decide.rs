@@ -425,7 +425,10 @@ impl Cuda {
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
-        let (kernel, most) = if is_sole { (&by.beside, by.n_beside) } else { (&by.kernel, most) };
+        let (kernel, most) = match is_sole {
+            true => (&by.beside, by.n_beside.min(self.tuning.ahead_blocks as usize)),
+            false => (&by.kernel, most),
+        };
         decide(&self.device, kernel, &params, (most, branch))
     }
 
