@@ -5,7 +5,7 @@
 //!   branch     └── wait ── what runs meanwhile ── record ───────┘
 //! ```
 //!
-//! Turns come one after the other; one may be joined after the next has forked.
+//! There are two, for turns that overlap: one is joined after the next has forked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,6 +32,8 @@ pub struct LinkTuning {
     pub late_blocks: u32,
     /// Blocks that decide about a layer while the one before is computed, if there is room for as many.
     pub ahead_blocks: u32,
+    /// Tokens of sequences that are short, which are decided about one layer after the other.
+    pub short: u32,
 }
 
 impl Default for LinkTuning {
@@ -42,15 +44,16 @@ impl Default for LinkTuning {
             blocks_alone: 32,
             late_blocks: 64,
             ahead_blocks: u32::MAX,
+            short: 48 * 1024,
         }
     }
 }
 
 /// Streams beside the first, and the events that tie them to it.
 pub(crate) struct Branch {
-    stream: Arc<CudaStream>,
+    /// For every other turn.
+    streams: [Arc<CudaStream>; 2],
     forked: CudaEvent,
-    /// Of every other turn.
     done: [CudaEvent; 2],
 }
 
@@ -62,28 +65,40 @@ impl Branch {
             let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
             device.check(context.new_event(Some(flags)))
         };
-        let stream = match is_urgent {
-            true => device.check(context.new_stream_with_priority(-1))?,
-            false => device.check(context.new_stream())?,
+        let stream = || match is_urgent {
+            true => device.check(context.new_stream_with_priority(-1)),
+            false => device.check(context.new_stream()),
         };
-        Ok(Branch { stream, forked: event()?, done: [event()?, event()?] })
+        let streams = [stream()?, stream()?];
+        Ok(Branch { streams, forked: event()?, done: [event()?, event()?] })
     }
 
-    /// What is queued on the branch from now on begins after all that is queued on the stream.
-    pub(crate) fn fork(&self, device: &Device) -> Result<&CudaStream, DeviceError> {
+    /// What is queued on the turn's branch from now on begins after all that is queued on the stream.
+    pub(crate) fn fork(&self, device: &Device, turn: usize) -> Result<&CudaStream, DeviceError> {
+        let stream = &self.streams[turn % 2];
         record(device, &self.forked, device.main_stream())?;
-        wait(device, &self.stream, &self.forked)?;
-        Ok(&self.stream)
+        wait(device, stream, &self.forked)?;
+        Ok(stream)
     }
 
-    /// The branch, as it is.
-    pub(crate) fn stream(&self) -> &CudaStream {
-        &self.stream
+    /// The turn's branch, as it is.
+    pub(crate) fn stream(&self, turn: usize) -> &CudaStream {
+        &self.streams[turn % 2]
     }
 
     /// Marks the end of a turn on the branch.
     pub(crate) fn end(&self, device: &Device, turn: usize) -> Result<(), DeviceError> {
-        record(device, &self.done[turn % 2], &self.stream)
+        self.end_on(device, turn, turn)
+    }
+
+    /// The same of a turn that was queued on the branch of another one.
+    pub(crate) fn end_on(
+        &self,
+        device: &Device,
+        turn: usize,
+        branch: usize,
+    ) -> Result<(), DeviceError> {
+        record(device, &self.done[turn % 2], &self.streams[branch % 2])
     }
 
     /// What is queued on the stream from now on begins after the turn's end.

@@ -102,7 +102,7 @@ impl Door {
         }
         if beside && !self.is_beside {
             // The slots may be in use by what was queued before.
-            self.branch.fork(device)?;
+            self.branch.fork(device, 0)?;
         }
         self.is_beside = beside;
         Ok(())
@@ -118,7 +118,7 @@ impl Door {
             bytes: self.start..self.start + self.len,
         };
         let stream: &CudaStream = match self.is_beside {
-            true => self.branch.stream(),
+            true => self.branch.stream(0),
             false => device.main_stream(),
         };
         copy::land_pages(device, (kernel, stream), kv, &landing)?;
@@ -136,6 +136,6 @@ impl Door {
 impl Drop for Door {
     fn drop(&mut self) {
         // What was sent beside a pass that failed may still read the places.
-        let _ = self.branch.stream().synchronize();
+        let _ = self.branch.stream(0).synchronize();
     }
 }

@@ -151,6 +151,7 @@ fn tuning(words: &[String]) -> LinkTuning {
         blocks_alone: or("alone", usual.blocks_alone),
         late_blocks: or("late_blocks", usual.late_blocks),
         ahead_blocks: or("ahead_blocks", usual.ahead_blocks),
+        short: or("short", usual.short),
     }
 }
 

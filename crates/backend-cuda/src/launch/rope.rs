@@ -186,7 +186,7 @@ fn write_far(
         table_len: plan.table_len,
         padding: 0,
     };
-    let (kernel, stream) = (&plan.kernels_of(kv, kv.page).write_far, branch.fork(device)?);
+    let (kernel, stream) = (&plan.kernels_of(kv, kv.page).write_far, branch.fork(device, 0)?);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: slots come from the plan's tables, whose entries the executor has checked against the
     // arena; frames are those that the arena's own list names.

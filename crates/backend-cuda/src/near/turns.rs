@@ -102,7 +102,7 @@ impl Cuda {
             n_heads: kv.shape.n_kv_heads,
             padding: 0,
         };
-        let stream = branch.fork(&self.device)?;
+        let stream = branch.fork(&self.device, 0)?;
         fill_frames(&self.device, (&self.common.fill, stream), &params)?;
         record(&self.device, &near.came.0[half], stream)?;
         turns.holds[half] = Some(layer);

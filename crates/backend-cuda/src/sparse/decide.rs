@@ -252,7 +252,7 @@ impl Cuda {
         decider.link.as_ref().map_or(Ok(()), Link::check)?;
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
-        let mut is_served = true;
+        let (mut is_served, mut is_short) = (true, true);
         let list = rows
             .iter()
             .map(|row| {
@@ -262,6 +262,7 @@ impl Cuda {
                 let (marks, pages) = decider.seat(&self.device, row)?;
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
                 is_served &= decider.serves(row, kv_len);
+                is_short &= kv_len <= self.tuning.short;
                 let batch_row = count(seq.first_row);
                 let state_row = table_row;
                 Ok(SparseRow { row: batch_row, kv_len, table_row, state_row, marks, pages })
@@ -272,6 +273,7 @@ impl Cuda {
         plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
         plan.late = decider.late.clone();
         plan.is_served = is_served;
+        plan.is_short = is_short;
         Ok(())
     }
 
@@ -315,7 +317,7 @@ impl Cuda {
             }
         }
         for (i, run) in runs.into_iter().enumerate() {
-            self.attend_decided_some(at, (decider, idx), (run, is_decided && i == 0), out)?;
+            self.attend_decided_some(at, (decider, idx), (run, is_decided && plan.is_short && i == 0), out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -334,15 +336,17 @@ impl Cuda {
         if turns.is_empty() {
             return Ok(());
         }
-        // The layer before has been decided about too, so attention to it decides nothing.
-        let is_sole =
-            decider.late.is_none() && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
-        let branch = decider.branch.fork(&self.device)?;
+        // One after the other, or beside each other; the layer before has been decided about too, so attention
+        // to it decides nothing.
+        let is_serial = plan.is_short && decider.late.is_none();
+        let turn = if is_serial { 0 } else { idx };
+        let is_sole = is_serial && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
+        let branch = decider.branch.fork(&self.device, turn)?;
         let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
-        decider.branch.end(&self.device, idx)?;
+        decider.branch.end_on(&self.device, idx, turn)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }

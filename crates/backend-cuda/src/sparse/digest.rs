@@ -150,7 +150,7 @@ impl Cuda {
         let Some(sparse) = kv.sparse.as_ref().filter(|_| spec.owns_kv) else { return Ok(()) };
         let n_heads = kv.shape.n_kv_heads;
         let beside = plan.beside.as_ref().filter(|_| plan.is_decode());
-        let branch = beside.map(|branch| branch.fork(&self.device)).transpose()?;
+        let branch = beside.map(|branch| branch.fork(&self.device, 0)).transpose()?;
         for digest in &sparse.digests {
             let params = DigestParams {
                 places: plan.places(),

@@ -64,7 +64,7 @@ impl Cuda {
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
         assert!(layer.0 > 0, "nothing is uploaded meanwhile");
-        let branch = beside.0.fork(&self.device)?;
+        let branch = beside.0.fork(&self.device, 0)?;
         self.bring(plan, layer, kv, places, (n_blocks, Some(branch), None))
     }
 
