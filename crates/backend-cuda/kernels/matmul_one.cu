@@ -1,6 +1,7 @@
 // The products of matmul.cuh with a single row of x, which may be the norm of another.
 //
-// A block takes 16 rows of W. Reads each weight once; the row is read by every block.
+// A block takes 16 rows of W. Reads each weight once; the row is read by every block. Shared memory ends
+// with the row, and may be shorter than the longest one needs.
 
 // One cell of the only row.
 struct Row {

@@ -379,6 +379,11 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
+    /// Dynamic shared memory of a block.
+    pub(crate) fn shared_bytes(&self) -> usize {
+        self.shared_bytes as usize
+    }
+
     /// The same with less dynamic shared memory.
     pub(crate) fn with_shared_bytes(&self, bytes: usize) -> Self {
         assert!(bytes <= self.shared_bytes as usize, "no more than was asked for");

@@ -9,6 +9,8 @@ use crate::weight::Part;
 
 /// Room for the row: rows of so many bytes, and shorter ones.
 pub(crate) const ROW_BYTES: usize = 32 * 1024;
+/// Bytes of the row that belong to a cell.
+const CELL_ROW_BYTES: usize = 128;
 /// Pieces of four elements of a row that a thread normalises at most.
 pub(crate) const PIECES: usize = 8;
 
@@ -39,7 +41,7 @@ pub(crate) fn entry(dtype: WeightType) -> String {
 
 /// Whether there is room for a row of a product.
 pub(crate) fn takes(product: &MatmulParams) -> bool {
-    product.n_x == 1 && product.cells as usize * 128 <= ROW_BYTES
+    product.n_x == 1 && product.cells as usize * CELL_ROW_BYTES <= ROW_BYTES
 }
 
 /// Whether rows of a part can be normalised on the way.
@@ -53,11 +55,14 @@ pub(crate) fn launch(
     kernel: &Kernel,
     product: &MatmulParams,
 ) -> Result<(), DeviceError> {
+    // What the row does not need is room for somebody who brings rows beside two blocks of this.
+    let unused = ROW_BYTES - product.cells as usize * CELL_ROW_BYTES;
+    let kernel = kernel.with_shared_bytes(kernel.shared_bytes() - unused);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: the kernel reads the packed part, whole by construction, and one row, which the caller has
     // asserted to be there; it writes one row of out, asserted to fit.
     unsafe {
-        device.launch(kernel, (product.rows.div_ceil(16), 1), count(THREADS), product)
+        device.launch(&kernel, (product.rows.div_ceil(16), 1), count(THREADS), product)
     }
 }
 

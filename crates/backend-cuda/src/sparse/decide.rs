@@ -317,7 +317,12 @@ impl Cuda {
             }
         }
         for (i, run) in runs.into_iter().enumerate() {
-            self.attend_decided_some(at, (decider, idx), (run, is_decided && plan.is_short && i == 0), out)?;
+            self.attend_decided_some(
+                at,
+                (decider, idx),
+                (run, is_decided && plan.is_short && i == 0),
+                out,
+            )?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
