@@ -68,14 +68,14 @@ DEVICE Bin find_bin(const u32* bins, u32 k, u32* shared) {
         sum += own[i];
     }
     u32 upto = sum;
-    for (u32 step = 1; step < 32; step *= 2) {
+    LOOP for (u32 step = 1; step < 32; step *= 2) {
         const u32 other = __shfl_up_sync(~0u, upto, step);
         if (lane >= step) upto += other;
     }
     __syncthreads();
     if (lane == 31) shared[warp] = upto;
     __syncthreads();
-    for (u32 i = 0; i < warp; i++) upto += shared[i];
+    LOOP for (u32 i = 0; i < warp; i++) upto += shared[i];
     u32 before = upto - sum;
     if (before < k && k <= upto) {
         for (int i = 0; i < EACH; i++) {
@@ -94,14 +94,14 @@ DEVICE Bin find_bin(const u32* bins, u32 k, u32* shared) {
 
 DEVICE void clear_bins(u32* bins) {
     __syncthreads();
-    for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
+    LOOP for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
     __syncthreads();
 }
 
 // Adds the block's bins to the head's.
 DEVICE void add_bins(const u32* bins, u32* all) {
     __syncthreads();
-    for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS)
+    LOOP for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS)
         if (bins[i] > 0) atomicAdd(all + i, bins[i]);
 }
 
@@ -144,18 +144,18 @@ DEVICE Choice choose(const DecideParams& p, Share& share, u32 k, u32* bins, u32*
     const bool is_signs = p.score.kind == SCORE_SIGNS;
     Range range = {0, is_signs ? p.score.group * p.score.width + 1 : 1u << 31};
     u32 rest = k;
-    for (u32 pass = 0;; pass++) {
+    LOOP for (u32 pass = 0;; pass++) {
         const bool is_coarse = pass == 0 && !is_signs;
         const u32 shift = is_coarse ? COARSE_SHIFT : shift_of(range);
         clear_bins(bins);
-        for (u32 place = first + threadIdx.x; place < share.end; place += SCORE_THREADS) {
+        LOOP for (u32 place = first + threadIdx.x; place < share.end; place += SCORE_THREADS) {
             const u32 score = share.scores[place - share.start];
             if (score - range.low < range.high - range.low)
                 atomicAdd(&bins[is_coarse ? coarse_bin(score) : (score - range.low) >> shift], 1u);
         }
         add_bins(bins, share.tally->digits[pass]);
         u32* own_digits = share.tally->own_digits[share.index];
-        for (u32 i = threadIdx.x; shift == 0 && i < range.high - range.low; i += SCORE_THREADS)
+        LOOP for (u32 i = threadIdx.x; shift == 0 && i < range.high - range.low; i += SCORE_THREADS)
             own_digits[i] = bins[i];
         meet(share);
         const Bin bin = find_bin(share.tally->digits[pass], rest, shared);
@@ -213,7 +213,7 @@ DEVICE u32 survey(const DecideParams& p, const Share& share, bool is_all, Choice
                   bool is_whole, u32* bins, u32* counts) {
     clear_bins(bins);
     u32 n_equal = choice.n_before, n_new = 0, total = 0;
-    for (u32 first = share.start; first < share.end; first += TILE) {
+    LOOP for (u32 first = share.start; first < share.end; first += TILE) {
         const u32 place = first + threadIdx.x * 4;
         u32 scores[4], own = 0;
         bool is_there[4];
@@ -320,7 +320,7 @@ DEVICE void change_set(const Share& share, u32 now, Leaving leaving, Before befo
                        uint2* moves, u32* counts) {
     u64* sums = (u64*)counts;
     u32 n_older = 0, n_same = before.n_same, n_new = before.n_new;
-    for (u32 first = share.start; first < share.end; first += TILE) {
+    LOOP for (u32 first = share.start; first < share.end; first += TILE) {
         const u32 place = first + threadIdx.x * 4;
         Four four = load_marks(share, place);
         u32 chosen[4];
@@ -371,7 +371,7 @@ DEVICE void remember(const DecideParams& p, const Share& share, const SparseRow&
     if (p.flags & FLAG_TOGETHER && !recalls(p) && threadIdx.x == 0) wait_for_looks(p, share);
     __syncthreads();
     float* label = p.labels + label_at(p, row, share.ask.head);
-    for (u32 i = threadIdx.x; p.flags & FLAG_REUSES && i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
+    LOOP for (u32 i = threadIdx.x; p.flags & FLAG_REUSES && i < p.heads.group * HEAD_DIM; i += SCORE_THREADS)
         label[i] = score_query(p.score, share.ask, i / HEAD_DIM, i % HEAD_DIM);
     if (threadIdx.x > 0) return;
     const Before& before = made.before;
@@ -431,7 +431,7 @@ DEVICE void decide_all(const DecideParams& p) {
     share.scores =
         keeps ? (u32*)room.raw : p.score.scores + (u64)number * p.score.stride + share.start;
     prepare_queries(p.score, share.ask, room);
-    for (u32 piece = first_piece; piece < end_piece; piece++)
+    LOOP for (u32 piece = first_piece; piece < end_piece; piece++)
         score_piece(p.score, share.ask, room, piece, keeps);
     const u64 raw_at = (u64)number * p.score.group * p.score.stride + share.start;
     if (p.fade > 0) {
@@ -444,7 +444,7 @@ DEVICE void decide_all(const DecideParams& p) {
     if (p.score.kind != SCORE_SIGNS) {
         total_sums(p.score, share.ask, totals);
         const float* raw = p.score.raw + raw_at;
-        for (u32 i = thread; i < share.end - share.start; i += SCORE_THREADS)
+        LOOP for (u32 i = thread; i < share.end - share.start; i += SCORE_THREADS)
             share.scores[i] = keeps ? finish_score(p.score, totals, room.raw + i, PIECE)
                                     : finish_score(p.score, totals, raw + i, p.score.stride);
     }
@@ -481,9 +481,11 @@ DEVICE void decide_all(const DecideParams& p) {
     else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
 }
 
+#ifdef COMPACT
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) { decide_all(p); }
-
+#else
 // The same beside attention of the layer before, which would come in two waves if two blocks of this were on
 // one multiprocessor. They are not: bounds for 800 threads leave so many registers to each that 512 of them
 // fill more than half of it.
 extern "C" __global__ void __launch_bounds__(800, 1) decide_beside(DecideParams p) { decide_all(p); }
+#endif

@@ -85,17 +85,17 @@ DEVICE Similarity similarity_of(const DecideParams& p, const float* importances,
     const u32 group = p.heads.group;
     if (p.aggregate == AGGREGATE_MIN) {
         float least = cosines[0];
-        for (u32 g = 1; g < group; g++) least = fminf(least, cosines[g]);
+        LOOP for (u32 g = 1; g < group; g++) least = fminf(least, cosines[g]);
         return Similarity{least, true};
     }
     if (p.aggregate == AGGREGATE_MEAN) {
         float sum = 0.0f;
-        for (u32 g = 0; g < group; g++) sum = __fadd_rn(sum, cosines[g]);
+        LOOP for (u32 g = 0; g < group; g++) sum = __fadd_rn(sum, cosines[g]);
         return Similarity{__fdiv_rn(sum, (float)group), true};
     }
     float total = 0.0f, weights = 0.0f, sum = 0.0f;
-    for (u32 g = 0; g < group; g++) total = __fadd_rn(total, importances[g]);
-    for (u32 g = 0; g < group; g++) {
+    LOOP for (u32 g = 0; g < group; g++) total = __fadd_rn(total, importances[g]);
+    LOOP for (u32 g = 0; g < group; g++) {
         if (cosines[g] <= 0.0f) return Similarity{0.0f, false};
         const float weight = total > 0.0f ? __fdiv_rn(importances[g], total) : 1.0f;
         weights = __fadd_rn(weights, weight);
@@ -192,14 +192,14 @@ DEVICE void look_at(const DecideParams& p, u32 first, u32 n, Looks& looks) {
         const HeadRule rule = p.rules[head];
         known = Known{row.kv_len, state->has_label, state->made_at, rule.threshold, rule.soft};
     }
-    for (u32 i = thread; i < n_pairs; i += SCORE_THREADS)
+    LOOP for (u32 i = thread; i < n_pairs; i += SCORE_THREADS)
         looks.importances[i] =
             p.importances[(first + i / group) % p.heads.n_kv_heads * group + i % group];
     float labels[2][LOOK_PIECES], queries[2][LOOK_PIECES];
     Pair pairs[2];
     bool has_waited = false;
     // Two at a time, because each is on its way for long.
-    for (u32 start = warp; start < n_pairs || !has_waited; start += 2 * SCORE_WARPS) {
+    LOOP for (u32 start = warp; start < n_pairs || !has_waited; start += 2 * SCORE_WARPS) {
         UNROLL
         for (int j = 0; j < 2; j++) {
             if (start + j * SCORE_WARPS >= n_pairs) continue;

@@ -63,12 +63,12 @@ DEVICE u32 at_once() { return CODES ? 2 : 1; }
 template <bool CODES>
 DEVICE void put_down(const u8* row, u8* target, u32 tokens, u32 kind) {
     const u32 token = tokens >> 16, n_lanes = 32 / at_once<CODES>(), lane = threadIdx.x % n_lanes;
-    for (u32 at = lane; !CODES && at < 2 * ROW_PIECES; at += n_lanes) {
+    LOOP for (u32 at = lane; !CODES && at < 2 * ROW_PIECES; at += n_lanes) {
         const u32 half = at / ROW_PIECES, part = at % ROW_PIECES;
         *(uint4*)(target + half * HALF_PAGE_BYTES + piece_from(token, part)) =
             *(const uint4*)(row + half * ROW_BYTES + piece_from(tokens & 0xFFFF, part));
     }
-    for (u32 at = lane; CODES && at < CODE_PIECES; at += n_lanes) {
+    LOOP for (u32 at = lane; CODES && at < CODE_PIECES; at += n_lanes) {
         const u32 half = at / (CODE_PIECES / 2), part = at % (CODE_PIECES / 2);
         uint4 out[sizeof(Element)];
         expand(kind, *(const uint4*)(row + at * 16), __uint_as_float((tokens >> half * 8 & 0xFF) << 23), out);
@@ -113,7 +113,7 @@ struct Ring {
         bulk_copy(to, source, HALF, barriers + slot * 8);
         bulk_copy(to + HALF, source + half_bytes, HALF, barriers + slot * 8);
 #else
-        for (u32 at = lane * 16; at < 2 * HALF; at += 512)
+        LOOP for (u32 at = lane * 16; at < 2 * HALF; at += 512)
             copy_async(to + at, source + (at < HALF ? at : at - HALF + half_bytes), 16);
 #endif
     }
@@ -139,8 +139,8 @@ DEVICE void pass_rows(Ring<CODES>& ring, const Way& way, u32 n_rows, u32 half_by
         if (row < n_rows) ring.send(row % N, source, half_bytes);
         copy_commit();
     };
-    for (u32 row = 0; row < N; row++) send(row);
-    for (u32 row = 0; row < n_rows; row += at_once<CODES>()) {
+    LOOP for (u32 row = 0; row < N; row++) send(row);
+    LOOP for (u32 row = 0; row < n_rows; row += at_once<CODES>()) {
         const u32 own = row + threadIdx.x % 32 / n_lanes;
         u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, own % 32);
         const u32 tokens = __shfl_sync(~0u, way.tokens, own % 32);
@@ -148,7 +148,7 @@ DEVICE void pass_rows(Ring<CODES>& ring, const Way& way, u32 n_rows, u32 half_by
         if (CODES && row + 1 < n_rows) ring.wait((row + 1) % N);
         if (own < n_rows) put_down<CODES>(ring.row(own % N), target, tokens, kind);
         __syncwarp();
-        for (u32 i = 0; i < at_once<CODES>(); i++) send(row + N + i);
+        LOOP for (u32 i = 0; i < at_once<CODES>(); i++) send(row + N + i);
     }
 }
 

@@ -10,11 +10,6 @@ struct AskedParams {
 static_assert(sizeof(Question) == QUESTION_SIZE, "the host's Question differs");
 static_assert(sizeof(AskedParams) == ASKED_PARAMS_SIZE, "the host's AskedParams differs");
 
-DEVICE ScoreRoom score_room(const ScoreParams& p, u32* shared) {
-    u32* queries = shared + p.group * PIECE;
-    return ScoreRoom{(float*)shared, queries, queries + query_words(p)};
-}
-
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) score_pieces(AskedParams p) {
     extern __shared__ __align__(128) u32 shared_words[];
     begin();

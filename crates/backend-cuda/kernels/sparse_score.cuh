@@ -10,6 +10,14 @@
 // gets does not depend on who computes which piece. Channels are multiplied on tensor cores, with
 // queries in two parts, which stand in the upper and the lower half of the matrix.
 
+// Loops whose lengths are not known. What decides is compiled twice, once with loops as they are: of a program
+// through which each multiprocessor goes once a layer, instructions come from afar.
+#undef LOOP
+#ifdef COMPACT
+#define LOOP _Pragma("unroll 1")
+#else
+#define LOOP
+#endif
 #define SCORE_SIGNS 0
 #define SCORE_CHANNELS 1
 #define SCORE_BOUNDS 2
@@ -69,6 +77,11 @@ DEVICE u32 query_words(const ScoreParams& p) {
     return p.group * HEAD_DIM;
 }
 
+DEVICE ScoreRoom score_room(const ScoreParams& p, u32* shared) {
+    u32* queries = shared + p.group * PIECE;
+    return ScoreRoom{(float*)shared, queries, queries + query_words(p)};
+}
+
 DEVICE float score_query(const ScoreParams& p, const Question& ask, u32 g, u32 e) {
     return p.qkv[(u64)ask.row * p.q_stride + (ask.head * p.group + g) * HEAD_DIM + e];
 }
@@ -86,14 +99,14 @@ DEVICE float channel_factor(float largest) {
 DEVICE void channel_operands(const ScoreParams& p, const float* channels, u32 set, u32* out) {
     const u32 steps = (p.width + 15) / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float* factors = (float*)(out + steps * 128);
-    for (u32 g = warp; g < 8; g += SCORE_WARPS) {
+    LOOP for (u32 g = warp; g < 8; g += SCORE_WARPS) {
         const bool is_there = set * 8 + g < p.group;
         const float* own = channels + (set * 8 + g) * p.width;
         float largest = 0.0f;
-        for (u32 c = lane; is_there && c < p.width; c += 32) largest = fmaxf(largest, fabsf(own[c]));
+        LOOP for (u32 c = lane; is_there && c < p.width; c += 32) largest = fmaxf(largest, fabsf(own[c]));
         const float up = channel_factor(warp_max(largest));
         if (lane == 0) factors[g] = LOG2_E * (1.0f / up);
-        for (u32 i = lane; i < steps * 4; i += 32) {
+        LOOP for (u32 i = lane; i < steps * 4; i += 32) {
             const u32 s = i / 4, t = i % 4;
             UNROLL
             for (int half = 0; half < 2; half++) {
@@ -119,19 +132,19 @@ DEVICE void nibble_operands(const ScoreParams& p, const float* channels, u32 set
     const u32 steps = (p.width + 31) / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float* factors = (float*)(out + steps * 64);
     int* begins = (int*)(factors + 8);
-    for (u32 g = warp; g < 8; g += SCORE_WARPS) {
+    LOOP for (u32 g = warp; g < 8; g += SCORE_WARPS) {
         const bool is_there = set * 8 + g < p.group;
         const float* own = channels + (set * 8 + g) * p.width;
         float largest = 0.0f;
-        for (u32 c = lane; is_there && c < p.width; c += 32) largest = fmaxf(largest, fabsf(own[c]));
+        LOOP for (u32 c = lane; is_there && c < p.width; c += 32) largest = fmaxf(largest, fabsf(own[c]));
         largest = warp_max(largest);
         const bool is_something = largest > 1e-30f && largest < INFINITE;
         const float up = is_something ? __fdiv_rn(127.0f, largest) : 0.0f;
         // Whole numbers that floats hold.
         float sum = 0.0f;
-        for (u32 i = lane; i < steps * 8; i += 32) {
+        LOOP for (u32 i = lane; i < steps * 8; i += 32) {
             u32 word = 0;
-            for (u32 e = 0; e < 4; e++) {
+            LOOP for (u32 e = 0; e < 4; e++) {
                 const u32 c = i * 4 + e;
                 const int code = is_there && c < p.width ? (int)roundf(__fmul_rn(own[c], up)) : 0;
                 word |= (u32)(code & 0xFF) << e * 8;
@@ -155,13 +168,13 @@ DEVICE void project_queries(const ScoreParams& p, const Question& ask, const Sco
     const u32 n = p.group * p.width, thread = threadIdx.x;
     float* queries = room.raw + p.group * (PIECE / 2);
     static_assert(MAX_WIDTH <= PIECE / 2 && HEAD_DIM <= PIECE / 2, "both halves have room");
-    for (u32 i = thread; i < p.group * HEAD_DIM; i += SCORE_THREADS)
+    LOOP for (u32 i = thread; i < p.group * HEAD_DIM; i += SCORE_THREADS)
         queries[i] = score_query(p, ask, i / HEAD_DIM, i % HEAD_DIM) * scale;
     __syncthreads();
     u32 parts = SCORE_THREADS / n;
     parts = parts >= 8 ? 8 : parts >= 4 ? 4 : parts >= 2 ? 2 : 1;
     const u32 share = (HEAD_DIM + parts - 1) / parts;
-    for (u32 i = thread; i < n * parts; i += SCORE_THREADS) {
+    LOOP for (u32 i = thread; i < n * parts; i += SCORE_THREADS) {
         const u32 part = i / n, g = i % n / p.width, r = i % p.width;
         float sum = 0.0f;
 #pragma unroll 16
@@ -172,14 +185,14 @@ DEVICE void project_queries(const ScoreParams& p, const Question& ask, const Sco
     __syncthreads();
     if (parts > 1 && thread < n) {
         float sum = room.raw[thread];
-        for (u32 part = 1; part < parts; part++) sum += room.raw[part * n + thread];
+        LOOP for (u32 part = 1; part < parts; part++) sum += room.raw[part * n + thread];
         // Nobody else reads what is written here.
         room.raw[thread] = sum;
     }
     __syncthreads();
     if (p.weights == nullptr) return;
     const float* weights = p.weights + ask.head * p.width;
-    for (u32 i = thread; i < n; i += SCORE_THREADS)
+    LOOP for (u32 i = thread; i < n; i += SCORE_THREADS)
         room.raw[i] = __fmul_rn(room.raw[i], weights[i % p.width]);
     __syncthreads();
 }
@@ -189,20 +202,20 @@ DEVICE void prepare_queries(const ScoreParams& p, const Question& ask, const Sco
     if (p.kind == SCORE_NIBBLES) {
         project_queries(p, ask, room);
         const u32 words = (p.width + 31) / 32 * 64 + 16;
-        for (u32 set = 0; set * 8 < p.group; set++)
+        LOOP for (u32 set = 0; set * 8 < p.group; set++)
             nibble_operands(p, room.raw, set, room.queries + set * words);
     } else if (p.kind == SCORE_SIGNS || p.kind == SCORE_CHANNELS) {
         project_queries(p, ask, room);
         const u32 words = (p.width + 15) / 16 * 128 + 8;
         // Whole warps: signs come by the 64.
-        for (u32 i = threadIdx.x; p.kind == SCORE_SIGNS && i < p.group * p.width; i += SCORE_THREADS) {
+        LOOP for (u32 i = threadIdx.x; p.kind == SCORE_SIGNS && i < p.group * p.width; i += SCORE_THREADS) {
             const u32 bits = __ballot_sync(~0u, room.raw[i] > 0.0f);
             if (threadIdx.x % 32 == 0) room.queries[i / 32] = bits;
         }
-        for (u32 set = 0; p.kind == SCORE_CHANNELS && set * 8 < p.group; set++)
+        LOOP for (u32 set = 0; p.kind == SCORE_CHANNELS && set * 8 < p.group; set++)
             channel_operands(p, room.raw, set, room.queries + set * words);
     } else {
-        for (u32 i = threadIdx.x; i < p.group * HEAD_DIM; i += SCORE_THREADS)
+        LOOP for (u32 i = threadIdx.x; i < p.group * HEAD_DIM; i += SCORE_THREADS)
             room.queries[i] = __float_as_uint(
                 score_query(p, ask, i / HEAD_DIM, i % HEAD_DIM) * p.scale * LOG2_E);
     }
@@ -227,7 +240,7 @@ DEVICE void score_channels(const ScoreParams& p, const Question& ask, const Scor
         rows[j] = page + (first % PAGE + g) * steps * 16 + t * 4;
         units[j] = *(const u32*)(page + PAGE * steps * 16 + (first % PAGE + t * 2) * 2);
     }
-    for (u32 set = 0; set * 8 < p.group; set++) {
+    LOOP for (u32 set = 0; set * 8 < p.group; set++) {
         const u32* operands = room.queries + set * (steps * 128 + 8);
         float sums[4][4];
         UNROLL
@@ -273,7 +286,7 @@ DEVICE void score_nibbles(const ScoreParams& p, const Question& ask, const Score
         rows[j] = page + (first % PAGE + g) * 4 + t * 4 * PAGE;
         units[j] = *(const u32*)(page + lines * 4 * PAGE + (first % PAGE + t * 2) * 2);
     }
-    for (u32 set = 0; set * 8 < p.group; set++) {
+    LOOP for (u32 set = 0; set * 8 < p.group; set++) {
         const u32* operands = room.queries + set * (steps * 64 + 16);
         const int begin = (int)operands[steps * 64 + 8 + g];
         int sums[4][4];
@@ -310,9 +323,9 @@ DEVICE u32 score_signs(const ScoreParams& p, const Question& ask, const ScoreRoo
     const uint2* row = (const uint2*)(digest_of(p, ask, room.slots[at / PAGE]) +
                                       at % PAGE * (p.page_bytes / PAGE));
     u32 n_same = 0;
-    for (u32 w = 0; w < words / 2; w++) {
+    LOOP for (u32 w = 0; w < words / 2; w++) {
         const uint2 key = row[w];
-        for (u32 g = 0; g < p.group; g++) {
+        LOOP for (u32 g = 0; g < p.group; g++) {
             const u32* query = room.queries + g * words + 2 * w;
             n_same += __popc(~(key.x ^ query[0])) + __popc(~(key.y ^ query[1]));
         }
@@ -327,13 +340,13 @@ DEVICE float score_plain(const ScoreParams& p, const Question& ask, const ScoreR
     float sum = 0.0f;
     if (p.kind == SCORE_BOUNDS) {
         const u16* bounds = (const u16*)digest_of(p, ask, slot);
-        for (u32 e = 0; e < HEAD_DIM; e++)
+        LOOP for (u32 e = 0; e < HEAD_DIM; e++)
             sum += fmaxf(q[e] * f16_to_float(bounds[e]), q[e] * f16_to_float(bounds[HEAD_DIM + e]));
         return sum;
     }
     const Element* page = (const Element*)page_in(p.pages.layer, p.pages.head_bytes, p.pages.near,
                                                   ask.head, slot);
-    for (u32 e = 0; e < HEAD_DIM; e++) sum = __fmaf_rn(q[e], element_value(page[key_at(at % PAGE, e)]), sum);
+    LOOP for (u32 e = 0; e < HEAD_DIM; e++) sum = __fmaf_rn(q[e], element_value(page[key_at(at % PAGE, e)]), sum);
     return sum;
 }
 
@@ -344,7 +357,7 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     const u32 start = piece * PIECE, n = min(ask.n - start, (u32)PIECE);
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     __syncthreads();
-    for (u32 i = thread; i < PIECE_PAGES; i += SCORE_THREADS)
+    LOOP for (u32 i = thread; i < PIECE_PAGES; i += SCORE_THREADS)
         room.slots[i] = i * PAGE < n
                             ? p.pages.tables[(u64)ask.table_row * p.pages.table_len + start / PAGE + i]
                             : 0;
@@ -352,20 +365,20 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     const u64 at = (u64)ask.number * p.stride + start;
     if (p.kind == SCORE_SIGNS) {
         u32* scores = keeps ? (u32*)room.raw : p.scores + at;
-        for (u32 i = thread; i < n; i += SCORE_THREADS) scores[i] = score_signs(p, ask, room, i);
+        LOOP for (u32 i = thread; i < n; i += SCORE_THREADS) scores[i] = score_signs(p, ask, room, i);
         return;
     }
     if (p.kind == SCORE_CHANNELS) {
-        for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_channels(p, ask, room, i);
+        LOOP for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_channels(p, ask, room, i);
     } else if (p.kind == SCORE_NIBBLES) {
-        for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_nibbles(p, ask, room, i);
+        LOOP for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_nibbles(p, ask, room, i);
     } else {
-        for (u32 i = thread; i < p.group * PIECE; i += SCORE_THREADS)
+        LOOP for (u32 i = thread; i < p.group * PIECE; i += SCORE_THREADS)
             if (i % PIECE < n) room.raw[i] = score_plain(p, ask, room, i / PIECE, i % PIECE);
     }
     __syncthreads();
     float* raw = p.raw + (u64)ask.number * p.group * p.stride + start;
-    for (u32 i = thread; !keeps && i < p.group * PIECE; i += SCORE_THREADS)
+    LOOP for (u32 i = thread; !keeps && i < p.group * PIECE; i += SCORE_THREADS)
         if (i % PIECE < n) raw[(u64)(i / PIECE) * p.stride + i % PIECE] = room.raw[i];
     // Several warps share a query.
     __shared__ float2 parts[SCORE_WARPS];
@@ -375,19 +388,19 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     if (g < p.group) {
         const float* own = room.raw + g * PIECE;
         float largest = -INFINITE, sum = 0.0f;
-        for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) largest = fmaxf(largest, own[i]);
+        LOOP for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) largest = fmaxf(largest, own[i]);
         largest = warp_max(largest);
         const float base = largest == -INFINITE ? 0.0f : largest;
-        for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) sum += exp2_of(own[i] - base);
+        LOOP for (u32 i = warp % n_parts * 32 + lane; i < n; i += n_parts * 32) sum += exp2_of(own[i] - base);
         sum = warp_sum(sum);
         if (lane == 0) parts[warp] = make_float2(largest, sum);
     }
     __syncthreads();
     if (thread < p.group) {
         float largest = -INFINITE, sum = 0.0f;
-        for (u32 i = 0; i < n_parts; i++) largest = fmaxf(largest, parts[thread * n_parts + i].x);
+        LOOP for (u32 i = 0; i < n_parts; i++) largest = fmaxf(largest, parts[thread * n_parts + i].x);
         const float base = largest == -INFINITE ? 0.0f : largest;
-        for (u32 i = 0; i < n_parts; i++) {
+        LOOP for (u32 i = 0; i < n_parts; i++) {
             const float2 part = parts[thread * n_parts + i];
             sum += part.y * exp2_of(part.x - base);
         }
@@ -401,13 +414,13 @@ DEVICE void total_sums(const ScoreParams& p, const Question& ask, float2* totals
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 n_pieces = (ask.n + PIECE - 1) / PIECE;
     const float2* sums = p.sums + (u64)ask.number * (p.stride / PIECE) * p.group;
-    for (u32 g = warp; g < p.group; g += SCORE_WARPS) {
+    LOOP for (u32 g = warp; g < p.group; g += SCORE_WARPS) {
         float largest = -INFINITE, sum = 0.0f;
-        for (u32 i = lane; i < n_pieces; i += 32)
+        LOOP for (u32 i = lane; i < n_pieces; i += 32)
             largest = fmaxf(largest, __ldcg(&sums[i * p.group + g]).x);
         largest = warp_max(largest);
         const float base = largest == -INFINITE ? 0.0f : largest;
-        for (u32 i = lane; i < n_pieces; i += 32) {
+        LOOP for (u32 i = lane; i < n_pieces; i += 32) {
             const float2 own = __ldcg(&sums[i * p.group + g]);
             sum += own.y * exp2_of(own.x - base);
         }
@@ -420,7 +433,7 @@ DEVICE void total_sums(const ScoreParams& p, const Question& ask, float2* totals
 // The score of a place, once the totals are there; raw scores of the group are `stride` apart.
 DEVICE u32 finish_score(const ScoreParams& p, const float2* totals, const float* raw, u32 stride) {
     float sum = 0.0f;
-    for (u32 g = 0; g < p.group; g++)
+    LOOP for (u32 g = 0; g < p.group; g++)
         sum = __fmaf_rn(exp2_of(raw[(u64)g * stride] - totals[g].x), totals[g].y, sum);
     // Positive floats are ordered as their bits are; what is no number is worth nothing.
     return sum != sum ? 0 : __float_as_uint(sum);

@@ -30,7 +30,7 @@ DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& 
     if (!is_known && blockIdx.x == 0 && thread < n)
         tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
     share.n_heads = 0;
-    for (u32 i = 0; i < n; i++) share.n_heads += chooses(p, looks.lookups[i]);
+    LOOP for (u32 i = 0; i < n; i++) share.n_heads += chooses(p, looks.lookups[i]);
     if (share.n_heads == 0) return false;
     if (!is_known && thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
     share.count = min(gridDim.x / share.n_heads, (u32)MAX_BLOCKS);
@@ -48,7 +48,7 @@ DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& 
 DEVICE void fetch_share(const DecideParams& p, const Share& share) {
 #if HAS_BULK
     const u32 end = (share.end + PAGE - 1) / PAGE;
-    for (u32 page = share.start / PAGE + threadIdx.x; page < end; page += SCORE_THREADS) {
+    LOOP for (u32 page = share.start / PAGE + threadIdx.x; page < end; page += SCORE_THREADS) {
         const u64 entry = (u64)share.ask.table_row * p.score.pages.table_len + page;
         if (p.score.kind != SCORE_KEYS)
             bulk_prefetch(digest_of(p.score, share.ask, p.score.pages.tables[entry]), p.score.page_bytes);
@@ -103,7 +103,7 @@ DEVICE void leave(const Share& share) {
     }
     __syncthreads();
     if (!is_last) return;
-    for (u32 i = threadIdx.x; i < 5 * BINS / 4; i += SCORE_THREADS)
+    LOOP for (u32 i = threadIdx.x; i < 5 * BINS / 4; i += SCORE_THREADS)
         ((uint4*)share.tally->digits)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) share.tally->n_arrived = share.tally->n_left = 0;
 }
@@ -112,7 +112,7 @@ DEVICE void leave(const Share& share) {
 DEVICE void leave_edge(const DecideParams& p, const Share& share, const float* raw, u64 stride) {
     const u32 n = share.end - share.start;
     const u32 n_raw = p.score.kind == SCORE_SIGNS ? 1 : p.score.group;
-    for (u32 i = threadIdx.x; i < n_raw * N_FOLLOWERS; i += SCORE_THREADS) {
+    LOOP for (u32 i = threadIdx.x; i < n_raw * N_FOLLOWERS; i += SCORE_THREADS) {
         const u32 back = i % N_FOLLOWERS + 1;
         if (back <= n) share.tally->edges[share.index][i] = raw[i / N_FOLLOWERS * stride + n - back];
     }
@@ -125,7 +125,7 @@ DEVICE void follow(const DecideParams& p, const Share& share, const float2* tota
     __shared__ u32 before[N_FOLLOWERS];  // scores of the places before the share, the last first
     const u32 thread = threadIdx.x, n = share.end - share.start;
     const bool is_signs = p.score.kind == SCORE_SIGNS;
-    for (u32 i = thread; share.index > 0 && i < MAX_GROUP * N_FOLLOWERS; i += SCORE_THREADS)
+    LOOP for (u32 i = thread; share.index > 0 && i < MAX_GROUP * N_FOLLOWERS; i += SCORE_THREADS)
         edge[i] = __ldcg(&share.tally->edges[share.index - 1][i]);
     __syncthreads();
     if (share.index > 0 && thread < N_FOLLOWERS)
@@ -133,10 +133,10 @@ DEVICE void follow(const DecideParams& p, const Share& share, const float2* tota
                                   : finish_score(p.score, totals, edge + thread, N_FOLLOWERS);
     __syncthreads();
     // From the last places on, so that nobody reads what was written already.
-    for (u32 end = (n + SCORE_THREADS - 1) / SCORE_THREADS * SCORE_THREADS; end > 0; end -= SCORE_THREADS) {
+    LOOP for (u32 end = (n + SCORE_THREADS - 1) / SCORE_THREADS * SCORE_THREADS; end > 0; end -= SCORE_THREADS) {
         const u32 i = end - SCORE_THREADS + thread;
         u32 best = i < n ? share.scores[i] : 0;
-        for (u32 step = 1; i < n && step <= N_FOLLOWERS && share.start + i >= p.sinks + step; step++) {
+        LOOP for (u32 step = 1; i < n && step <= N_FOLLOWERS && share.start + i >= p.sinks + step; step++) {
             const u32 lost = step * p.fade;
             const u32 score = i >= step ? share.scores[i - step] : before[step - i - 1];
             best = max(best, max(score, lost) - lost);
