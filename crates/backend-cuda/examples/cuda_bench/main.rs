@@ -15,12 +15,14 @@
 //! `decode` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs; for
-//! `decode`, attention of several layers is one recorded pass, as in a step.
+//! `decode`, attention of as many layers as a model of that shape has, or of `layers=N`, is one recorded pass,
+//! as in a step, and a plain read of as many bytes is beside it.
 //! Operands are rotated, so that the second-level cache does not serve them.
 
 #![expect(clippy::print_stdout, reason = "a bench prints")]
 
 mod chunks;
+mod decode;
 mod rig;
 mod start;
 mod step;
@@ -37,9 +39,8 @@ use rig::Rig;
 
 type Outcome = Result<(), Box<dyn Error>>;
 
-/// Layers that take turns, and bytes that all of them have at least: far more than the second-level cache.
+/// Layers that take turns.
 const N_LAYERS: u32 = 4;
-const LAYERS_BYTES: usize = 400 << 20;
 /// Copies on the device of pages that are on the host.
 const NEAR_PAGES: u32 = 256;
 
@@ -49,20 +50,38 @@ struct Report {
     text: String,
     /// Bytes that the device reads in a second.
     roof: f64,
+    /// Bytes, and the seconds that a plain read of so many takes which is queued as attention is.
+    plain: Vec<(usize, f64)>,
     /// Whether steps are taken apart.
     has_breakdown: bool,
 }
 
 impl Report {
     fn add(&mut self, name: &str, seconds: f64, bytes: f64, operations: f64) {
+        self.add_beside(name, seconds, (bytes, operations), None);
+    }
+
+    /// The same, beside the seconds of a plain read of as many bytes.
+    fn add_beside(
+        &mut self,
+        name: &str,
+        seconds: f64,
+        (bytes, operations): (f64, f64),
+        plain: Option<f64>,
+    ) {
         let (us, gbs, tflops) = (seconds * 1e6, bytes / seconds / 1e9, operations / seconds / 1e12);
         let share = bytes / seconds / self.roof;
-        println!("{name:<44} {us:>9.1} us {gbs:>6.0} GB/s {share:>6.3} {tflops:>7.1} TFLOP/s");
+        let of_plain = plain.map(|plain| plain / seconds);
+        let beside = of_plain.map_or(String::new(), |x| format!(" {x:>6.3} of a plain read"));
+        println!(
+            "{name:<44} {us:>9.1} us {gbs:>6.0} GB/s {share:>6.3} {tflops:>7.1} TFLOP/s{beside}"
+        );
+        let beside = of_plain.map_or(String::new(), |x| format!(", \"of_plain\": {x:.3}"));
         let comma = if self.text.is_empty() { "" } else { ",\n" };
         let _ = write!(
             self.text,
             "{comma}  {{\"name\": \"{}\", \"us\": {us:.2}, \"gb_per_s\": {gbs:.1}, \
-             \"of_roof\": {share:.3}, \"tflop_per_s\": {tflops:.2}}}",
+             \"of_roof\": {share:.3}, \"tflop_per_s\": {tflops:.2}{beside}}}",
             name.trim_start()
         );
     }
@@ -94,7 +113,7 @@ fn main() -> Outcome {
         matmuls(&cuda, &mut report, has("short"))?;
     }
     if has("decode") {
-        decodes(&cuda, &mut report, (has("short"), has("ordered")))?;
+        decode::decodes(&cuda, &mut report, &words)?;
     }
     if has("prefill") {
         for (depth, rows) in [(0, 512), (0, 4096), (7680, 512), (30720, 2048)] {
@@ -105,7 +124,7 @@ fn main() -> Outcome {
         let coded = [KvDtype::Int8(LayerSet::NONE), KvDtype::Fp8(LayerSet::NONE)];
         for dtype in [KvDtype::Bf16, KvDtype::F16].into_iter().chain(coded) {
             let batches = [(1, 8192), (1, 32768), (1, 131_072), (32, 8192)];
-            decode(&cuda, &mut report, (32, 8, 128, dtype), (&batches, false))?;
+            decode::decode(&cuda, &mut report, (32, 8, 128, dtype), (&batches, &words))?;
             prefill(&cuda, &mut report, (7680, 512), dtype)?;
         }
     }
@@ -227,23 +246,6 @@ fn draws(cuda: &Cuda, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-/// Attention of one row of each sequence.
-fn decodes(cuda: &Cuda, report: &mut Report, (is_short, is_ordered): (bool, bool)) -> Outcome {
-    use KvDtype::{Bf16, F16};
-    let mut decode = |heads, batches: &[_]| decode(cuda, report, heads, (batches, is_ordered));
-    if is_short {
-        return decode((32, 8, 128, F16), &[(1, 32768), (1, 131_072), (32, 8192)]);
-    }
-    let all = [(1, 1024), (1, 8192), (1, 32768), (1, 131_072), (8, 8192), (32, 8192), (32, 32768)];
-    let long = [(1, 8192), (1, 32768), (1, 131_072), (32, 8192), (32, 32768)];
-    decode((32, 8, 128, F16), &all)?;
-    decode((32, 8, 128, Bf16), &long)?;
-    decode((40, 8, 128, F16), &long)?;
-    decode((28, 4, 128, F16), &long)?;
-    decode((32, 32, 128, F16), &[(1, 8192), (1, 32768), (32, 8192)])?;
-    decode((9, 3, 64, F16), &long)
-}
-
 /// Mean time of one call, of the best of several rounds.
 fn time(cuda: &Cuda, mut run: impl FnMut(usize) -> Outcome) -> Result<f64, Box<dyn Error>> {
     let clock = SystemClock::start();
@@ -300,34 +302,6 @@ fn matmul(
         let seconds = time(cuda, |i| Ok(cuda.matmul(&weights[i % copies], &x, rows, &mut out)?))?;
         let name = format!("matmul {dtype} {n} x {k}, {rows} rows");
         report.add(&name, seconds, bytes.len() as f64, (2 * rows * n * k) as f64);
-    }
-    Ok(())
-}
-
-fn decode(
-    cuda: &Cuda,
-    report: &mut Report,
-    (n_heads, n_kv_heads, d, dtype): (u32, u32, u32, KvDtype),
-    (batches, is_ordered): (&[(usize, usize)], bool),
-) -> Outcome {
-    for &(n_seqs, depth) in batches {
-        let layer = KvShape { n_layers: 1, n_kv_heads, head_dim: d, page_len: 16, dtype };
-        let n_layers = LAYERS_BYTES.div_ceil(n_seqs * depth * layer.token_bytes()) as u32;
-        let kv = KvShape { n_layers: n_layers.next_multiple_of(2).clamp(N_LAYERS, 64), ..layer };
-        let mut rig = Rig::with(cuda, (kv, n_heads), (n_seqs, depth, 1), (is_ordered, None))?;
-        let parts: Vec<_> = (0..rig.n_seqs).map(|seq| (seq, depth - 1, 1)).collect();
-        rig.lay_out(&parts)?;
-        let seconds = rig.time_layers(n_seqs)?;
-        let bytes = (n_seqs * depth * kv.token_bytes()) as f64 / f64::from(kv.n_layers);
-        let group = n_heads / n_kv_heads;
-        let order = match (is_ordered, cuda.has_virtual_kv()) {
-            (_, true) => ", virtual",
-            (true, false) => ", ordered",
-            (false, false) => "",
-        };
-        let name =
-            format!("decode {dtype} d {d} {n_heads}:{n_kv_heads}, {n_seqs} x {depth}{order}");
-        report.add(&name, seconds, bytes, 2.0 * f64::from(group) * bytes);
     }
     Ok(())
 }

@@ -118,8 +118,13 @@ impl<'a> Rig<'a> {
         Ok(self.cuda.plan(&mut self.plan, &self.tables, &layout)?)
     }
 
-    /// Times attention of the batch that was laid out, all layers one after the other in one pass.
-    pub(crate) fn time_layers(&mut self, rows: usize) -> Result<f64, Box<dyn Error>> {
+    /// Times attention of the batch that was laid out, so many layers one after the other in one pass: those
+    /// of the arena, from the first again after the last.
+    pub(crate) fn time_layers(
+        &mut self,
+        rows: usize,
+        n_passed: u32,
+    ) -> Result<f64, Box<dyn Error>> {
         let width = (self.n_heads + 2 * self.shape.n_kv_heads) * self.shape.head_dim;
         let mut qkv = self.cuda.alloc(rows * width as usize)?;
         self.cuda.write(&mut qkv, &random(rows * width as usize))?;
@@ -127,14 +132,14 @@ impl<'a> Rig<'a> {
         let spec = spec(self.n_heads, self.shape.head_dim);
         let seconds = time(self.cuda, |_| {
             if self.cuda.begin_pass(&mut self.plan, &self.kv)? == Pass::Needed {
-                for layer in (0..self.shape.n_layers).map(LayerIdx) {
+                for layer in (0..n_passed).map(|i| LayerIdx(i % self.shape.n_layers)) {
                     self.cuda.attend(&self.plan, layer, &spec, &qkv, &self.kv, &mut out)?;
                 }
                 self.cuda.end_pass(&mut self.plan)?;
             }
             Ok(())
         })?;
-        Ok(seconds / f64::from(self.shape.n_layers))
+        Ok(seconds / f64::from(n_passed))
     }
 
     /// Times attention of the batch that was laid out, layers taking turns.
