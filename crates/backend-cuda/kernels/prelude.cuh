@@ -176,6 +176,21 @@ DEVICE void barrier_wait(u32 barrier, u32 phase) {
         : "memory");
 }
 
+// Whether a phase has ended.
+DEVICE bool barrier_test(u32 barrier, u32 phase) {
+    u32 has_ended;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(has_ended)
+        : "r"(barrier), "r"(phase)
+        : "memory");
+    return has_ended != 0;
+}
+
 DEVICE void bulk_copy(u32 shared, const void* global, u32 n_bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::

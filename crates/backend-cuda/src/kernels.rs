@@ -71,7 +71,7 @@ impl AttendKernels {
         let split = |shape: SplitShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
-        let merge = |shape: MergeShape| kernel(shape.name, shape.shared_bytes());
+        let merge = |shape: MergeShape| kernel(shape.name, 0);
         let [a, b, c, d] = MergeShape::ALL;
         let shape = attend.tile(device.describe().1.0);
         let attend = match attend.page.dtype {

@@ -133,7 +133,6 @@ impl Program {
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
             ("MERGE_ENTRIES", merge::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
-            ("MERGE_BATCH_FLOATS", merge::MergeShape::BATCH_FLOATS.to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<merge::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ]);

@@ -201,7 +201,7 @@ impl Attention<'_> {
                     let grid = (self.device.n_multiprocessors(), 1);
                     let threads = count(32 * shape.warps);
                     self.attend(kernel, (plan.split_parts(), 1, angles), (grid, threads), out)?;
-                    self.merge(merges, (splits, n_splits), out)?;
+                    self.merge((merges, shape.merges), (splits, n_splits), out)?;
                 }
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
