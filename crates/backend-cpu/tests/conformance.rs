@@ -63,6 +63,7 @@ judged! {
     attend_prefill_matches,
     attend_far_matches,
     attend_long_matches,
+    attend_many_agree,
     attend_cuts_agree,
     attend_neighbours_agree,
     attend_places_agree,

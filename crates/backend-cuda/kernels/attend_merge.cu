@@ -1,9 +1,9 @@
 // Merges the chunks of the rows that were split, from left to right.
 //
-// Grid: (row that was split, query head and piece of COLUMNS columns). A warp takes 32 columns of 32 chunks at
-// a time: a lane has one column of all of them, and knows how one of them is weighed. Warps of the same
-// columns take turns to add what they have, so that everything is on its way, or there, before its turn comes.
-// A link of the chain of sums is one operation, or two where the maximum moves: that is seldom.
+// Grid: (row that was split, query head and piece of COLUMNS columns). First all threads together work out
+// how the chunks of a span are weighed, which leaves one operation to each link of the long chain of
+// sums, or two where the maximum moves: that is seldom. Meanwhile the chunks come in batches through a
+// ring of DEPTH.
 
 // The chunks that a row sees.
 struct Chunks {
@@ -29,25 +29,69 @@ struct MergeParams {
 };
 static_assert(sizeof(MergeParams) == MERGE_PARAMS_SIZE, "the host's MergeParams differs");
 
-#define MERGE_WARPS 4
+#define MERGE_THREADS 128
+#define MERGE_OWN 2  // chunks that a thread weighs
+#define MERGE_SPAN (MERGE_OWN * MERGE_THREADS)
+#define MERGE_EIGHT 8  // chunks that are looked at together
 
-// With OWNS, a warp has its weights in registers before its turn comes; without, there is room for twice as
-// many blocks.
-template <int COLUMNS, bool OWNS>
+template <int COLUMNS, int DEPTH, int SHARED>
 struct Merger {
-    static const u32 BESIDE = COLUMNS / 32;         // warps of different columns
-    static const u32 TURNS = MERGE_WARPS / BESIDE;  // warps of the same ones
+    static const int BATCH = MERGE_BATCH_FLOATS / COLUMNS;  // chunks
+    static_assert(MERGE_SPAN % BATCH == 0 && BATCH % MERGE_EIGHT == 0, "whole batches and eights");
 
-    // How the chunks of a warp, and all before each, are weighed; and their sums.
-    struct Weighed {
-        float before[32], after[32], sum[32];
+    // A piece of the chunks of one head of one row, and where the thread has a share of it. All of it is known
+    // before there is anything to merge.
+    struct Piece {
+        u32 n;  // chunks
+        u32 column, n_columns;
+        const float2* sums;  // of the thread's first chunk of a span
+        const float* source;  // of the first chunk that the thread brings,
+        u32 target;           // and where that goes
+        u32 n_brought;        // chunks that are left from there on
+        u32 stride;           // from chunk to chunk, in lines
     };
 
-    // Weighs the chunks of all turns, of which a lane has one; `m` is the maximum of everything before them,
-    // and then theirs too. Gives those of the warp's chunks at which it moves.
-    DEVICE u32 weigh_chunks(const float2& own, float& m, float* maxima, Weighed& weighed) {
+    // How each chunk of a span, and all before it, are weighed; the chunk's sum; and the eights of which the
+    // maximum moves, a bit for each.
+    struct Weighed {
+        float before[MERGE_SPAN], after[MERGE_SPAN], sum[MERGE_SPAN];
+        u8 moved[MERGE_SPAN / MERGE_EIGHT];
+    };
+    static_assert(MERGE_SPAN == 256 && MERGE_THREADS == 128, "a byte of each warp, and a word of all");
+    static_assert(DEPTH * MERGE_BATCH_FLOATS * 4 + sizeof(Weighed) == SHARED, "the host's memory");
+
+    // Brings the results of a batch, or nothing if there is none.
+    DEVICE void load(const Piece& piece, u32 batch) {
+        const u32 APART = MERGE_THREADS / (COLUMNS / 4);  // chunks that a thread brings
+        const float* source = piece.source + (u64)(batch * BATCH) * (piece.stride * WIDTH);
+        const u32 target = piece.target + batch % DEPTH * (MERGE_BATCH_FLOATS * 4);
+        UNROLL
+        for (int i = 0; i < BATCH; i += APART) {
+            if (batch * BATCH + i < piece.n_brought)
+                copy_async(target + i * COLUMNS * 4, source, 16);
+            source += APART * piece.stride * WIDTH;
+        }
+        copy_commit();
+    }
+
+    // Asks for the maxima and sums of the thread's chunks of a span.
+    DEVICE void fetch(const Piece& piece, u32 start, float2 (&own)[MERGE_OWN]) {
+        UNROLL
+        for (int i = 0; i < MERGE_OWN; i++) {
+            own[i] = make_float2(-INFINITE, 0.0f);
+            if (start + threadIdx.x * MERGE_OWN + i < piece.n)
+                own[i] = piece.sums[(start + i) * piece.stride];
+        }
+    }
+
+    // Weighs the chunks of a span; `m` is the maximum of everything before it, and then of the span too.
+    // Gives the eights of which it moves.
+    DEVICE u32 weigh_span(const float2 (&own)[MERGE_OWN], float& m, Weighed& weighed) {
+        __shared__ float maxima[MERGE_THREADS / 32];
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        float upto = own.x;
+        float upto = own[0].x;
+        UNROLL
+        for (int i = 1; i < MERGE_OWN; i++) upto = fmaxf(upto, own[i].x);
         UNROLL
         for (int step = 1; step < 32; step *= 2) {
             const float other = __shfl_up_sync(~0u, upto, step);
@@ -57,118 +101,150 @@ struct Merger {
         __syncthreads();
         float left = m;
         UNROLL
-        for (u32 i = 0; i < TURNS; i++) {
-            if (i < warp / BESIDE) left = fmaxf(left, maxima[i * BESIDE]);
-            m = fmaxf(m, maxima[i * BESIDE]);
+        for (u32 i = 0; i < MERGE_THREADS / 32; i++) {
+            if (i < warp) left = fmaxf(left, maxima[i]);
+            m = fmaxf(m, maxima[i]);
         }
         const float inside = __shfl_up_sync(~0u, upto, 1);
         if (lane > 0) left = fmaxf(left, inside);
-        const Weights w = weigh(left, own.x);
-        weighed.before[lane] = w.before, weighed.after[lane] = w.after, weighed.sum[lane] = own.y;
-        // Also: all lanes have written.
-        return __ballot_sync(~0u, w.before != 1.0f);
-    }
-
-    template <int N>
-    DEVICE void load(const float* source, float* target) {
+        bool is_moved = false;
         UNROLL
-        for (int i = 0; i < N; i += 4) {
-            const float4 four = *(const float4*)(source + i);
-            target[i] = four.x, target[i + 1] = four.y, target[i + 2] = four.z, target[i + 3] = four.w;
+        for (int i = 0; i < MERGE_OWN; i++) {
+            const Weights w = weigh(left, own[i].x);
+            const u32 at = threadIdx.x * MERGE_OWN + i;
+            weighed.before[at] = w.before, weighed.after[at] = w.after;
+            weighed.sum[at] = own[i].y;
+            is_moved |= w.before != 1.0f;
+            left = w.m;
         }
+        const u32 THREADS = MERGE_EIGHT / MERGE_OWN;  // of an eight
+        const u32 moved = __ballot_sync(~0u, is_moved) >> lane * THREADS % 32;
+        const u32 eights = __ballot_sync(~0u, (moved & ((1u << THREADS) - 1)) != 0);
+        if (lane == 0) weighed.moved[warp] = (u8)eights;
+        __syncthreads();
+        return *(const u32*)weighed.moved;
     }
 
-    // What a warp adds when its turn comes.
-    struct Own {
-        float x[32], after[32], sum[32];
+    // Chunks that are looked at together.
+    struct Eight {
+        float x[MERGE_EIGHT], after[MERGE_EIGHT], sum[MERGE_EIGHT];
     };
 
-    // Adds `n` chunks, rounded up to eights: those that are not there have no weight.
-    DEVICE void add(Own& own, u32 n, u32 moved, const Weighed& weights, float& o, float& l) {
+    DEVICE void load_four(const float* source, float* target) {
+        const float4 four = *(const float4*)source;
+        target[0] = four.x, target[1] = four.y, target[2] = four.z, target[3] = four.w;
+    }
+
+    // Loads the chunks from `c` on; their weights are those from `at` on.
+    DEVICE void load_eight(const float* column, u32 c, const Weighed& weighed, u32 at, Eight& eight) {
         UNROLL
-        for (int eight = 0; eight < 32; eight += 8) {
-            if (eight >= n) break;
-            if (!OWNS) load<8>(weights.after + eight, own.after + eight);
-            if (!OWNS) load<8>(weights.sum + eight, own.sum + eight);
-            if ((moved >> eight & 0xFF) == 0) {
-                UNROLL
-                for (int i = eight; i < eight + 8; i++) {
-                    o = __fmaf_rn(own.x[i], own.after[i], o);
-                    l = __fmaf_rn(own.sum[i], own.after[i], l);
-                }
-                continue;
-            }
-            UNROLL
-            for (int i = eight; i < eight + 8; i++) {
-                o = __fmaf_rn(own.x[i], own.after[i], __fmul_rn(o, weights.before[i]));
-                l = __fmaf_rn(own.sum[i], own.after[i], __fmul_rn(l, weights.before[i]));
-            }
+        for (int i = 0; i < MERGE_EIGHT; i++) eight.x[i] = column[(c + i) * COLUMNS];
+        UNROLL
+        for (int i = 0; i < MERGE_EIGHT; i += 4) {
+            load_four(weighed.after + at + i, eight.after + i);
+            load_four(weighed.sum + at + i, eight.sum + i);
         }
     }
 
-    // The turn goes from warp to warp.
-    DEVICE void await_turn() {
-        if (TURNS > 1) asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 32) : "memory");
+    DEVICE void add_eight(const Eight& eight, bool is_moved, const float* before, float& o, float& l) {
+        if (is_moved) {
+            UNROLL
+            for (int i = 0; i < MERGE_EIGHT; i++) {
+                o = __fmaf_rn(eight.x[i], eight.after[i], __fmul_rn(o, before[i]));
+                l = __fmaf_rn(eight.sum[i], eight.after[i], __fmul_rn(l, before[i]));
+            }
+            return;
+        }
+        UNROLL
+        for (int i = 0; i < MERGE_EIGHT; i++) {
+            o = __fmaf_rn(eight.x[i], eight.after[i], o);
+            l = __fmaf_rn(eight.sum[i], eight.after[i], l);
+        }
     }
-    DEVICE void pass_turn() {
-        const u32 next = (threadIdx.x / 32 + BESIDE) % MERGE_WARPS;
-        if (TURNS > 1) asm volatile("bar.arrive %0, 64;" ::"r"(1 + next) : "memory");
+
+    // Adds a batch of `n` chunks, whose weights begin at `at`, to a column.
+    DEVICE void add(const float* column, u32 n, const Weighed& weighed, u32 at, u32 moved, float& o,
+                    float& l) {
+        const u32 n_eights = n / MERGE_EIGHT;
+        const auto is_moved = [&](u32 c) { return (moved >> (at + c) / MERGE_EIGHT & 1) != 0; };
+        Eight one, other;
+        if (n_eights > 0) load_eight(column, 0, weighed, at, one);
+        for (u32 i = 0; i < n_eights; i += 2) {
+            const u32 c = i * MERGE_EIGHT;
+            const u32 second = c + MERGE_EIGHT, third = second + MERGE_EIGHT;
+            if (i + 1 < n_eights) load_eight(column, second, weighed, at + second, other);
+            add_eight(one, is_moved(c), weighed.before + at + c, o, l);
+            if (i + 1 == n_eights) break;
+            if (i + 2 < n_eights) load_eight(column, third, weighed, at + third, one);
+            add_eight(other, is_moved(second), weighed.before + at + second, o, l);
+        }
+        for (u32 c = n_eights * MERGE_EIGHT; c < n; c++) {
+            const float before = weighed.before[at + c], after = weighed.after[at + c];
+            o = __fmaf_rn(column[c * COLUMNS], after, __fmul_rn(o, before));
+            l = __fmaf_rn(weighed.sum[at + c], after, __fmul_rn(l, before));
+        }
+    }
+
+    // The block's piece of a row.
+    DEVICE Piece piece_of(const MergeParams& p, const Split& split, u32 head, u32 ring) {
+        const u32 n_heads = p.n_kv_heads * p.group, QUADS = COLUMNS / 4, thread = threadIdx.x;
+        const Chunks chunks = chunks_of(p.cuts, split.n_keys, p.window);
+        const u64 first = (u64)(split.partial + chunks.first) * n_heads + head;
+        const u32 at = thread % QUADS * 4, row = thread / QUADS;
+        Piece piece;
+        piece.n = chunks.end - chunks.first;
+        piece.stride = n_heads;
+        piece.column = blockIdx.y / n_heads * COLUMNS;
+        piece.n_columns = min((u32)COLUMNS, WIDTH - piece.column);
+        piece.sums = (const float2*)p.sums + first + thread * MERGE_OWN * n_heads;
+        piece.source = p.partials + (first + row * n_heads) * WIDTH + piece.column + at;
+        piece.target = ring + (row * COLUMNS + at) * 4;
+        piece.n_brought = at < piece.n_columns && row < piece.n ? piece.n - row : 0;
+        return piece;
     }
 
     DEVICE void run(const MergeParams& p) {
-        __shared__ float maxima[2][MERGE_WARPS];
-        __shared__ float2 carried[BESIDE * 32];
-        __shared__ __align__(16) Weighed weighed[MERGE_WARPS];
+        extern __shared__ __align__(128) float ring[];  // [DEPTH][MERGE_BATCH_FLOATS], Weighed
         allow_next();
-        const u32 n_heads = p.n_kv_heads * p.group, head = blockIdx.y % n_heads;
-        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / BESIDE;
-        const u32 place = warp % BESIDE * 32 + lane, column = blockIdx.y / n_heads * COLUMNS + place;
+        const u32 n_heads = p.n_kv_heads * p.group, thread = threadIdx.x;
+        const u32 head = blockIdx.y % n_heads;
         const Split split = p.splits[blockIdx.x];
-        const Chunks chunks = chunks_of(p.cuts, split.n_keys, p.window);
-        const u32 n = chunks.end - chunks.first;
-        const bool is_here = column < WIDTH;
-        const u64 line = (u64)(split.partial + chunks.first) * n_heads + head;
-        const float2* const sums = (const float2*)p.sums + line;
-        const float* const partials = p.partials + line * WIDTH + column;
-        const u64 target = ((u64)split.row * n_heads + head) * HEAD_DIM + column;
+        const Piece piece = piece_of(p, split, head, shared_address(ring));
+        Weighed& weighed = *(Weighed*)(ring + DEPTH * MERGE_BATCH_FLOATS);
+        const u32 i = piece.column + thread;
+        const u64 target = ((u64)split.row * n_heads + head) * HEAD_DIM + i;
         float m = -INFINITE, l = 0.0f, o = 0.0f;
+        float* const out = p.out + target;
+        u16* const rounded = p.rounded + target;
+        float2 own[MERGE_OWN];
+        u32 moved = 0;
         wait_for_previous();
-        if (blockIdx.x + blockIdx.y + threadIdx.x == 0) *p.n_taken = 0;
-        for (u32 span = 0; span < n; span += TURNS * 32) {
-            const u32 first = span + turn * 32, n_own = first < n ? min(n - first, 32u) : 0;
-            float2 total = make_float2(-INFINITE, 0.0f);
-            if (lane < n_own) total = __ldcg(sums + (first + lane) * n_heads);
-            Own own;
-            const float* source = partials + (u64)first * n_heads * WIDTH;
-            UNROLL
-            for (int i = 0; i < 32; i++) {
-                own.x[i] = is_here && i < n_own ? __ldcg(source) : 0.0f;
-                source += n_heads * WIDTH;
+        fetch(piece, 0, own);
+        for (u32 k = 0; k < DEPTH - 1; k++) load(piece, k);
+        if (blockIdx.x + blockIdx.y + thread == 0) *p.n_taken = 0;
+        for (u32 start = 0; start < piece.n; start += BATCH) {
+            const u32 at = start % MERGE_SPAN, batch = start / BATCH;
+            if (at == 0) {
+                moved = weigh_span(own, m, weighed);
+                fetch(piece, start + MERGE_SPAN, own);
             }
-            Weighed& weights = weighed[warp];
-            const u32 moved = weigh_chunks(total, m, maxima[span / (TURNS * 32) % 2], weights);
-            if (n_own == 0) break;
-            if (OWNS) load<32>(weights.after, own.after);
-            if (OWNS) load<32>(weights.sum, own.sum);
-            if (first > 0) {
-                await_turn();
-                if (TURNS > 1) o = carried[place].x, l = carried[place].y;
-            }
-            add(own, n_own, moved, weights, o, l);
-            if (first + 32 >= n) break;
-            if (TURNS > 1) carried[place] = make_float2(o, l);
-            pass_turn();
+            copy_wait<DEPTH - 2>();
+            __syncthreads();
+            // Nobody needs the batch before this one.
+            load(piece, batch + DEPTH - 1);
+            if (thread < piece.n_columns)
+                add(ring + batch % DEPTH * MERGE_BATCH_FLOATS + thread,
+                    min(piece.n - start, (u32)BATCH), weighed, at, moved, o, l);
         }
-        // Who had the last turn has all of it.
-        if (!is_here || column >= HEAD_DIM || turn != (n - 1) / 32 % TURNS) return;
-        const float all = o * (1.0f / l);
-        p.out[target] = all;
-        p.rounded[target] = (u16)bf16_of(all);
+        if (thread >= piece.n_columns || i >= HEAD_DIM) return;
+        const float x = o * (1.0f / l);
+        *out = x;
+        *rounded = (u16)bf16_of(x);
     }
 };
 
-#define MERGE(name, COLUMNS, OWNS)                                                                    \
-    extern "C" __global__ void __maxnreg__((OWNS ? 2 : 1) * MERGE_REGISTERS) name(MergeParams p) {    \
-        Merger<COLUMNS, OWNS>::run(p);                                                                \
+#define MERGE(name, COLUMNS, DEPTH, SHARED)                                                    \
+    extern "C" __global__ void __maxnreg__(MERGE_REGISTERS) name(MergeParams p) {              \
+        Merger<COLUMNS, DEPTH, SHARED>::run(p);                                                \
     }
 MERGE_ENTRIES

@@ -7,10 +7,6 @@
 // device memory, so that the grid does not depend on lengths. Reads each page once, and writes a
 // partial result for each chunk.
 //
-// Rings are filled while the kernels before still run. Those are short of latency, not of bandwidth: behind
-// all rings at once, each of their loads would wait for microseconds. So before they end, few halves of a
-// block are on their way at a time, in the order of its warps.
-//
 // Where nothing else has, splits also do what rope.cu does: they rotate queries when they load them, and
 // the warp whose chunk ends with the row's own key puts that key and its value into the page, and into
 // the copy of the page that it has.
@@ -114,48 +110,25 @@ struct SplitQueries<true> {
     typedef OwnQueries<KT * 2> Type;
 };
 
-// Bytes of a block that are on their way before the kernels before have ended.
-#define EARLY_BYTES 32768
-
-// One warp of a split: 8 R lines at a time, a ring of STAGES halves of steps. A block has N_WARPS rings, then
-// what else each warp has, then barriers of all halves and the one that says that the kernels before have ended.
-template <int R, int N_WARPS, int STAGES>
+// One warp of a split: 8 R lines at a time, a ring of STAGES halves of steps.
+template <int R, int STAGES>
 struct Splitter {
     typedef typename SplitMix<R, TURNS(R)>::Type Mix;
-    static const int QUEUE_AT = OWNS_QUERIES(R) ? 0 : Lines<R>::Q_BYTES;
-    static const int OWN_BYTES = QUEUE_AT + QUEUE * 32;
-    static const int OWN_AT = N_WARPS * STAGES * HALF_BYTES;
-    static const int BARRIERS_AT = OWN_AT + N_WARPS * OWN_BYTES;
-    static const int OVER_AT = BARRIERS_AT + N_WARPS * STAGES * 8;
-    static const int BLOCK_BYTES = BARRIERS_AT + N_WARPS * 64;
-    static const int N_EARLY = EARLY_BYTES > HALF_BYTES ? EARLY_BYTES / HALF_BYTES : 1;
-    static_assert(STAGES < 8 && sizeof(Work) <= 32, "room for barriers and tasks");
+    static const int RING = STAGES * HALF_BYTES;
+    static const int QUEUE_AT = RING + (OWNS_QUERIES(R) ? 0 : Lines<R>::Q_BYTES);
+    static const int BARRIERS = QUEUE_AT + QUEUE * 32;
+    static const int WARP_BYTES = BARRIERS + 64;
+    static_assert(STAGES <= 8 && sizeof(Work) <= 32, "room for barriers and tasks");
     static_assert(STAGES / 2 + 2 <= QUEUE, "no more tasks on their way than the queue holds");
 
-    // What a warp has of the block's memory.
-    struct Room {
-        u8* ring;
-        u8* own;    // queries that are not in registers, tasks
-        u32 ready;  // barriers of the ring, the first one's address
-        u32 over;   // that of the block
-
-        DEVICE Room of(u8* shared) {
-            const u32 warp = threadIdx.x / 32, block = shared_address(shared);
-            return Room{shared + warp * STAGES * HALF_BYTES, shared + OWN_AT + warp * OWN_BYTES,
-                        block + BARRIERS_AT + warp * STAGES * 8, block + OVER_AT};
-        }
-        DEVICE Work* queue(const Room& room) { return (Work*)(room.own + QUEUE_AT); }
-    };
-
     // Brings keys or values of the next step; pages that are not seen become zeros.
-    DEVICE void bring(const AttendParams& p, Feed<R>& feed, const Room& room) {
+    DEVICE void bring(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring) {
         if (feed.is_done) {
             copy_commit();
             return;
         }
         const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
-        const u32 target = shared_address(room.ring) + feed.stage * HALF_BYTES;
-        const u32 ready = room.ready + feed.stage * 8;
+        const u32 target = ring + feed.stage * HALF_BYTES, ready = ring + BARRIERS + feed.stage * 8;
         const u32 half = feed.is_values ? HALF_PAGE : 0;
         u32 slots[STEP_PAGES];
         UNROLL
@@ -178,15 +151,15 @@ struct Splitter {
         feed.stage = feed.stage == STAGES - 1 ? 0 : feed.stage + 1;
         feed.is_values = !feed.is_values;
         if (!feed.is_values && ++feed.step == feed.end_step)
-            Feed<R>::begin_next(p, feed, Room::queue(room));
+            Feed<R>::begin_next(p, feed, (Work*)(own + QUEUE_AT));
         else if (feed.known < 3 && feed.step + LOOK_AHEAD >= feed.end_step)
             Feed<R>::look(p, feed);
     }
 
     // The same into the half that all lanes have read.
-    DEVICE void bring_next(const AttendParams& p, Feed<R>& feed, const Room& room) {
+    DEVICE void bring_next(const AttendParams& p, Feed<R>& feed, u8* own, u32 ring) {
         __syncwarp();
-        bring(p, feed, room);
+        bring(p, feed, own, ring);
     }
 
     // All pages of a step are seen.
@@ -243,14 +216,14 @@ struct Splitter {
     };
 
     // Waits for half a step, and gives its place.
-    DEVICE u8* await(const Room& room, const Place& place) {
+    DEVICE u8* await(u8* own, u32 ring, const Place& place) {
 #if HAS_BULK
-        barrier_wait(room.ready + place.stage * 8, place.phase);
+        barrier_wait(ring + BARRIERS + place.stage * 8, place.phase);
 #else
         copy_wait<STAGES - 1>();
 #endif
         __syncwarp();
-        return room.ring + place.stage * HALF_BYTES;
+        return own + place.stage * HALF_BYTES;
     }
 
     DEVICE void go_on(Place& place) {
@@ -289,81 +262,48 @@ struct Splitter {
         Mix::store(p.partials + first * WIDTH, lines, mix);
     }
 
-    // Finds the first task of the warp.
-    DEVICE void begin(const AttendParams& p, Feed<R>& feed, const Room& room) {
+    DEVICE void run(const AttendParams& p) {
+        extern __shared__ __align__(128) u8 shared[];
+        allow_next();
+        u8* own = shared + threadIdx.x / 32 * WARP_BYTES;
+        const Work* queue = (const Work*)(own + QUEUE_AT);
+        const u32 ring = shared_address(own);
+#if HAS_BULK
+        if (threadIdx.x % 32 == 0)
+            for (u32 i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + i * 8);
+        __syncwarp();
+#endif
         // Tasks and tables were there before the step began. Neighbouring warps of a block are far
         // from each other, so that few tasks meet many blocks.
+        Feed<R> feed;
         feed.is_done = feed.is_values = false, feed.stage = 0, feed.n_begun = 0;
         const u32 first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
         // There is room for as many as there are warps: this need not wait for their number.
         feed.next.part = ((const Part*)p.tasks)[first / n_sets<R>(p)];
         feed.n_works = *p.n_tasks * n_sets<R>(p);
-#if HAS_BULK
-        if (threadIdx.x % 32 < STAGES) barrier_init(room.ready + threadIdx.x % 32 * 8);
-        if (threadIdx.x == 0) barrier_init(room.over);
-        __syncthreads();
-#endif
         feed.next.lines = first < feed.n_works ? first % n_sets<R>(p) : ~0u;
         feed.next_slot = Feed<R>::slot_of(p, feed.next);
-    }
-
-    // Halves of the first task that may be brought before the kernels before have ended. These write the
-    // page that the row ends in, if this one does not. The task's last half is not among them: after it the
-    // next task is looked for, which only then can be.
-    DEVICE u32 n_early(const AttendParams& p, const Work& work) {
-        if (work.lines == ~0u) return 0;
-        const u32 start = Work::first_step(p, work), end = Work::end_step(p, work);
-        const u32 last_page = (work.part.n_keys - 1) / PAGE;
-        const u32 safe_end = p.angles ? end : min(end, last_page / STEP_PAGES);
-        return safe_end > start ? min((u32)STAGES, 2 * (safe_end - start) - (safe_end == end)) : 0;
-    }
-
-    // Waits until few halves of the block are on their way, or the kernels before have ended.
-    DEVICE void pace(const Room& room, u32 stage) {
-#if HAS_BULK
-        if (threadIdx.x / 32 * STAGES + stage < N_EARLY) return;
-        const u32 before = room.ready + stage * 8 - N_EARLY * 8;
-        while (!barrier_test(before, 0) && !barrier_test(room.over, 0));
-        __syncwarp();
-#endif
-    }
-
-    DEVICE void await_previous(const Room& room) {
-        wait_for_previous();
-#if HAS_BULK
-        if (threadIdx.x == 0) barrier_expect(room.over, 0);
-#endif
-    }
-
-    // Fills the ring, as far as that may be before the kernels before have ended, and waits for these.
-    DEVICE void fill(const AttendParams& p, Feed<R>& feed, const Room& room) {
-        const u32 n = n_early(p, feed.next);
-        if (n == 0) await_previous(room);
+        // The kernels before this one in the same pass write only the pages that the rows end in, if
+        // this one does not: others are brought before those have ended. Which task comes next is known
+        // afterwards.
+        bool is_early = false;
+        if (feed.next.lines != ~0u) {
+            const u32 end = Work::first_step(p, feed.next) + (STAGES + 1) / 2;
+            is_early = end < Work::end_step(p, feed.next) + STAGES % 2 &&
+                       (p.angles || end * STEP_PAGES <= (feed.next.part.n_keys - 1) / PAGE);
+        }
+        if (!is_early) wait_for_previous();
         feed.known = 3;
-        Feed<R>::begin_next(p, feed, Room::queue(room));
-        if (n > 0) feed.known = 3;
-        // What is read once is worth little code: each launch fetches it anew.
-        _Pragma("unroll 1")
-        for (u32 i = 0; i < STAGES; i++) {
-            if (i < n) pace(room, i);
-            bring(p, feed, room);
-            if (i + 1 != n) continue;
-            await_previous(room);
+        Feed<R>::begin_next(p, feed, (Work*)queue);
+        if (is_early) feed.known = 3;
+        for (u32 i = 0; i < STAGES; i++) bring(p, feed, own, ring);
+        if (is_early) {
+            wait_for_previous();
             feed.known = 0;
         }
-    }
-
-    DEVICE void run(const AttendParams& p) {
-        extern __shared__ __align__(128) u8 shared[];
-        allow_next();
-        const Room room = Room::of(shared);
-        const Work* queue = Room::queue(room);
-        Feed<R> feed;
-        begin(p, feed, room);
-        fill(p, feed, room);
         Lines<R> lines;
         Mix mix;
-        typename SplitQueries<OWNS_QUERIES(R)>::Type queries = {(u32*)room.own};
+        typename SplitQueries<OWNS_QUERIES(R)>::Type queries = {(u32*)(own + RING)};
         Place place = {0, 0};
         u32 n_done = 0, last = ~0u;
         for (;;) {
@@ -383,7 +323,7 @@ struct Splitter {
             const u32 end_step = Work::end_step(p, work);
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2 * R], down[R];
-                u8* keys = await(room, place);
+                u8* keys = await(own, ring, place);
                 go_on(place);
                 const bool is_fresh = fresh.is_here && step + 1 == end_step;
                 if (is_fresh) Fresh::put(p, work, sets, fresh, false, keys);
@@ -391,16 +331,16 @@ struct Splitter {
 #if CODED
                 scale_scores<R, HALF_PAGE>(keys, s);
 #endif
-                bring_next(p, feed, room);
+                bring_next(p, feed, own, ring);
                 soften<R>(step * STEP, lines, s, down);
-                u8* values = await(room, place);
+                u8* values = await(own, ring, place);
                 go_on(place);
                 if (is_fresh) Fresh::put(p, work, sets, fresh, true, values);
 #if CODED
                 weigh_values<R, HALF_PAGE>(values, s, down, lines.unit);
 #endif
                 Mix::mix(values, s, down, lines, mix);
-                bring_next(p, feed, room);
+                bring_next(p, feed, own, ring);
             }
 #if CODED
             end_chunk(lines);
@@ -410,15 +350,14 @@ struct Splitter {
     }
 };
 
-// Registers of a thread. A quarter of a multiprocessor has 512 for each lane, of which a warp of `merge` wants
-// MERGE_REGISTERS: as many blocks of it as there is room for are there when this kernel ends.
-#define MERGE_REGISTERS 64
-#define SPLIT_ROOM(WARPS, MERGES) ((512 - MERGES * MERGE_REGISTERS) / ((WARPS + 3) / 4) / 8 * 8)
-#define SPLIT_REGISTERS(WARPS, MERGES) \
-    (SPLIT_ROOM(WARPS, MERGES) < 255 ? SPLIT_ROOM(WARPS, MERGES) : 255)
-#define SPLIT(name, R, WARPS, STAGES, MERGES, SHARED)                                                 \
-    static_assert(Splitter<R, WARPS, STAGES>::BLOCK_BYTES == SHARED, "the host's memory");            \
-    extern "C" __global__ void __maxnreg__(SPLIT_REGISTERS(WARPS, MERGES)) name(AttendParams p) {     \
-        Splitter<R, WARPS, STAGES>::run(p);                                                           \
+// Registers of a thread. A quarter of a multiprocessor has 512 for each lane, of which a warp of `merge`
+// wants MERGE_REGISTERS: it then is there when this kernel ends.
+#define MERGE_REGISTERS 80
+#define SPLIT_ROOM(WARPS) ((512 - MERGE_REGISTERS) / ((WARPS + 3) / 4) / 8 * 8)
+#define SPLIT_REGISTERS(WARPS) (SPLIT_ROOM(WARPS) < 255 ? SPLIT_ROOM(WARPS) : 255)
+#define SPLIT(name, R, WARPS, STAGES, SHARED)                                                  \
+    static_assert(WARPS * Splitter<R, STAGES>::WARP_BYTES == SHARED, "the host's memory");     \
+    extern "C" __global__ void __maxnreg__(SPLIT_REGISTERS(WARPS)) name(AttendParams p) {      \
+        Splitter<R, STAGES>::run(p);                                                           \
     }
 SPLIT_ENTRIES

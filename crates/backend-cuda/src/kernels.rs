@@ -8,9 +8,9 @@ use nuthatch_types::{KvDtype, KvShape};
 use crate::Cuda;
 use crate::device::Device;
 use crate::kv::PageShape;
-use crate::launch::attend::{Attend, AttendKernels, Tile};
-use crate::launch::attend_shape::{AttendShape, SplitShape};
-use crate::launch::merge::MergeShape;
+use crate::launch::attend::{Attend, AttendKernels, Paced, Tile};
+use crate::launch::attend_shape::{AttendShape, PacedShape, SplitShape};
+use crate::launch::merge::{MergeShape, TurnShape};
 use crate::program::Program;
 use crate::weight::{Kernels, WeightKernels};
 
@@ -71,15 +71,27 @@ impl AttendKernels {
         let split = |shape: SplitShape| {
             Ok::<_, DeviceError>((shape, kernel(shape.name(), shape.shared_bytes(attend))?))
         };
-        let merge = |shape: MergeShape| kernel(shape.name, 0);
+        let merge = |shape: MergeShape| kernel(shape.name, shape.shared_bytes());
         let [a, b, c, d] = MergeShape::ALL;
-        let shape = attend.tile(device.describe().1.0);
+        let capability = device.describe().1.0;
+        let shape = attend.tile(capability);
+        let paced_bytes = PacedShape::shared_bytes(attend);
+        let has_paced = capability >= 9 && PacedShape::is_for(attend);
+        let paced = match has_paced && paced_bytes <= device.shared_bytes_max() {
+            true => {
+                let [a, b, c, d] = TurnShape::ALL.map(|shape| kernel(shape.name, 0));
+                let kernel = kernel(PacedShape::NAME, paced_bytes)?;
+                Some(Paced { kernel, merges: [a?, b?, c?, d?] })
+            }
+            false => None,
+        };
         let attend = match attend.page.dtype {
             KvDtype::F32 => Attend::F32(kernel("attend_f32", 0)?),
             KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => Attend::Mma {
                 splits: [split(small)?, split(large)?],
                 tile: Tile { kernel: kernel(shape.name, shape.shared_bytes)?, shape },
                 merges: [merge(a)?, merge(b)?, merge(c)?, merge(d)?],
+                paced,
             },
         };
         Ok(AttendKernels {

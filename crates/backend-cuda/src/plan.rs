@@ -5,7 +5,8 @@
 //! so that the choice is only about filling the device.
 //!
 //! A batch in which all rows are split and all are wanted is a *decode* batch. What its kernels are
-//! queued with depends on nothing but the number of rows, so that they can be recorded.
+//! queued with depends on nothing but the number of rows, and on whether they have many tasks, so that they
+//! can be recorded.
 
 mod tasks;
 
@@ -21,7 +22,7 @@ use crate::device::{Device, Memory};
 use crate::graph::Recordings;
 use crate::kv::{CudaKv, PAGE_LEN, PageShape};
 use crate::launch::attend::AttendKernels;
-use crate::launch::attend_shape::{Cuts, SplitShape};
+use crate::launch::attend_shape::{Cuts, PacedShape, SplitShape};
 use crate::launch::draw::Draws;
 
 pub(crate) use self::tasks::Seq;
@@ -92,6 +93,7 @@ struct Parts {
     tiles: usize,
     n_tiles: usize,
     parts: usize,
+    has_many_tasks: bool,
     /// One more than the largest token.
     n_tokens_known: usize,
     is_decode: bool,
@@ -326,6 +328,11 @@ impl CudaPlan {
         self.word(self.parts.parts)
     }
 
+    /// Whether splits have many tasks, see [`PacedShape::pays`].
+    pub(crate) fn has_many_tasks(&self) -> bool {
+        self.parts.has_many_tasks
+    }
+
     /// How many chunks there are, and behind it how many were taken.
     pub(crate) fn n_split_parts(&self) -> u64 {
         self.word(0)
@@ -395,6 +402,8 @@ impl CudaPlan {
         self.host.extend(tasks.tiles.iter().flat_map(task_words));
         let parts = self.host.len();
         let n_parts = tasks.parts(|part| self.host.extend(part_words(&part)));
+        let n_tasks =
+            n_parts as usize * self.shape.kv.n_kv_heads as usize * self.group().div_ceil(8);
         let is_all = layout.output_rows.iter().copied().eq(0..n_rows as u32);
         self.parts = Parts {
             n_rows,
@@ -404,6 +413,7 @@ impl CudaPlan {
             tiles,
             n_tiles: tasks.tiles.len(),
             parts,
+            has_many_tasks: PacedShape::pays(n_tasks, device.n_multiprocessors()),
             // What was drawn is a row of the table, or becomes its last row.
             n_tokens_known: if knows_tokens { end_of(&layout.tokens) } else { 0 },
             is_decode: n_rows > 0 && tasks.splits.len() == n_rows && is_all,

@@ -132,7 +132,10 @@ impl Program {
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
+            ("PACED_ENTRIES", attend_shape::PacedShape::entry(attend)),
+            ("TURN_ENTRIES", merge::TurnShape::entries(attend)),
             ("MERGE_ENTRIES", merge::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
+            ("MERGE_BATCH_FLOATS", merge::MergeShape::BATCH_FLOATS.to_string()),
             ("MERGE_PARAMS_SIZE", size_of::<merge::MergeParams>().to_string()),
             ("ATTEND_F32_PARAMS_SIZE", size_of::<attend::AttendF32Params>().to_string()),
         ]);
@@ -155,6 +158,8 @@ impl Program {
                 ("attend_feed.cuh", include_str!("../kernels/attend_feed.cuh")),
                 ("attend_split.cu", include_str!("../kernels/attend_split.cu")),
                 ("attend_merge.cu", include_str!("../kernels/attend_merge.cu")),
+                ("attend_paced.cu", include_str!("../kernels/attend_paced.cu")),
+                ("attend_turns.cu", include_str!("../kernels/attend_turns.cu")),
             ]),
         }
         let rows = if by_rows { "-rows" } else { "" };

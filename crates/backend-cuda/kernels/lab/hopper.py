@@ -86,11 +86,11 @@ def build_few(variant):
     return compile_source(source(constants, ["prelude.cuh", "weights.cuh", "pack.cu", "matmul.cuh", "matmul.cu"]))
 
 
-# Columns of a block of `merge`.
-MERGE_COLUMNS = dict(merge_few=32, merge_32=32, merge_64=64, merge_128=128)
+# Columns of a block of `merge`, and its shared memory.
+MERGE_SHARED = {columns: (3 * 2048 + 3 * 256) * 4 + 32 for columns in (16, 32, 64, 128)}
 MERGES = dict(
-    MERGE_PARAMS_SIZE=72,
-    MERGE_ENTRIES=" ".join(f"MERGE({name}, {columns}, {str(name == 'merge_few').lower()})" for name, columns in MERGE_COLUMNS.items()),
+    MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048,
+    MERGE_ENTRIES=" ".join(f"MERGE(merge_{columns}, {columns}, 3, {shared})" for columns, shared in MERGE_SHARED.items()),
 )
 
 
@@ -104,7 +104,7 @@ def build_attend(variant):
     shared = attend_shared(d, stages)
     constants = dict(
         KV=kv, HEAD_DIM=d, HEAD_PAGE_BYTES=2 * 16 * d * 2, ROWS=0, PARTS=1, SMALL_CHUNK=USUAL[0], MIDDLE_CHUNK=USUAL[1], LARGE_CHUNK=USUAL[2],
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 7, 3, 2, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, 7, 3, {shared['split']})", TILE_STAGES=2, TILE_SHARED=shared["tile"],
         WIDE_STAGES=stages, WIDE_SHARED=shared["wide"], TASK_SIZE=32, ATTEND_PARAMS_SIZE=168, PART_SIZE=16, SPLIT_SIZE=16,
         **MERGES,
     )
@@ -140,7 +140,7 @@ def build_split(variant):
     warps, stages, (small, middle, large), d = variant
     constants = dict(
         KV="KV_F16", HEAD_DIM=d, HEAD_PAGE_BYTES=64 * d, ROWS=0, PARTS=1, SMALL_CHUNK=small, MIDDLE_CHUNK=middle, LARGE_CHUNK=large,
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {2 if warps <= 8 else 1}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=168, PART_SIZE=16,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {warps}, {stages}, {split_shared(warps, stages, d)})", ATTEND_PARAMS_SIZE=168, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "attend.cuh", "attend_feed.cuh", "attend_split.cu", "attend_merge.cu"]))
@@ -350,7 +350,7 @@ class Case:
             tasks = torch.tensor(tasks, dtype=torch.int32, device="cuda")
             self.kernels[kind] = driver.kernel(cubin, f"attend_{kind}", shared[kind]), threads, shared[kind], tasks
         self.split = driver.kernel(cubin, "attend_split_8", shared["split"]), shared["split"]
-        self.merge = driver.kernel(cubin, "merge_32")
+        self.merge = driver.kernel(cubin, "merge_32", MERGE_SHARED[32])
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
         return struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIfI", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
@@ -373,7 +373,7 @@ class Case:
         self.driver.launch(kernel, (132, 1, 1), 224, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
                              counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, *USUAL[3:], USUAL[2])
-        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, 0, params)
+        self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, MERGE_SHARED[32], params)
         torch.cuda.synchronize()
         return out[row]
 
@@ -448,11 +448,11 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
         counts, shared = ints([n_seqs * len(chunks), 0]), split_shared(warps, stages, d)
         cubin = cubins[warps, stages, cuts[:3], d]
         split = driver.kernel(cubin, "attend_split_8", shared)
-        for name, columns in MERGE_COLUMNS.items():
+        for columns in (16, 32, 64, 128):
             n_blocks = n_seqs * heads * (d // columns)
             if columns > d or n_blocks > 2100:
                 continue
-            merge = driver.kernel(cubin, name)
+            merge = driver.kernel(cubin, f"merge_{columns}", MERGE_SHARED[columns])
             out, turn = torch.full((n_seqs, heads * d), float("nan"), device="cuda"), [0]
 
             def run(has_merge=True):
@@ -464,7 +464,7 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
                 params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
                                      counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, *cuts[3:], cuts[2])
                 if has_merge:
-                    driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, 0, params)
+                    driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, MERGE_SHARED[columns], params)
 
             us = recorded(run, n) * 1e3
             turn[0] = 0
@@ -472,7 +472,7 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
             torch.cuda.synchronize()
             first = out.clone() if first is None else first
             off = ((out - first).norm() / first.norm()).item()
-            line.append(f"{name} {us:.1f} us {n_bytes / us / 4.45e6:.3f}" + (f" OFF {off:.0e}" if not off < 1e-3 else ""))
+            line.append(f"merge {columns} {us:.1f} us {n_bytes / us / 4.45e6:.3f}" + (f" OFF {off:.0e}" if not off < 1e-3 else ""))
         # Tasks that warps take one after the other are counted down by the merge: without it, only where there are few.
         if n_seqs * len(chunks) * kv_heads <= 132 * warps:
             line.append(f"without {recorded(lambda: run(False), n) * 1e3:.1f}")

@@ -14,11 +14,11 @@ import struct
 import sys
 
 import hopper
-from hopper import MERGES, NO_WINDOW, ROOM, compile_source, read, split_shared
+from hopper import MERGE_SHARED, MERGES, NO_WINDOW, ROOM, compile_source, read, split_shared
 
 STAMPS, UNITS, LAUNCHES = 8, 132 * 12, 64
 OF_SPLIT = ["entry", "ring asked for", "wait over", "queries", "first keys", "first step done", "last values", "stored"]
-OF_MERGE = ["entry", "wait over", "weighed", "turn", "chain done", "stored"]
+OF_MERGE = ["entry", "wait over", "weighed", "first batch", "chain done", "stored"]
 # KV heads, query heads of each, width; sequences and keys; where chunks get longer, and the last ones.
 CASES = [((8, 4, 128), (1, 32768), (896, 8192, 512)), ((4, 7, 128), (1, 32768), (2048, 8192, 384)), ((4, 7, 128), (1, 131072), (2048, 8192, 384))]
 WARPS, STAGES = 7, 3
@@ -52,12 +52,12 @@ def stamped_split(text):
     """The launch's number comes in a parameter that splits do not use."""
     stamp = lambda k: f" stamp(0, p.tile_parts, blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, {k});\n"
     text = after(text, "        extern __shared__ __align__(128) u8 shared[];\n        allow_next();\n", stamp(0))
-    text = before(text, "            await_previous(room);\n            feed.known = 0;\n", stamp(1))
+    text = after(text, "        for (u32 i = 0; i < STAGES; i++) bring(p, feed, own, ring);\n", stamp(1))
     text = before(text, "        Lines<R> lines;\n", stamp(2))
     text = before(text, "            begin_chunk(lines);\n", f"if (n_done == 1) {stamp(3)} bool is_first = n_done == 1;\n")
-    text = after(text, "                u8* keys = await(room, place);\n", f"if (is_first) {stamp(4)}")
+    text = after(text, "                u8* keys = await(own, ring, place);\n", f"if (is_first) {stamp(4)}")
     text = after(text, "                Mix::mix(values, s, down, lines, mix);\n", f"if (is_first) {stamp(5)} is_first = false;\n")
-    text = after(text, "                u8* values = await(room, place);\n", f"if (step + 1 == end_step) {stamp(6)}")
+    text = after(text, "                u8* values = await(own, ring, place);\n", f"if (step + 1 == end_step) {stamp(6)}")
     return after(text, "            store_partial(p, work.part.partial, lines, mix);\n", stamp(7))
 
 
@@ -68,16 +68,16 @@ def stamped_merge(text):
     text = text.replace("chunks_of(p.cuts, split.n_keys, p.window)", "chunks_of(p.cuts, split.n_keys, ~0u)")
     text = after(text, "        allow_next();\n", stamp(0))
     text = after(text, "        wait_for_previous();\n", stamp(1))
-    text = before(text, "            if (n_own == 0) break;\n", f"if (span == 0) {stamp(2)}")
-    text = before(text, "            add(own, n_own, moved,", f"if (span == 0) {stamp(3)}")
-    text = before(text, "        const float all = o * (1.0f / l);\n", stamp(4))
-    return after(text, "        p.rounded[target] = (u16)bf16_of(all);\n", stamp(5))
+    text = after(text, "                moved = weigh_span(own, m, weighed);\n", f"if (start == 0) {stamp(2)}")
+    text = after(text, "            copy_wait<DEPTH - 2>();\n", f"if (start == 0) {stamp(3)}")
+    text = before(text, "        const float x = o * (1.0f / l);\n", stamp(4))
+    return after(text, "        *rounded = (u16)bf16_of(x);\n", stamp(5))
 
 
 def build():
     constants = dict(
         KV="KV_F16", HEAD_DIM=128, HEAD_PAGE_BYTES=64 * 128, ROWS=0, PARTS=1, SMALL_CHUNK=64, MIDDLE_CHUNK=192, LARGE_CHUNK=512,
-        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {WARPS}, {STAGES}, 2, {split_shared(WARPS, STAGES)})", ATTEND_PARAMS_SIZE=168, PART_SIZE=16,
+        SPLIT_ENTRIES=f"SPLIT(attend_split_8, 1, {WARPS}, {STAGES}, {split_shared(WARPS, STAGES)})", ATTEND_PARAMS_SIZE=168, PART_SIZE=16,
         SPLIT_SIZE=16, **MERGES,
     )
     text = "".join(f"#define {key} {value}\n" for key, value in constants.items()) + read("prelude.cuh") + STAMP
@@ -105,7 +105,7 @@ def run_case(gpu, cubin, case):
     module = C.c_void_p()
     gpu.check(gpu.cu.cuModuleLoadData(C.byref(module), cubin), "load")
     split, merge = [C.c_void_p() for _ in range(2)]
-    for function, name, bytes_of in ((split, "attend_split_8", shared), (merge, "merge_few", 0)):
+    for function, name, bytes_of in ((split, "attend_split_8", shared), (merge, "merge_32", MERGE_SHARED[32])):
         gpu.check(gpu.cu.cuModuleGetFunction(C.byref(function), module, name.encode()), name)
         gpu.check(gpu.cu.cuFuncSetAttribute(function, 8, bytes_of), "shared memory")
         gpu.check(gpu.cu.cuFuncSetAttribute(function, 9, 100), "division of the first-level cache")
@@ -120,7 +120,7 @@ def run_case(gpu, cubin, case):
         gpu.launch(split, (132, 1, 1), 32 * WARPS, shared, params)
         params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
                              counts.data_ptr() + 4, kv_heads, group, number, small_end, middle_end, large)
-        gpu.launch(merge, (n_seqs, heads * d // 32, 1), 128, 0, params)
+        gpu.launch(merge, (n_seqs, heads * d // 32, 1), 128, MERGE_SHARED[32], params)
 
     launch()
     torch.cuda.synchronize()

@@ -4,7 +4,7 @@
 use nuthatch_backend::{AttnSpec, DeviceError, RopeStyle};
 use nuthatch_types::{KvDtype, LayerIdx};
 
-use super::attend_shape::{Cuts, SplitShape, TEAM, TileShape, WARP_LINES};
+use super::attend_shape::{Cuts, PacedShape, SplitShape, TEAM, TileShape, WARP_LINES};
 use super::{Address, NearPages, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
@@ -122,7 +122,16 @@ pub(crate) enum Attend {
         tile: Tile,
         /// Bring splits together, in the order of [`MergeShape::ALL`](super::merge::MergeShape::ALL).
         merges: [Kernel; 4],
+        /// For many tasks, where there is one.
+        paced: Option<Paced>,
     },
+}
+
+/// Splits that fill their rings little by little, and merges after them, in the order of
+/// [`TurnShape::ALL`](super::merge::TurnShape::ALL).
+pub(crate) struct Paced {
+    pub(crate) kernel: Kernel,
+    pub(crate) merges: [Kernel; 4],
 }
 
 /// A kernel that takes many lines of one sequence.
@@ -194,14 +203,23 @@ impl Attention<'_> {
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels_of(kv, kv.page_of(self.layer.0)).attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
-            Attend::Mma { splits: [small, large], tile, merges } => {
+            Attend::Mma { splits: [small, large], tile, merges, paced } => {
                 let (splits, n_splits) = plan.splits();
                 if n_splits > 0 {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
+                    let is_paced = self.group() <= 8 && plan.has_many_tasks();
+                    let paced = paced.as_ref().filter(|_| is_paced);
+                    let (kernel, warps) = match paced {
+                        Some(paced) => (&paced.kernel, PacedShape::WARPS),
+                        None => (kernel, shape.warps),
+                    };
                     let grid = (self.device.n_multiprocessors(), 1);
-                    let threads = count(32 * shape.warps);
-                    self.attend(kernel, (plan.split_parts(), 1, angles), (grid, threads), out)?;
-                    self.merge((merges, shape.merges), (splits, n_splits), out)?;
+                    let tasks = (plan.split_parts(), 1, angles);
+                    self.attend(kernel, tasks, (grid, count(32 * warps)), out)?;
+                    match paced {
+                        Some(paced) => self.merge_turns(&paced.merges, (splits, n_splits), out)?,
+                        None => self.merge(merges, (splits, n_splits), out)?,
+                    }
                 }
                 let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {

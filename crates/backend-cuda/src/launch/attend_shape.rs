@@ -103,6 +103,11 @@ impl AttendShape {
         self.page.width() / 16 * sets * 512
     }
 
+    /// Whether a warp of eight lines has its queries in registers; `OWNS_QUERIES` of `attend_split.cu`.
+    fn owns_queries(self) -> bool {
+        self.parts == 1 && self.page.width() <= 128 && !self.page.dtype.is_coded()
+    }
+
     /// Dynamic shared memory of a block of `attend_tile`: pages, queries, barriers.
     pub(crate) fn tile_shared_bytes(self) -> usize {
         TILE_STAGES * self.step_bytes() + TEAM * self.query_bytes(WARP_LINES) + 64
@@ -135,8 +140,6 @@ pub(crate) struct SplitShape {
     pub(crate) lines: usize,
     pub(crate) warps: usize,
     pub(crate) stages: usize,
-    /// Blocks of `merge` for which there is room beside one.
-    pub(crate) merges: u32,
 }
 
 impl SplitShape {
@@ -154,13 +157,9 @@ impl SplitShape {
             // Codes need registers while they become floats.
             let is_wide = attend.page.dtype.is_coded() && attend.page.width() > 64;
             let all = is_wide.then_some((8, 5)).into_iter().chain(Self::ALL);
-            let has_room = lines == 8 && !attend.page.dtype.is_coded() && !attend.by_rows;
-            let of = |(warps, stages)| {
-                let merges = if has_room && warps <= 8 { 2 } else { 1 };
-                SplitShape { lines, warps, stages, merges }
-            };
+            let mut shapes = all.map(|(warps, stages)| SplitShape { lines, warps, stages });
             let fits = |shape: &Self| shape.shared_bytes(attend) <= shared_bytes_max;
-            all.map(of).find(fits).unwrap_or(of((1, 2)))
+            shapes.find(fits).unwrap_or(SplitShape { lines, warps: 1, stages: 2 })
         })
     }
 
@@ -171,17 +170,16 @@ impl SplitShape {
 
     /// The kernel, for the compiler.
     pub(crate) fn entry(self, attend: AttendShape) -> String {
-        let SplitShape { lines, warps, stages, merges } = self;
+        let SplitShape { lines, warps, stages } = self;
         let (name, shared) = (self.name(), self.shared_bytes(attend));
-        format!("SPLIT({name}, {}, {warps}, {stages}, {merges}, {shared})", lines / 8)
+        format!("SPLIT({name}, {}, {warps}, {stages}, {shared})", lines / 8)
     }
 
     /// Dynamic shared memory of a block: keys or values of pages, queries that are not in registers,
     /// tasks and barriers of each warp.
     pub(crate) fn shared_bytes(self, attend: AttendShape) -> usize {
         let ring = self.stages * attend.step_bytes() / 2;
-        let owns_queries = self.lines == 8 && attend.parts == 1 && attend.page.width() <= 128;
-        let queries = match owns_queries && !attend.page.dtype.is_coded() {
+        let queries = match self.lines == 8 && attend.owns_queries() {
             true => 0,
             false => attend.query_bytes(self.lines),
         };
@@ -189,8 +187,43 @@ impl SplitShape {
     }
 }
 
+/// A block of `attend_paced`, which is for more tasks, on devices that have copies of whole runs.
+pub(crate) struct PacedShape;
+
+impl PacedShape {
+    pub(crate) const NAME: &'static str = "attend_paced";
+    pub(crate) const WARPS: usize = 7;
+    const STAGES: usize = 3;
+
+    /// Whether heads are as those that it was measured with.
+    pub(crate) fn is_for(attend: AttendShape) -> bool {
+        attend.owns_queries() && attend.page.width() > 96 && !attend.by_rows
+    }
+
+    /// Whether so many tasks are enough for it. With fewer, whole steps of models are slower, because the
+    /// products before it are disturbed: measured on one H200 (`docs/decode-attention.md`).
+    pub(crate) fn pays(n_tasks: usize, n_multiprocessors: u32) -> bool {
+        2 * n_tasks > 7 * n_multiprocessors as usize
+    }
+
+    /// The kernel, for the compiler.
+    pub(crate) fn entry(attend: AttendShape) -> String {
+        let (warps, stages, shared) = (Self::WARPS, Self::STAGES, Self::shared_bytes(attend));
+        match Self::is_for(attend) {
+            true => format!("PACED({}, {warps}, {stages}, {shared})", Self::NAME),
+            false => String::new(),
+        }
+    }
+
+    /// Dynamic shared memory of a block.
+    pub(crate) fn shared_bytes(attend: AttendShape) -> usize {
+        Self::WARPS * (Self::STAGES * attend.step_bytes() / 2 + 4 * 32 + 64)
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::merge::MergeShape;
     use super::*;
 
     const HOPPER: usize = 227 * 1024;
@@ -198,14 +231,35 @@ mod tests {
 
     #[test]
     fn a_merge_finds_room_beside_splits() {
-        // Of a multiprocessor, less what every block takes by itself, and what the compiler says of `merge`.
-        const ROOM: usize = 228 * 1024 - 3 * 1024 - 2 * 2176;
+        // Of a multiprocessor, less what every block takes by itself, and the merge's fixed array.
+        const ROOM: usize = 228 * 1024 - 2 * 1024 - 128;
         for head_dim in [64, 128] {
             let attend = AttendShape::new(PageShape { dtype: KvDtype::F16, head_dim }, false);
-            for split in SplitShape::fitting(attend, HOPPER) {
-                assert!(split.shared_bytes(attend) <= ROOM, "{split:?}, heads of {head_dim}");
+            let split = SplitShape::fitting(attend, HOPPER)[0].shared_bytes(attend);
+            for merge in MergeShape::ALL {
+                assert!(split + merge.shared_bytes() <= ROOM, "{merge:?}, heads of {head_dim}");
             }
         }
+    }
+
+    #[test]
+    fn two_merges_find_room_beside_paced_splits() {
+        // Less what every block takes by itself, and what the compiler says of `attend_turns.cu`.
+        const ROOM: usize = 228 * 1024 - 3 * 1024 - 2 * 2176;
+        let attend =
+            |head_dim| AttendShape::new(PageShape { dtype: KvDtype::F16, head_dim }, false);
+        assert!(PacedShape::is_for(attend(128)) && !PacedShape::is_for(attend(64)));
+        assert!(PacedShape::shared_bytes(attend(128)) <= ROOM);
+    }
+
+    #[test]
+    fn long_sequences_and_many_are_paced() {
+        let pays = |n_kv_heads: u32, n_seqs: usize, n_keys: usize| {
+            let [.., n_chunks] = Cuts::of(n_kv_heads).n_chunks(n_keys);
+            PacedShape::pays(n_seqs * n_chunks * n_kv_heads as usize, 132)
+        };
+        assert!(!pays(8, 1, 8192) && !pays(4, 1, 8192) && !pays(8, 2, 2048));
+        assert!(pays(8, 1, 32768) && pays(4, 1, 32768) && pays(8, 8, 8192) && pays(32, 1, 8192));
     }
 
     #[test]

@@ -147,6 +147,37 @@ pub fn attend_long_matches<B: Backend>(b: &B) {
     }
 }
 
+/// The last rows of so many sequences that a device is full, and some of them alone: devices may have other
+/// kernels for many.
+pub fn attend_many_agree<B: Backend>(b: &B) {
+    const SEQS: usize = 40;
+    let cases = [
+        Case::new(KvDtype::F16, 8, 4, 128),
+        Case::new(KvDtype::Bf16, 8, 5, 128).rotated(RopeStyle::Halves, 128).windowed(90),
+    ];
+    let mut random = Random::new(26);
+    for case in &cases[..at_most(1, cases.len())] {
+        let lengths: Vec<usize> = (0..SEQS).map(|i| 129 + i).collect();
+        let mut batch = Batch::new(b, case, &mut random, &lengths);
+        for (i, seq) in batch.sequences.iter().enumerate() {
+            batch.rig.append(seq, i as u32, seq.rows - 1, LAYER);
+        }
+        let part = |(i, seq): (usize, _)| {
+            let rows = lengths[i];
+            Part { seq, table: i as u32, start: rows - 1, end: rows }
+        };
+        let parts: Vec<Part<'_>> = batch.sequences.iter().enumerate().map(part).collect();
+        let together = batch.rig.step(&parts);
+        for i in [0, 7, SEQS - 1] {
+            let what = || format!("attention of sequence {i} of {SEQS}, {}", case.name());
+            let alone = batch.rig.step(&parts[i..=i]).concat();
+            same_bits(&together[i], &alone, &what);
+            let rows = parts[i].start..parts[i].end;
+            attend(b, case, parts[i].seq, rows).check(&together[i], &what);
+        }
+    }
+}
+
 /// A window at a far position: pages that left the window are not read, whatever their slots hold.
 pub fn attend_far_matches<B: Backend>(b: &B) {
     const FIRST: usize = 99_968;

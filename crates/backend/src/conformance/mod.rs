@@ -41,8 +41,8 @@ use crate::Backend;
 
 pub use at_once::rope_attend_agrees;
 pub use attend::{
-    attend_decode_matches, attend_far_matches, attend_long_matches, attend_prefill_matches,
-    attend_reads_queries_only,
+    attend_decode_matches, attend_far_matches, attend_long_matches, attend_many_agree,
+    attend_prefill_matches, attend_reads_queries_only,
 };
 pub use attend_bits::{
     attend_cuts_agree, attend_neighbours_agree, attend_past_agrees, attend_places_agree,
@@ -99,6 +99,7 @@ pub fn checks<B: Backend>() -> Vec<(&'static str, Check<B>)> {
         ("attend_prefill_matches", attend_prefill_matches::<B>),
         ("attend_far_matches", attend_far_matches::<B>),
         ("attend_long_matches", attend_long_matches::<B>),
+        ("attend_many_agree", attend_many_agree::<B>),
         ("attend_cuts_agree", attend_cuts_agree::<B>),
         ("attend_neighbours_agree", attend_neighbours_agree::<B>),
         ("attend_places_agree", attend_places_agree::<B>),
