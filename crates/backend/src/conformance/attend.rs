@@ -150,14 +150,14 @@ pub fn attend_long_matches<B: Backend>(b: &B) {
 /// The last rows of so many sequences that a device is full, and some of them alone: devices may have other
 /// kernels for many.
 pub fn attend_many_agree<B: Backend>(b: &B) {
-    const SEQS: usize = 40;
+    const SEQS: usize = 64;
     let cases = [
         Case::new(KvDtype::F16, 8, 4, 128),
-        Case::new(KvDtype::Bf16, 8, 5, 128).rotated(RopeStyle::Halves, 128).windowed(90),
+        Case::new(KvDtype::Bf16, 8, 2, 128).rotated(RopeStyle::Halves, 128).windowed(67),
     ];
     let mut random = Random::new(26);
     for case in &cases[..at_most(1, cases.len())] {
-        let lengths: Vec<usize> = (0..SEQS).map(|i| 129 + i).collect();
+        let lengths: Vec<usize> = (0..SEQS).map(|i| 65 + i % 5).collect();
         let mut batch = Batch::new(b, case, &mut random, &lengths);
         for (i, seq) in batch.sequences.iter().enumerate() {
             batch.rig.append(seq, i as u32, seq.rows - 1, LAYER);
