@@ -20,7 +20,7 @@ use crate::plan::CudaPlan;
 const MAX_ROWS: usize = 64;
 
 /// Shapes that are remembered; batches whose rows end at different times have many.
-const MAX_SHAPES: usize = 64;
+const MAX_SHAPES: usize = 128;
 
 /// A run of kernels, queued by one call. The memory that they use must be there when it is.
 struct Graph {
@@ -47,6 +47,8 @@ impl Drop for Graph {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PassKey {
     pub(crate) n_rows: usize,
+    /// Which kernel attends.
+    pub(crate) has_many_tasks: bool,
     /// Rules, and how many rows the device decides about by them.
     pub(crate) deciding: Vec<(usize, usize)>,
     /// Whether they are served by the selections that there are.
@@ -168,6 +170,7 @@ impl Cuda {
         }
         let key = PassKey {
             n_rows: plan.n_rows(),
+            has_many_tasks: plan.has_many_tasks(),
             deciding: plan.deciding.clone(),
             is_served: plan.is_served,
             is_short: plan.is_short,
@@ -203,10 +206,21 @@ mod tests {
     fn a_shape_is_recorded_when_it_comes_again() {
         let (tables, arena, draws) = ((1, 2), (3, 4), (0, 5));
         let (n_rows, deciding, is_served, is_short, scratch) = (3, Vec::new(), false, false, 0);
-        let key = PassKey { n_rows, deciding, is_served, is_short, tables, arena, scratch, draws };
+        let key = PassKey {
+            n_rows,
+            has_many_tasks: true,
+            deciding,
+            is_served,
+            is_short,
+            tables,
+            arena,
+            scratch,
+            draws,
+        };
         let mut recordings = Recordings::default();
         assert_eq!(recordings.step(&key), Step::Queue);
         assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { has_many_tasks: false, ..key.clone() }), Step::Queue);
         assert_eq!(recordings.step(&PassKey { is_short: true, ..key.clone() }), Step::Queue);
         assert_eq!(
             recordings.step(&PassKey { deciding: vec![(0, 1)], ..key.clone() }),
