@@ -11,6 +11,8 @@ use crate::weight::Part;
 pub(crate) const ROW_BYTES: usize = 32 * 1024;
 /// Bytes of the row that belong to a cell.
 const CELL_ROW_BYTES: usize = 128;
+/// Rows of more than so many bytes have room for themselves only.
+const LONG_ROW_BYTES: usize = 4 * 1024;
 /// Pieces of four elements of a row that a thread normalises at most.
 pub(crate) const PIECES: usize = 8;
 
@@ -55,8 +57,10 @@ pub(crate) fn launch(
     kernel: &Kernel,
     product: &MatmulParams,
 ) -> Result<(), DeviceError> {
-    // What the row does not need is room for somebody who brings rows beside two blocks of this.
-    let unused = ROW_BYTES - product.cells as usize * CELL_ROW_BYTES;
+    let row_bytes = product.cells as usize * CELL_ROW_BYTES;
+    // What a long row does not need is room for somebody who brings rows beside two blocks of this. Of small
+    // models more blocks would come at once, and steps take longer.
+    let unused = if row_bytes < LONG_ROW_BYTES { 0 } else { ROW_BYTES - row_bytes };
     let kernel = kernel.with_shared_bytes(kernel.shared_bytes() - unused);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: the kernel reads the packed part, whole by construction, and one row, which the caller has

@@ -24,7 +24,9 @@ use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
 use crate::launch::attend::Attention;
-use crate::launch::sparse::{HeadState, SparseHeads, SparseRow};
+use crate::launch::sparse::{
+    GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows, post_rows,
+};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
     DECIDE_WARPS, DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide,
@@ -59,12 +61,12 @@ pub(crate) struct Decider {
     pages: Memory,
     /// The rows of the batch.
     rows: Memory,
-    pub(super) sets: Vec<Set>,
+    sets: Vec<Set>,
     branch: Branch,
     /// Where selections are made late, if any are.
     pub(super) late: Option<Arc<LateBranch>>,
     /// Threads of the host that bring rows, if they do.
-    pub(super) link: Option<Link>,
+    link: Option<Link>,
     partials: Memory,
     sums: Memory,
     tasks: Memory,
@@ -74,8 +76,8 @@ pub(crate) struct Decider {
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) rules: usize,
-    pub(super) first: usize,
-    pub(super) n: usize,
+    first: usize,
+    n: usize,
 }
 
 /// When and where is decided.
@@ -86,9 +88,6 @@ pub(super) struct Place<'a> {
     pub(super) branch: Option<&'a CudaStream>,
     /// About those that attention has served once more.
     pub(super) is_late: bool,
-    /// Nothing else is decided meanwhile, so that all blocks have room although each fills half of a
-    /// multiprocessor.
-    pub(super) is_sole: bool,
 }
 
 impl Decider {
@@ -161,12 +160,7 @@ impl Decider {
     }
 
     /// Rows and states of one layer of the model.
-    pub(super) fn heads(
-        &self,
-        at: &SparseLayer<'_>,
-        idx: usize,
-        (first, n): (usize, usize),
-    ) -> SparseHeads {
+    fn heads(&self, at: &SparseLayer<'_>, idx: usize, (first, n): (usize, usize)) -> SparseHeads {
         let (n_heads, n_all) = (at.n_kv_heads(), self.n_all);
         let first_head = idx * n_heads;
         assert!(first_head + n_heads <= n_all, "a layer of the model");
@@ -224,9 +218,8 @@ impl Cuda {
         let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
-            let kernel = |name| self.device.kernel(&sparse.kernels.module, name, shared);
-            let kernels = [kernel("decide")?, kernel("decide_beside")?];
-            DeviceRules::new(&self.device, kernels, plan.shape.max_context, rules)
+            let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
+            DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
         };
         let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
         let all = (all, n_tables as usize);
@@ -252,7 +245,7 @@ impl Cuda {
         decider.link.as_ref().map_or(Ok(()), Link::check)?;
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
-        let (mut is_served, mut is_short) = (true, true);
+        let mut is_served = true;
         let list = rows
             .iter()
             .map(|row| {
@@ -262,7 +255,6 @@ impl Cuda {
                 let (marks, pages) = decider.seat(&self.device, row)?;
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
                 is_served &= decider.serves(row, kv_len);
-                is_short &= kv_len <= self.tuning.short;
                 let batch_row = count(seq.first_row);
                 let state_row = table_row;
                 Ok(SparseRow { row: batch_row, kv_len, table_row, state_row, marks, pages })
@@ -273,7 +265,6 @@ impl Cuda {
         plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
         plan.late = decider.late.clone();
         plan.is_served = is_served;
-        plan.is_short = is_short;
         Ok(())
     }
 
@@ -302,7 +293,7 @@ impl Cuda {
         }
         // What is made late may still be on its way in the first two sets.
         let set = if decider.late.is_some() { 2 } else { idx % 2 };
-        let place = Place { set, branch: None, is_late: false, is_sole: false };
+        let place = Place { set, branch: None, is_late: false };
         for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
@@ -316,13 +307,8 @@ impl Cuda {
                 _ => runs.push((first, n)),
             }
         }
-        for (i, run) in runs.into_iter().enumerate() {
-            self.attend_decided_some(
-                at,
-                (decider, idx),
-                (run, is_decided && plan.is_short && i == 0),
-                out,
-            )?;
+        for run in runs {
+            self.attend_decided_some(at, (decider, idx), run, out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -341,17 +327,12 @@ impl Cuda {
         if turns.is_empty() {
             return Ok(());
         }
-        // One after the other, or beside each other; the layer before has been decided about too, so attention
-        // to it decides nothing.
-        let is_serial = plan.is_short && decider.late.is_none();
-        let turn = if is_serial { 0 } else { idx };
-        let is_sole = is_serial && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
-        let branch = decider.branch.fork(&self.device, turn)?;
-        let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole };
+        let branch = decider.branch.fork(&self.device, idx)?;
+        let place = Place { set: idx % 2, branch: Some(branch), is_late: false };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
-        decider.branch.end_on(&self.device, idx, turn)?;
+        decider.branch.end(&self.device, idx)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }
@@ -372,12 +353,23 @@ impl Cuda {
         self.bring_turn(at, (decider, idx), turn, place)
     }
 
+    /// Blocks that decide and then bring rows; none if somebody else does.
+    fn n_bringing(&self, at: &SparseLayer<'_>, decider: &Decider, place: Place<'_>) -> u32 {
+        let is_far = at.kv.is_far(at.layer.0);
+        match (is_far, place.branch) {
+            _ if place.is_late || (is_far && decider.link.is_some()) => 0,
+            (true, Some(_)) => self.tuning.blocks,
+            (true, None) => self.tuning.blocks_alone,
+            (false, _) => u32::MAX,
+        }
+    }
+
     fn choose_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        (Place { set, branch, is_late, is_sole }, n_bringing): (Place<'_>, u32),
+        (Place { set, branch, is_late }, n_bringing): (Place<'_>, u32),
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
         let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
@@ -434,18 +426,52 @@ impl Cuda {
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
-        let (kernel, most) = match is_sole {
-            true => (&by.beside, by.n_beside.min(self.tuning.ahead_blocks as usize)),
-            false => (&by.kernel, most),
+        decide(&self.device, &by.kernel, &params, (most, branch))
+    }
+
+    /// Brings the rows that were decided about, for those who did not.
+    pub(super) fn bring_turn(
+        &self,
+        at: &SparseLayer<'_>,
+        (decider, idx): (&Decider, usize),
+        Turn { first, n, .. }: Turn,
+        Place { set, branch, is_late }: Place<'_>,
+    ) -> Result<(), DeviceError> {
+        let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
+        let Set { moves, .. } = &decider.sets[set];
+        let mut gather = GatherRowsParams {
+            heads: decider.heads(at, idx, (first, n)),
+            pages: at.pages(),
+            moves: moves.address(),
+            mark_stride: decider.room.stride as u64,
+            staged: 0,
+            tickets: 0,
+            is_closed: 0,
+            n_staged: 0,
+            first_head: count(first_head),
+            stride: count(decider.room.stride),
+            padding: 0,
+            codes: at.kv.codes_of(at.layer.0),
         };
-        decide(&self.device, kernel, &params, (most, branch))
+        let is_far = at.kv.is_far(at.layer.0);
+        // A desk has one order at a time.
+        if let Some(link) = decider.link.as_ref().filter(|_| is_far && !is_late) {
+            let params = link.ask(idx, &mut gather);
+            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
+        }
+        let blocks = match (is_far, branch) {
+            (true, Some(_)) => self.tuning.blocks,
+            (true, None) => self.tuning.blocks_alone,
+            (false, _) => self.device.n_multiprocessors(),
+        };
+        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 
     fn attend_decided_some(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
-        (some, is_joined): ((usize, usize), bool),
+        some: (usize, usize),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let params = SparseParams {
@@ -456,13 +482,12 @@ impl Cuda {
             rounded: out.rounded.address(),
             partials: decider.partials.address(),
             sums: decider.sums.address(),
-            // Of every other layer: those of the layer before may still be read.
-            tasks: decider.tasks.address() + (idx % 2 * decider.room.tasks / 2) as u64,
+            tasks: decider.tasks.address(),
             asked: if decider.is_soft(at.plan) { decider.asked(at, idx).0 } else { 0 },
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            is_joined: u32::from(is_joined),
+            padding: 0,
         };
         attend(&self.device, &at.sparse().kernels.attend, &params)
     }

@@ -401,7 +401,7 @@ impl Cuda {
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            is_joined: 0,
+            padding: 0,
         };
         attend(&self.device, &sparse.kernels.attend, &params)
     }

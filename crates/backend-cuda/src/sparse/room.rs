@@ -130,7 +130,7 @@ impl Room {
             rows: n_rows * size_of::<SparseRow>(),
             partials: n_tasks * group * page.width() * 4,
             sums: n_tasks * group * 8,
-            tasks: 2 * (n + 1) * 4,
+            tasks: (n + 1) * 4,
         }
     }
 
@@ -230,7 +230,7 @@ mod tests {
         let sums = 8 * 131_072 / PIECE as u64 * 4 * 8;
         let tallies = 8 * size_of::<Tally>() as u64;
         let tasks = 8 * max_tasks(131_072 + 32) as u64;
-        let partials = tasks * 4 * (128 * 4 + 8) + 2 * 8 * 4;
+        let partials = tasks * 4 * (128 * 4 + 8) + 8 * 4;
         let expected = states
             + labels
             + marks

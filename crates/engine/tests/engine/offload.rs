@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use nuthatch_backend::{Backend, RowCode};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, LinkTuning, OpenError};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
 use nuthatch_engine::topk::Counts;
 use nuthatch_engine::{
     Engine, EngineHandle, EngineOptions, Executor, LoadedModel, Offload, SharedClock, Submission,
@@ -346,16 +346,9 @@ fn a_thread_that_fails_ends_the_engine_and_spoils_nothing_before() {
 #[test]
 fn far_pages_change_nothing_on_a_gpu() {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    let open = |far: Option<FarPages>| {
+    let open = |far| {
         let cache_dir = cache_dir.clone();
-        // Sequences are long from the beginning, become so, or stay short.
-        let short = match far.map_or(0, |far| far.n_near) {
-            5 => 0,
-            64 => 100,
-            _ => u32::MAX,
-        };
-        let tuning = LinkTuning { short, ..LinkTuning::default() };
-        Cuda::open(0, CudaConfig { cache_dir, far, tuning, ..CudaConfig::default() })
+        Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() })
     };
     if let Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) = open(None) {
         println!("SKIPPED: {error}");
