@@ -11,7 +11,7 @@ use crate::weight::Part;
 pub(crate) const ROW_BYTES: usize = 32 * 1024;
 /// Bytes of the row that belong to a cell.
 const CELL_ROW_BYTES: usize = 128;
-/// Rows of more than so many bytes have room for themselves only.
+/// Rows of so many bytes, and longer ones, have room for themselves only.
 const LONG_ROW_BYTES: usize = 4 * 1024;
 /// Pieces of four elements of a row that a thread normalises at most.
 pub(crate) const PIECES: usize = 8;

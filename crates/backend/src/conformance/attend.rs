@@ -153,7 +153,7 @@ pub fn attend_many_agree<B: Backend>(b: &B) {
     const SEQS: usize = 64;
     let cases = [
         Case::new(KvDtype::F16, 8, 4, 128),
-        Case::new(KvDtype::Bf16, 8, 2, 128).rotated(RopeStyle::Halves, 128).windowed(67),
+        Case::new(KvDtype::Bf16, 8, 4, 128).rotated(RopeStyle::Halves, 128).windowed(67),
     ];
     let mut random = Random::new(26);
     for case in &cases[..at_most(1, cases.len())] {
