@@ -53,6 +53,8 @@ pub(crate) struct PassKey {
     pub(crate) deciding: Vec<(usize, usize)>,
     /// Whether they are served by the selections that there are.
     pub(crate) is_served: bool,
+    /// Whether their sequences are short.
+    pub(crate) is_short: bool,
     /// Where the tables are, and how long each is.
     pub(crate) tables: (u64, u32),
     /// Where the arena is, and how many slots it has.
@@ -171,6 +173,7 @@ impl Cuda {
             has_many_tasks: plan.has_many_tasks(),
             deciding: plan.deciding.clone(),
             is_served: plan.is_served,
+            is_short: plan.is_short,
             tables: (plan.tables, plan.table_len),
             arena: (kv.head_address(0), kv.slots.device),
             scratch: self.scratch_generation(),
@@ -202,12 +205,13 @@ mod tests {
     #[test]
     fn a_shape_is_recorded_when_it_comes_again() {
         let (tables, arena, draws) = ((1, 2), (3, 4), (0, 5));
-        let (n_rows, deciding, is_served, scratch) = (3, Vec::new(), false, 0);
+        let (n_rows, deciding, is_served, is_short, scratch) = (3, Vec::new(), false, false, 0);
         let key = PassKey {
             n_rows,
             has_many_tasks: true,
             deciding,
             is_served,
+            is_short,
             tables,
             arena,
             scratch,
@@ -217,6 +221,7 @@ mod tests {
         assert_eq!(recordings.step(&key), Step::Queue);
         assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);
         assert_eq!(recordings.step(&PassKey { has_many_tasks: false, ..key.clone() }), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { is_short: true, ..key.clone() }), Step::Queue);
         assert_eq!(
             recordings.step(&PassKey { deciding: vec![(0, 1)], ..key.clone() }),
             Step::Queue

@@ -130,6 +130,8 @@ pub struct CudaPlan {
     pub(crate) ahead: [Cell<Option<usize>>; 2],
     /// Whether all rows are served by the selections that their heads have.
     pub(crate) is_served: bool,
+    /// Whether all sequences that the device decides about are short.
+    pub(crate) is_short: bool,
     /// Where selections are made late.
     pub(crate) late: Option<Arc<LateBranch>>,
     parts: Parts,
@@ -181,6 +183,7 @@ impl CudaPlan {
             ahead: Default::default(),
             late: None,
             is_served: false,
+            is_short: false,
             shape: shape.clone(),
             kernels,
             inv_freq,
@@ -364,6 +367,7 @@ impl CudaPlan {
         self.seqs.clear();
         self.deciding.clear();
         self.is_served = false;
+        self.is_short = false;
         self.ahead.iter().for_each(|ahead| ahead.set(None));
         let max_partials = self.max_partials;
         let tile_lines = self.tile_lines();

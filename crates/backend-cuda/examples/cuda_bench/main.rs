@@ -159,7 +159,7 @@ fn main() -> Outcome {
     Ok(())
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=` and `late_blocks=` otherwise than
+/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=`, `late_blocks=` and `ahead_blocks=` otherwise than
 /// usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
@@ -169,6 +169,8 @@ fn tuning(words: &[String]) -> LinkTuning {
         blocks: or("blocks", usual.blocks),
         blocks_alone: or("alone", usual.blocks_alone),
         late_blocks: or("late_blocks", usual.late_blocks),
+        ahead_blocks: or("ahead_blocks", usual.ahead_blocks),
+        short: or("short", usual.short),
     }
 }
 

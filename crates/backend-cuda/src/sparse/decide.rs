@@ -24,9 +24,7 @@ use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
 use crate::launch::attend::Attention;
-use crate::launch::sparse::{
-    GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows, post_rows,
-};
+use crate::launch::sparse::{HeadState, SparseHeads, SparseRow};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
     DECIDE_WARPS, DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide,
@@ -61,12 +59,12 @@ pub(crate) struct Decider {
     pages: Memory,
     /// The rows of the batch.
     rows: Memory,
-    sets: Vec<Set>,
+    pub(super) sets: Vec<Set>,
     branch: Branch,
     /// Where selections are made late, if any are.
     pub(super) late: Option<Arc<LateBranch>>,
     /// Threads of the host that bring rows, if they do.
-    link: Option<Link>,
+    pub(super) link: Option<Link>,
     partials: Memory,
     sums: Memory,
     tasks: Memory,
@@ -76,8 +74,8 @@ pub(crate) struct Decider {
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) rules: usize,
-    first: usize,
-    n: usize,
+    pub(super) first: usize,
+    pub(super) n: usize,
 }
 
 /// When and where is decided.
@@ -88,6 +86,9 @@ pub(super) struct Place<'a> {
     pub(super) branch: Option<&'a CudaStream>,
     /// About those that attention has served once more.
     pub(super) is_late: bool,
+    /// Nothing else is decided meanwhile, so that all blocks have room although each fills half of a
+    /// multiprocessor.
+    pub(super) is_sole: bool,
 }
 
 impl Decider {
@@ -160,7 +161,12 @@ impl Decider {
     }
 
     /// Rows and states of one layer of the model.
-    fn heads(&self, at: &SparseLayer<'_>, idx: usize, (first, n): (usize, usize)) -> SparseHeads {
+    pub(super) fn heads(
+        &self,
+        at: &SparseLayer<'_>,
+        idx: usize,
+        (first, n): (usize, usize),
+    ) -> SparseHeads {
         let (n_heads, n_all) = (at.n_kv_heads(), self.n_all);
         let first_head = idx * n_heads;
         assert!(first_head + n_heads <= n_all, "a layer of the model");
@@ -218,8 +224,9 @@ impl Cuda {
         let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
-            let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
-            DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
+            let kernel = |name| self.device.kernel(&sparse.kernels.module, name, shared);
+            let kernels = [kernel("decide")?, kernel("decide_beside")?];
+            DeviceRules::new(&self.device, kernels, plan.shape.max_context, rules)
         };
         let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
         let all = (all, n_tables as usize);
@@ -245,7 +252,7 @@ impl Cuda {
         decider.link.as_ref().map_or(Ok(()), Link::check)?;
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
-        let mut is_served = true;
+        let (mut is_served, mut is_short) = (true, true);
         let list = rows
             .iter()
             .map(|row| {
@@ -255,6 +262,7 @@ impl Cuda {
                 let (marks, pages) = decider.seat(&self.device, row)?;
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
                 is_served &= decider.serves(row, kv_len);
+                is_short &= kv_len <= self.tuning.short;
                 let batch_row = count(seq.first_row);
                 let state_row = table_row;
                 Ok(SparseRow { row: batch_row, kv_len, table_row, state_row, marks, pages })
@@ -265,6 +273,7 @@ impl Cuda {
         plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
         plan.late = decider.late.clone();
         plan.is_served = is_served;
+        plan.is_short = is_short;
         Ok(())
     }
 
@@ -293,7 +302,7 @@ impl Cuda {
         }
         // What is made late may still be on its way in the first two sets.
         let set = if decider.late.is_some() { 2 } else { idx % 2 };
-        let place = Place { set, branch: None, is_late: false };
+        let place = Place { set, branch: None, is_late: false, is_sole: false };
         for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
@@ -327,12 +336,17 @@ impl Cuda {
         if turns.is_empty() {
             return Ok(());
         }
-        let branch = decider.branch.fork(&self.device, idx)?;
-        let place = Place { set: idx % 2, branch: Some(branch), is_late: false };
+        // One after the other, or beside each other; the layer before has been decided about too, so attention
+        // to it decides nothing.
+        let is_serial = plan.is_short && decider.late.is_none();
+        let turn = if is_serial { 0 } else { idx };
+        let is_sole = is_serial && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
+        let branch = decider.branch.fork(&self.device, turn)?;
+        let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
-        decider.branch.end(&self.device, idx)?;
+        decider.branch.end_on(&self.device, idx, turn)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
     }
@@ -353,23 +367,12 @@ impl Cuda {
         self.bring_turn(at, (decider, idx), turn, place)
     }
 
-    /// Blocks that decide and then bring rows; none if somebody else does.
-    fn n_bringing(&self, at: &SparseLayer<'_>, decider: &Decider, place: Place<'_>) -> u32 {
-        let is_far = at.kv.is_far(at.layer.0);
-        match (is_far, place.branch) {
-            _ if place.is_late || (is_far && decider.link.is_some()) => 0,
-            (true, Some(_)) => self.tuning.blocks,
-            (true, None) => self.tuning.blocks_alone,
-            (false, _) => u32::MAX,
-        }
-    }
-
     fn choose_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        (Place { set, branch, is_late }, n_bringing): (Place<'_>, u32),
+        (Place { set, branch, is_late, is_sole }, n_bringing): (Place<'_>, u32),
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
         let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
@@ -426,45 +429,11 @@ impl Cuda {
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
-        decide(&self.device, &by.kernel, &params, (most, branch))
-    }
-
-    /// Brings the rows that were decided about, for those who did not.
-    pub(super) fn bring_turn(
-        &self,
-        at: &SparseLayer<'_>,
-        (decider, idx): (&Decider, usize),
-        Turn { first, n, .. }: Turn,
-        Place { set, branch, is_late }: Place<'_>,
-    ) -> Result<(), DeviceError> {
-        let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
-        let Set { moves, .. } = &decider.sets[set];
-        let mut gather = GatherRowsParams {
-            heads: decider.heads(at, idx, (first, n)),
-            pages: at.pages(),
-            moves: moves.address(),
-            mark_stride: decider.room.stride as u64,
-            staged: 0,
-            tickets: 0,
-            is_closed: 0,
-            n_staged: 0,
-            first_head: count(first_head),
-            stride: count(decider.room.stride),
-            padding: 0,
-            codes: at.kv.codes_of(at.layer.0),
+        let (kernel, most) = match is_sole {
+            true => (&by.beside, by.n_beside.min(self.tuning.ahead_blocks as usize)),
+            false => (&by.kernel, most),
         };
-        let is_far = at.kv.is_far(at.layer.0);
-        // A desk has one order at a time.
-        if let Some(link) = decider.link.as_ref().filter(|_| is_far && !is_late) {
-            let params = link.ask(idx, &mut gather);
-            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
-        }
-        let blocks = match (is_far, branch) {
-            (true, Some(_)) => self.tuning.blocks,
-            (true, None) => self.tuning.blocks_alone,
-            (false, _) => self.device.n_multiprocessors(),
-        };
-        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
+        decide(&self.device, kernel, &params, (most, branch))
     }
 
     fn attend_decided_some(

@@ -81,7 +81,7 @@ struct Lab {
     bool apart = false;
     void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, GATHER_THREADS / 32 * RING_BYTES + 4 * (G + 1), gp, s); }
     void k_attend() { launch(sparse_attend_8, dim3(132), 32 * ATTEND_WARPS, ATTEND_SHARED, ap, s); }
-    void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_PARTS * MERGE_COLUMNS, 0, ap, s); }
+    void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_THREADS, 0, ap, s); }
     // One step, checked.
     bool step(u32 len, int percent, float turned, bool deep) {
         turn(percent, turned); put_row(len);
