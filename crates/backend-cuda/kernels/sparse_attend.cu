@@ -22,11 +22,12 @@ struct SparseParams {
     float* partials;  // [task][group][WIDTH]
     float* sums;      // [task][group][2]
     u32* tasks;       // [row][G] + 1: the first task of each
+    u32* done;        // behind which is whether those who decided have ended, or null
     float* asked;     // [state row][state_stride][group][D]: where queries are kept, or null
     u32 q_stride;     // floats
     float scale;      // times log2(e)
     u32 head_tasks;   // that a head should have at most, if chunks are not short then
-    u32 padding;
+    u32 early;        // how much is asked for before the kernel before this one has ended
 };
 static_assert(sizeof(SparseParams) == SPARSE_PARAMS_SIZE, "the host's SparseParams differs");
 
@@ -117,8 +118,41 @@ DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
         }
     }
     __syncthreads();
-    if (blockIdx.x == 0)
-        for (u32 i = threadIdx.x; i <= n; i += blockDim.x) p.tasks[i] = tasks[i];
+}
+
+#define FETCH_MAX 32  // heads whose working sets are asked for before all is decided
+
+// Has pages of working sets come to the second-level cache, which is no look at them: some may still change, and
+// so may how many there are, within their room. Nothing that is read here stays in the first-level cache.
+DEVICE void fetch_sets(const SparseParams& p) {
+#if HAS_BULK
+    const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
+    if (n > FETCH_MAX) return;
+    u32 first = 0;
+    for (u32 i = 0; i < n; i++) {
+        const SparseRow& row = p.heads.rows[i / p.heads.n_kv_heads];
+        const HeadState* state = state_of(p.heads, row, i % p.heads.n_kv_heads);
+        const u32 n_pages = min((__ldcg(&state->n_members) + PAGE - 1) / PAGE, __ldcg(&state->n_pages));
+        const u32 page = blockIdx.x + threadIdx.x * gridDim.x - first;
+        first += n_pages;
+        if (page < n_pages)
+            bulk_prefetch(row.pages + (u64)(__ldcg(&state->first_page) + page) * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
+    }
+#endif
+}
+
+// Whether all is decided that this step sees, and brought, while the kernel before this one may still run. What
+// was decided is there then, also for the copy engine. The whole block.
+DEVICE bool is_decided(const SparseParams& p) {
+    __shared__ u32 is_done;
+    if (!p.done || p.early == 0) return false;
+    if (threadIdx.x == 0)
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is_done) : "l"(p.done + 1) : "memory");
+    __syncthreads();
+#if HAS_BULK
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+    return is_done != 0;
 }
 
 // The task that pages are brought for, or that is computed.
@@ -155,6 +189,13 @@ struct Sparse {
     static const int MASKS = RING + Lines<R>::Q_BYTES;
     static const int BARRIERS = MASKS + 16;
     static const int WARP_BYTES = BARRIERS + 16 + 96;
+
+    // Whether the first step of a task sees only pages of the working set.
+    DEVICE bool is_of_set(const SparseParams& p, const SparseTask& task, u32 tasks_before) {
+        const u32 first = (task.index - tasks_before) * chunk_of(p, task.seen);
+        return first >= task.seen.first_pages &&
+               first + STEP_PAGES <= task.seen.first_pages + task.seen.member_pages;
+    }
 
     // Brings one step of a task; tokens that are seen go beside it.
     DEVICE void bring(const SparseParams& p, const SparseTask& task, u32 tasks_before, u32 step, u8* own,
@@ -228,7 +269,12 @@ struct Sparse {
     DEVICE void run(const SparseParams& p) {
         extern __shared__ __align__(128) u8 shared[];
         __shared__ u32 tasks[MAX_NUMBERS + 1];
-        begin();
+        allow_next();
+        // Queries, the last page and room for results are not there before the kernel before has ended; what was
+        // decided on a branch may be.
+        if (p.done && p.early > 1) fetch_sets(p);
+        const bool is_early = is_decided(p);
+        if (!is_early) wait_for_previous();
         const u32 lane = threadIdx.x % 32, t = lane % 4, warp = threadIdx.x / 32;
         u8* own = shared + warp * WARP_BYTES;
         u32* operands = (u32*)(own + RING);
@@ -243,7 +289,13 @@ struct Sparse {
         SparseTask ahead, task;
         u32 n_brought = 0;
         bool is_ahead = find_task(p, tasks, warp * gridDim.x + blockIdx.x, ahead);
-        if (is_ahead) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        const bool is_brought = is_early && is_ahead && is_of_set(p, ahead, tasks[ahead.number]);
+        if (is_brought) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        if (is_early) wait_for_previous();
+        if (is_ahead && !is_brought) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        if (blockIdx.x == 0)
+            for (u32 i = threadIdx.x; i <= p.heads.n_rows * p.heads.n_kv_heads; i += blockDim.x)
+                p.tasks[i] = tasks[i];
         Lines<R> lines;
         SharedQueries queries = {operands};
         u32 number = ~0u;
@@ -317,6 +369,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) sparse_merge(SparseP
     const u32 number = blockIdx.x * p.heads.n_kv_heads + blockIdx.y / p.heads.group;
     const u32 first = p.tasks[number], n = p.tasks[number + 1] - first;
     keep_query(p, p.heads.rows[blockIdx.x], blockIdx.y, MERGE_THREADS);
+    // For the next step.
+    if (p.done && thread == 0 && blockIdx.x + blockIdx.y == 0) p.done[1] = 0;
     float largest = -INFINITE;
     for (u32 i = thread; i < n; i += MERGE_THREADS)
         largest = fmaxf(largest, p.sums[((u64)(first + i) * p.heads.group + g) * 2]);

@@ -51,6 +51,7 @@ struct DecideParams {
     Tally* tallies;            // [row][G]
     uint2* moves;              // [row][G][stride]: place, row of the working set
     Codes codes;               // what rows that are far come as
+    u32* done;                 // blocks that have ended, and whether all have; or null
     double percent;
     u64 mark_stride;
     u32 first_head;            // of the layer, of all heads of the model

@@ -74,6 +74,17 @@ DEVICE void wait_until(const u32* number, u32 least) {
     } while (n < least);
 }
 
+// The block has ended. The last one says so: what all of them wrote is there for whoever reads that.
+DEVICE void end_block(u32* done) {
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    __threadfence();
+    if (atomicAdd(done, 1u) + 1 < gridDim.x * gridDim.y) return;
+    done[0] = 0;
+    __threadfence();
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(done + 1), "r"(1) : "memory");
+}
+
 // Waits for the other blocks; what they wrote before is there.
 DEVICE void wait_for_others(const Share& share) {
     if (share.count > 1 && threadIdx.x == 0)

@@ -34,6 +34,9 @@ pub struct LinkTuning {
     pub ahead_blocks: u32,
     /// Tokens of sequences that are short, which are decided about one layer after the other.
     pub short: u32,
+    /// What attention asks for before the kernel before it has ended, where all is decided: nothing (0), what it
+    /// needs first (1), or that and, wherever it is decided ahead, all working sets into the cache (2).
+    pub early: u32,
 }
 
 impl Default for LinkTuning {
@@ -45,6 +48,7 @@ impl Default for LinkTuning {
             late_blocks: 64,
             ahead_blocks: u32::MAX,
             short: 48 * 1024,
+            early: 1,
         }
     }
 }

@@ -171,6 +171,7 @@ fn tuning(words: &[String]) -> LinkTuning {
         late_blocks: or("late_blocks", usual.late_blocks),
         ahead_blocks: or("ahead_blocks", usual.ahead_blocks),
         short: or("short", usual.short),
+        early: or("early", usual.early),
     }
 }
 

@@ -19,11 +19,12 @@ params! {
         partials: Address,
         sums: Address,
         tasks: Address,
+        done: Address,
         asked: Address,
         q_stride: u32,
         scale: f32,
         head_tasks: u32,
-        padding: u32,
+        early: u32,
     }
 }
 

@@ -85,6 +85,7 @@ params! {
         tallies: Address,
         moves: Address,
         codes: CodeRows,
+        done: Address,
         percent: f64,
         mark_stride: u64,
         first_head: u32,

@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
 use nuthatch_backend::{Deciding, DeviceError, Rules, ScoreBy};
+use nuthatch_types::KvDtype;
 
 use crate::Cuda;
 use crate::branch::{Branch, LateBranch};
@@ -35,7 +36,7 @@ use crate::link::Link;
 use crate::plan::CudaPlan;
 
 use super::SparseLayer;
-use super::room::{Room, RoomShape, Seats, Set};
+use super::room::{DONE_BYTES, Room, RoomShape, Seats, Set};
 use super::rules::DeviceRules;
 
 pub(super) const WHAT: &str = "top-k attention";
@@ -68,6 +69,8 @@ pub(crate) struct Decider {
     partials: Memory,
     sums: Memory,
     tasks: Memory,
+    /// `[layer]`: blocks that have decided, and whether all have.
+    done: Memory,
 }
 
 /// Rows that are decided about together.
@@ -89,6 +92,8 @@ pub(super) struct Place<'a> {
     /// Nothing else is decided meanwhile, so that all blocks have room although each fills half of a
     /// multiprocessor.
     pub(super) is_sole: bool,
+    /// Where the end is told to attention, or 0.
+    pub(super) done: u64,
 }
 
 impl Decider {
@@ -134,6 +139,7 @@ impl Decider {
             partials: alloc(room.partials)?,
             sums: alloc(room.sums)?,
             tasks: alloc(room.tasks)?,
+            done: alloc(room.done)?,
             room,
         })
     }
@@ -302,10 +308,11 @@ impl Cuda {
         }
         // What is made late may still be on its way in the first two sets.
         let set = if decider.late.is_some() { 2 } else { idx % 2 };
-        let place = Place { set, branch: None, is_late: false, is_sole: false };
+        let place = Place { set, branch: None, is_late: false, is_sole: false, done: 0 };
         for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
+        let done = if is_decided { self.told_at((decider, idx), at, &turns) } else { 0 };
         // Rows that pick are one behind the other, except for those of rules that do not pick here.
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for &Turn { first, n, .. } in &turns {
@@ -317,7 +324,7 @@ impl Cuda {
             }
         }
         for run in runs {
-            self.attend_decided_some(at, (decider, idx), run, out)?;
+            self.attend_decided_some(at, (decider, idx), (run, done), out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -342,13 +349,30 @@ impl Cuda {
         let turn = if is_serial { 0 } else { idx };
         let is_sole = is_serial && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
         let branch = decider.branch.fork(&self.device, turn)?;
-        let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole };
+        let done = self.told_at((decider, idx), at, &turns);
+        let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole, done };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
         decider.branch.end_on(&self.device, idx, turn)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
+    }
+
+    /// Where those who decide ahead tell attention to a layer that all is decided and brought; 0 if one launch
+    /// does not do all of that.
+    fn told_at(
+        &self,
+        (decider, idx): (&Decider, usize),
+        at: &SparseLayer<'_>,
+        turns: &[Turn],
+    ) -> u64 {
+        let is_one = turns.len() == 1 && self.tuning.blocks > 0;
+        let is_alone = decider.late.is_none() && decider.link.is_none();
+        match is_one && is_alone && at.kv.page.dtype != KvDtype::F32 {
+            true => decider.done.address() + (idx * DONE_BYTES) as u64,
+            false => 0,
+        }
     }
 
     /// Decides, and brings rows, unless it is late.
@@ -372,7 +396,7 @@ impl Cuda {
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        (Place { set, branch, is_late, is_sole }, n_bringing): (Place<'_>, u32),
+        (Place { set, branch, is_late, is_sole, done }, n_bringing): (Place<'_>, u32),
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
         let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
@@ -405,6 +429,7 @@ impl Cuda {
             tallies: tallies.address(),
             moves: moves.address(),
             codes: at.kv.codes_of(at.layer.0),
+            done,
             percent: rules.percent,
             mark_stride: decider.room.stride as u64,
             first_head: count(first_head),
@@ -440,7 +465,7 @@ impl Cuda {
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
-        some: (usize, usize),
+        (some, done): ((usize, usize), u64),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let params = SparseParams {
@@ -452,11 +477,12 @@ impl Cuda {
             partials: decider.partials.address(),
             sums: decider.sums.address(),
             tasks: decider.tasks.address(),
+            done,
             asked: if decider.is_soft(at.plan) { decider.asked(at, idx).0 } else { 0 },
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            padding: 0,
+            early: self.tuning.early,
         };
         attend(&self.device, &at.sparse().kernels.attend, &params)
     }

@@ -348,13 +348,14 @@ fn far_pages_change_nothing_on_a_gpu() {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let open = |far: Option<FarPages>| {
         let cache_dir = cache_dir.clone();
-        // Sequences are long from the beginning, become so, or stay short.
-        let short = match far.map_or(0, |far| far.n_near) {
-            5 => 0,
-            64 => 100,
-            _ => u32::MAX,
+        // Sequences are long from the beginning, become so, or stay short; attention to pages that are here waits.
+        let (short, early) = match far.map_or(0, |far| far.n_near) {
+            0 => (u32::MAX, 0),
+            5 => (0, 2),
+            64 => (100, 1),
+            _ => (u32::MAX, 1),
         };
-        let tuning = LinkTuning { short, ..LinkTuning::default() };
+        let tuning = LinkTuning { short, early, ..LinkTuning::default() };
         Cuda::open(0, CudaConfig { cache_dir, far, tuning, ..CudaConfig::default() })
     };
     if let Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) = open(None) {
@@ -417,15 +418,17 @@ fn deciding_ahead_on_a_gpu_answers_as_a_cpu_does() {
         while engine.step().unwrap() {}
         collect_all(outputs.try_iter()).unwrap().remove(0).0
     }
-    let policy = "exact,k=8,sinks=4,recent=8,speculate=on";
-    for kv_dtype in [KvDtype::F32, KvDtype::F16] {
+    // Working sets of one page, and of several, which attention asks for before the kernel before it has ended.
+    for (k, kv_dtype) in [(8, KvDtype::F32), (8, KvDtype::F16), (40, KvDtype::F16)] {
         let cpu = || Cpu::new(CpuConfig { threads: 2, isa: None }).unwrap();
-        let expected = ask(cpu(), policy, kv_dtype);
-        let other = ask(cpu(), "exact,k=8,sinks=4,recent=8", kv_dtype);
-        assert!(farthest(&expected, &other) > 0.1, "what is decided shows in answers");
-        for short in [0, u32::MAX] {
+        let policy = format!("exact,k={k},sinks=4,recent=8");
+        let ahead = format!("{policy},speculate=on");
+        let expected = ask(cpu(), &ahead, kv_dtype);
+        let shown = farthest(&expected, &ask(cpu(), &policy, kv_dtype));
+        assert!(shown > 0.1, "what is decided shows in answers: {shown} with {k} rows");
+        for (short, early) in [(0, 0), (0, 1), (0, 2), (u32::MAX, 1), (u32::MAX, 2)] {
             let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-            let tuning = LinkTuning { short, ..LinkTuning::default() };
+            let tuning = LinkTuning { short, early, ..LinkTuning::default() };
             let config = CudaConfig { cache_dir, is_exact: true, tuning, ..CudaConfig::default() };
             let cuda = match Cuda::open(0, config) {
                 Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
@@ -434,10 +437,11 @@ fn deciding_ahead_on_a_gpu_answers_as_a_cpu_does() {
                 }
                 cuda => cuda.unwrap(),
             };
-            let found = ask(cuda, policy, kv_dtype);
-            assert_eq!(found.tokens, expected.tokens, "{kv_dtype}, short up to {short}");
+            let found = ask(cuda, &ahead, kv_dtype);
+            let what = format!("{ahead}, {kv_dtype}, short up to {short}, early {early}");
+            assert_eq!(found.tokens, expected.tokens, "{what}");
             let off = farthest(&found, &expected);
-            assert!(off < 0.02, "{kv_dtype}, short up to {short}: {off} off");
+            assert!(off < 0.02, "{what}: {off} off");
         }
     }
 }
