@@ -218,6 +218,9 @@ DEVICE void bulk_prefetch(const void* global, u32 n_bytes) {
 
 // Ordinary writes before this come before copies of the engine after it.
 DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same of writes to all memory, also those of others that this thread knows of.
+DEVICE void bulk_fence_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #else
 #define HAS_BULK 0
 #endif

@@ -22,7 +22,7 @@ struct SparseParams {
     float* partials;  // [task][group][WIDTH]
     float* sums;      // [task][group][2]
     u32* tasks;       // [row][G] + 1: the first task of each
-    u32* done;        // behind which is whether those who decided have ended, or null
+    u32* done;        // ALL_ENDED if those who decide about this have ended; or null
     float* asked;     // [state row][state_stride][group][D]: where queries are kept, or null
     u32 q_stride;     // floats
     float scale;      // times log2(e)
@@ -144,15 +144,15 @@ DEVICE void fetch_sets(const SparseParams& p) {
 // Whether all is decided that this step sees, and brought, while the kernel before this one may still run. What
 // was decided is there then, also for the copy engine. The whole block.
 DEVICE bool is_decided(const SparseParams& p) {
-    __shared__ u32 is_done;
+    __shared__ u32 n_ended;
     if (!p.done || p.early == 0) return false;
     if (threadIdx.x == 0)
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(is_done) : "l"(p.done + 1) : "memory");
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n_ended) : "l"(p.done) : "memory");
     __syncthreads();
 #if HAS_BULK
-    asm volatile("fence.proxy.async;" ::: "memory");
+    bulk_fence_all();
 #endif
-    return is_done != 0;
+    return n_ended == ALL_ENDED;
 }
 
 // The task that pages are brought for, or that is computed.
@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) sparse_merge(SparseP
     const u32 first = p.tasks[number], n = p.tasks[number + 1] - first;
     keep_query(p, p.heads.rows[blockIdx.x], blockIdx.y, MERGE_THREADS);
     // For the next step.
-    if (p.done && thread == 0 && blockIdx.x + blockIdx.y == 0) p.done[1] = 0;
+    if (p.done && thread == 0 && blockIdx.x + blockIdx.y == 0) *p.done = 0;
     float largest = -INFINITE;
     for (u32 i = thread; i < n; i += MERGE_THREADS)
         largest = fmaxf(largest, p.sums[((u64)(first + i) * p.heads.group + g) * 2]);

@@ -398,12 +398,13 @@ DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals
                       [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
 }
 
-DEVICE void decide_some(const DecideParams& p) {
+DEVICE void decide_all(const DecideParams& p) {
     extern __shared__ __align__(128) u32 shared_words[];
     __shared__ __align__(8) u32 bins[BINS];
     __shared__ __align__(8) u32 shared[2 * SCORE_WARPS + 4];
     __shared__ Looks looks;
     __shared__ float2 totals[MAX_GROUP];
+    allow_next();
     u32 number;
     Share share;
     if (!take_share(p, looks, number, share)) return;
@@ -464,7 +465,7 @@ DEVICE void decide_some(const DecideParams& p) {
     if (share.index == 0) remember(p, share, row, target, Made{cut, now, k, n_stay + before.all_new, before});
     if (brings) wait_for_others(share);
     leave(share);
-    if (!brings) return;
+    if (!brings) return end_share(p, share);
     __shared__ Arrivals arrivals;
     if (thread == 0) {
         arrivals.moves = p.moves + (u64)number * p.score.stride;
@@ -478,12 +479,7 @@ DEVICE void decide_some(const DecideParams& p) {
     u8* rows = (u8*)shared_words;
     if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
     else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
-}
-
-DEVICE void decide_all(const DecideParams& p) {
-    allow_next();
-    decide_some(p);
-    if (p.done) end_block(p.done);
+    end_share(p, share);
 }
 
 #ifdef COMPACT

@@ -30,8 +30,6 @@ pub struct LinkTuning {
     pub blocks_alone: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
-    /// Blocks that decide about a layer while the one before is computed, if there is room for as many.
-    pub ahead_blocks: u32,
     /// Tokens of sequences that are short, which are decided about one layer after the other.
     pub short: u32,
     /// What attention asks for before the kernel before it has ended, where all is decided: nothing (0), what it
@@ -46,7 +44,6 @@ impl Default for LinkTuning {
             blocks: 6,
             blocks_alone: 32,
             late_blocks: 64,
-            ahead_blocks: u32::MAX,
             short: 48 * 1024,
             early: 1,
         }

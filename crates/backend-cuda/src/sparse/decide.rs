@@ -69,7 +69,7 @@ pub(crate) struct Decider {
     partials: Memory,
     sums: Memory,
     tasks: Memory,
-    /// `[layer]`: blocks that have decided, and whether all have.
+    /// `[layer]`: what counts blocks that have decided.
     done: Memory,
 }
 
@@ -359,15 +359,15 @@ impl Cuda {
         Ok(())
     }
 
-    /// Where those who decide ahead tell attention to a layer that all is decided and brought; 0 if one launch
-    /// does not do all of that.
+    /// Where those who decide ahead tell attention to a layer that all is decided and brought; 0 if that is not one
+    /// launch about one row.
     fn told_at(
         &self,
         (decider, idx): (&Decider, usize),
         at: &SparseLayer<'_>,
         turns: &[Turn],
     ) -> u64 {
-        let is_one = turns.len() == 1 && self.tuning.blocks > 0;
+        let is_one = turns.len() == 1 && turns[0].n == 1 && self.tuning.blocks > 0;
         let is_alone = decider.late.is_none() && decider.link.is_none();
         match is_one && is_alone && at.kv.page.dtype != KvDtype::F32 {
             true => decider.done.address() + (idx * DONE_BYTES) as u64,
@@ -455,7 +455,7 @@ impl Cuda {
             (false, true) => by.n_at_once,
         };
         let (kernel, most) = match is_sole {
-            true => (&by.beside, by.n_beside.min(self.tuning.ahead_blocks as usize)),
+            true => (&by.beside, by.n_beside),
             false => (&by.kernel, most),
         };
         decide(&self.device, kernel, &params, (most, branch))

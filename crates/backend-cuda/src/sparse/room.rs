@@ -17,8 +17,8 @@ use crate::launch::sparse_score::{PIECE, Tally};
 
 use super::decide::WHAT;
 
-/// Of a layer: blocks that have decided, and whether all have.
-pub(super) const DONE_BYTES: usize = 8;
+/// Of a layer: what counts blocks that have decided.
+pub(super) const DONE_BYTES: usize = 4;
 
 /// Bytes of scratch that rows may need together; more of them are decided about in turns. Guessed.
 const SCRATCH_BYTES_MAX: usize = 512 << 20;
