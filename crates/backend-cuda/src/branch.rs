@@ -32,8 +32,8 @@ pub struct LinkTuning {
     pub late_blocks: u32,
     /// Tokens of sequences that are short, which are decided about one layer after the other.
     pub short: u32,
-    /// What attention asks for before the kernel before it has ended, where all is decided: nothing (0), what it
-    /// needs first (1), or that and, wherever it is decided ahead, all working sets into the cache (2).
+    /// What attention of short sequences asks for before the kernel before it has ended: nothing (0), what it needs
+    /// first if all is decided (1), or that and, decided or not, all working sets into the cache (2).
     pub early: u32,
 }
 

@@ -482,7 +482,7 @@ impl Cuda {
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            early: self.tuning.early,
+            early: if at.plan.is_short { self.tuning.early } else { 0 },
         };
         attend(&self.device, &at.sparse().kernels.attend, &params)
     }
