@@ -27,7 +27,7 @@ struct SparseParams {
     u32 q_stride;     // floats
     float scale;      // times log2(e)
     u32 head_tasks;   // that a head should have at most, if chunks are not short then
-    u32 early;        // how much is asked for before the kernel before this one has ended
+    u32 is_early;     // whether pages are asked for before the kernel before this one has ended
 };
 static_assert(sizeof(SparseParams) == SPARSE_PARAMS_SIZE, "the host's SparseParams differs");
 
@@ -120,32 +120,11 @@ DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
     __syncthreads();
 }
 
-#define FETCH_MAX 32  // heads whose working sets are asked for before all is decided
-
-// Has pages of working sets come to the second-level cache, which is no look at them: some may still change, and
-// so may how many there are, within their room. Nothing that is read here stays in the first-level cache.
-DEVICE void fetch_sets(const SparseParams& p) {
-#if HAS_BULK
-    const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
-    if (n > FETCH_MAX) return;
-    u32 first = 0;
-    for (u32 i = 0; i < n; i++) {
-        const SparseRow& row = p.heads.rows[i / p.heads.n_kv_heads];
-        const HeadState* state = state_of(p.heads, row, i % p.heads.n_kv_heads);
-        const u32 n_pages = min((__ldcg(&state->n_members) + PAGE - 1) / PAGE, __ldcg(&state->n_pages));
-        const u32 page = blockIdx.x + threadIdx.x * gridDim.x - first;
-        first += n_pages;
-        if (page < n_pages)
-            bulk_prefetch(row.pages + (u64)(__ldcg(&state->first_page) + page) * HEAD_PAGE_BYTES, HEAD_PAGE_BYTES);
-    }
-#endif
-}
-
 // Whether all is decided that this step sees, and brought, while the kernel before this one may still run. What
 // was decided is there then, also for the copy engine. The whole block.
 DEVICE bool is_decided(const SparseParams& p) {
     __shared__ u32 n_ended;
-    if (!p.done || p.early == 0) return false;
+    if (!p.done || !p.is_early) return false;
     if (threadIdx.x == 0)
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n_ended) : "l"(p.done) : "memory");
     __syncthreads();
@@ -272,7 +251,6 @@ struct Sparse {
         allow_next();
         // Queries, the last page and room for results are not there before the kernel before has ended; what was
         // decided on a branch may be.
-        if (p.done && p.early > 1) fetch_sets(p);
         const bool is_early = is_decided(p);
         if (!is_early) wait_for_previous();
         const u32 lane = threadIdx.x % 32, t = lane % 4, warp = threadIdx.x / 32;

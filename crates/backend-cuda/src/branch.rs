@@ -32,8 +32,7 @@ pub struct LinkTuning {
     pub late_blocks: u32,
     /// Tokens of sequences that are short, which are decided about one layer after the other.
     pub short: u32,
-    /// What attention of short sequences asks for before the kernel before it has ended: nothing (0), what it needs
-    /// first if all is decided (1), or that and, decided or not, all working sets into the cache (2).
+    /// Whether attention of short sequences asks for pages before the kernel before it has ended: 0 or 1.
     pub early: u32,
 }
 

@@ -24,7 +24,7 @@ params! {
         q_stride: u32,
         scale: f32,
         head_tasks: u32,
-        early: u32,
+        is_early: u32,
     }
 }
 

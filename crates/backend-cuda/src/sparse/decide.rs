@@ -482,7 +482,7 @@ impl Cuda {
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            early: if at.plan.is_short { self.tuning.early } else { 0 },
+            is_early: u32::from(at.plan.is_short && self.tuning.early > 0),
         };
         attend(&self.device, &at.sparse().kernels.attend, &params)
     }

@@ -402,7 +402,7 @@ impl Cuda {
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            early: 0,
+            is_early: 0,
         };
         attend(&self.device, &sparse.kernels.attend, &params)
     }
