@@ -1,6 +1,6 @@
 //! Choosing on the threads that compute.
 
-use nuthatch_backend::{Ask, AttnSpec, Best, Chooser, Choosing, DeviceError};
+use nuthatch_backend::{Ask, AttnSpec, Best, Chooser, Choosing, DeviceError, WorkingSet};
 use nuthatch_types::LayerIdx;
 
 use crate::kv::CpuKv;
@@ -14,6 +14,10 @@ const ROW_PLACES: usize = 6;
 impl Chooser for Cpu {
     fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
         topk::select(self.isa, scores, best, chosen);
+    }
+
+    fn admit(&self, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
+        topk::admit(self.isa, set, wanted, capacity)
     }
 
     fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {

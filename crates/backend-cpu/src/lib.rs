@@ -464,7 +464,7 @@ impl Backend for Cpu {
     ) -> Result<(), DeviceError> {
         let attention = self.attention(plan, layer, spec, qkv, kv);
         let mut raw = self.raw_scores.lock().unwrap_or_else(PoisonError::into_inner);
-        Scoring { attention }.run(Some(&self.pool), asks, &mut raw, scores);
+        Scoring { attention }.run(&self.pool, asks, &mut raw, scores);
         kv.check()
     }
 

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use nuthatch_types::LayerIdx;
 
-use crate::{Ask, AttnSpec, Backend, Best, DeviceError, Pick, topk};
+use crate::{Ask, AttnSpec, Backend, Best, DeviceError, Pick, WorkingSet, topk};
 
 /// What a host that chooses for a device leaves to it. Devices that are no part of the host need nothing
 /// of their own here.
@@ -12,6 +12,11 @@ pub trait Chooser: Sized {
     /// See [`topk::select`], which this does in whatever way is fast here.
     fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
         topk::select(scores, best, chosen);
+    }
+
+    /// See [`WorkingSet::admit`], likewise.
+    fn admit(&self, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
+        set.admit(wanted, capacity)
     }
 
     /// Threads that share what is to be done, the calling one included.
@@ -47,12 +52,11 @@ pub trait Chooser: Sized {
         Self: Backend,
     {
         for head in heads.iter_mut().filter(|head| choosing.open(head).is_some()) {
-            let (mut scores, mut outcome) = (Vec::new(), Ok(()));
-            let (answer, end) = (&mut scores, &mut outcome);
-            choosing.choose(head, move |ask| {
-                answer.resize(ask.n as usize, 0);
-                *end = self.score(plan, layer, spec, qkv, kv, &[Ask { at: 0, ..*ask }], answer);
-                answer
+            let mut outcome = Ok(());
+            choosing.choose(head, |ask, best, chosen| {
+                let (ask, mut scores) = (Ask { at: 0, ..*ask }, vec![0; ask.n as usize]);
+                outcome = self.score(plan, layer, spec, qkv, kv, &[ask], &mut scores);
+                self.select(&scores, best, chosen);
             });
             outcome?;
         }
@@ -69,9 +73,9 @@ pub trait Choosing: Sync {
     /// The most rows that a head may attend to if it has yet to choose them; nothing if its pick is known.
     fn open(&self, head: &Self::Head) -> Option<usize>;
 
-    /// Chooses. Called once for each head that is open, on any thread; `score` answers the head's question
-    /// if nobody has yet.
-    fn choose<'s>(&self, head: &mut Self::Head, score: impl FnOnce(&Ask) -> &'s [u32]);
+    /// Chooses. Called once for each head that is open, on any thread; `select` answers the head's question
+    /// and selects by that, if nobody has answered it yet.
+    fn choose(&self, head: &mut Self::Head, select: impl FnOnce(&Ask, Best, &mut Vec<u32>));
 
     /// What a head sees; of one that is open, the sequence and the head are right before it has chosen.
     fn pick<'a>(&'a self, head: &'a Self::Head) -> Pick<'a>;
@@ -88,7 +92,7 @@ impl<'p> Choosing for Known<'p> {
         None
     }
 
-    fn choose<'s>(&self, _head: &mut Pick<'p>, _score: impl FnOnce(&Ask) -> &'s [u32]) {}
+    fn choose(&self, _head: &mut Pick<'p>, _select: impl FnOnce(&Ask, Best, &mut Vec<u32>)) {}
 
     fn pick<'a>(&'a self, head: &'a Pick<'p>) -> Pick<'a> {
         *head

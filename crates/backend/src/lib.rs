@@ -22,6 +22,7 @@ mod row_code;
 mod row_mover;
 pub mod topk;
 mod weight;
+mod working_set;
 
 pub use backend::Backend;
 pub use choosing::{Chooser, Choosing, Known};
@@ -37,3 +38,4 @@ pub use topk::{
     Ask, Best, Decided, DecidedPlaces, Deciding, Digest, DigestKind, Pick, Rules, ScoreBy,
 };
 pub use weight::{HostMatrix, WeightType};
+pub use working_set::{AGE_MAX, WorkingSet};

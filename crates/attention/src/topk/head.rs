@@ -1,9 +1,10 @@
 //! What is remembered of one key/value head of one sequence.
 
+use nuthatch_backend::WorkingSet;
+
 use super::near_rows::NearRows;
 use super::policy::{Policy, Refresh, Reuse};
 use super::reuse::{aggregate, cosine, soft_threshold, threshold};
-use super::working_set::WorkingSet;
 
 /// What decides about one key/value head, the same for all sequences.
 #[derive(Clone, Debug, PartialEq)]
@@ -150,11 +151,18 @@ impl Head {
     pub fn refresh(&mut self, policy: &Policy, queries: &[f32], chosen: &[u32], cut: u32) -> usize {
         self.chosen.clear();
         self.chosen.extend_from_slice(chosen);
-        self.take_over(policy, queries, cut)
+        self.take_over(policy, queries, cut, WorkingSet::admit)
     }
 
-    /// [`Head::refresh`] with a selection that was written to `chosen`.
-    pub(super) fn take_over(&mut self, policy: &Policy, queries: &[f32], cut: u32) -> usize {
+    /// [`Head::refresh`] with a selection that was written to `chosen`, and [`WorkingSet::admit`] or what does
+    /// the same.
+    pub(super) fn take_over(
+        &mut self,
+        policy: &Policy,
+        queries: &[f32],
+        cut: u32,
+        admit: impl FnOnce(&mut WorkingSet, &[u32], usize) -> usize,
+    ) -> usize {
         self.label.clear();
         if matches!(policy.reuse, Reuse::Qsac(_)) {
             self.label.extend_from_slice(queries);
@@ -166,12 +174,12 @@ impl Head {
             self.pages.extend(self.chosen.iter().map(|place| place / page));
             self.pages.dedup();
             let n_pages = (k as f32 * capacity / page as f32).ceil() as usize;
-            return self.set.admit(&self.pages, n_pages) * page as usize;
+            return admit(&mut self.set, &self.pages, n_pages) * page as usize;
         }
         if policy.refresh == Refresh::Whole && policy.working_set == 1.0 {
             self.set.clear();
         }
-        let n_missing = self.set.admit(&self.chosen, policy.set_size(k));
+        let n_missing = admit(&mut self.set, &self.chosen, policy.set_size(k));
         match policy.refresh {
             Refresh::Delta => n_missing,
             Refresh::Whole => k,
@@ -184,12 +192,12 @@ impl Head {
         if let Reuse::PageLru { page, .. } = policy.reuse {
             let rows = |&p: &u32| p * page..(p * page + page).min(self.cut);
             self.kept.clear();
-            self.kept.extend(self.set.members().iter().flat_map(rows));
+            self.kept.extend(self.set.members.iter().flat_map(rows));
             self.near.change(&self.kept, &[]);
             self.near.find(&self.chosen, &mut self.shown);
         } else {
             let again = if policy.refresh == Refresh::Whole { &self.chosen[..] } else { &[] };
-            self.near.change(self.set.members(), again);
+            self.near.change(&self.set.members, again);
         }
         self.near.missing().0.len()
     }
@@ -212,7 +220,7 @@ impl Head {
     pub fn places(&self, policy: &Policy) -> &[u32] {
         match policy.reuse {
             Reuse::PageLru { .. } => &self.chosen,
-            Reuse::Never | Reuse::Qsac(_) => self.set.members(),
+            Reuse::Never | Reuse::Qsac(_) => &self.set.members,
         }
     }
 

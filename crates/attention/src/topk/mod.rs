@@ -31,7 +31,6 @@ mod spec;
 mod stats;
 mod trace;
 mod work;
-mod working_set;
 
 pub use frames::{orthonormal_frame, principal_frame};
 pub use head::{Head, HeadRule, Lookup};
@@ -46,4 +45,3 @@ pub use run::{TopK, TopKLayer, TopKShape, working_rows};
 pub use spec::{AUTO, GRAMMAR, SpecError};
 pub use stats::{Counts, Stats};
 pub use trace::Decision;
-pub use working_set::WorkingSet;

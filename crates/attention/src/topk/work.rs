@@ -114,7 +114,7 @@ impl<B: Backend> Choosing for LayerHeads<'_, B> {
         Some(n_always as usize + policy.set_size(k).max(k))
     }
 
-    fn choose<'s>(&self, work: &mut Work, score: impl FnOnce(&Ask) -> &'s [u32]) {
+    fn choose(&self, work: &mut Work, select: impl FnOnce(&Ask, Best, &mut Vec<u32>)) {
         let Some(ask) = work.ask else { return };
         let (topk, begin) = (self.topk, self.topk.now());
         let TopKShape { group, head_dim, .. } = topk.shape;
@@ -122,15 +122,20 @@ impl<B: Backend> Choosing for LayerHeads<'_, B> {
         let Scratch { queries, scores, .. } = &topk.scratch;
         let (cut, k) = (policy.cut(work.at.kv_len), self.n_chosen(work));
         let best = Best { first: policy.sinks, k, fade: policy.fade(group) };
-        let scores =
-            if self.is_scored { &scores[ask.at..ask.at + ask.n as usize] } else { score(&ask) };
-        self.b.select(scores, best, &mut work.head.chosen);
+        if self.is_scored {
+            let scores = &scores[ask.at..ask.at + ask.n as usize];
+            self.b.select(scores, best, &mut work.head.chosen);
+        } else {
+            select(&ask, best, &mut work.head.chosen);
+        }
         let at = work.at.query_row * self.width + work.head_idx * group * head_dim;
         let label = match policy.reuse {
             Reuse::Qsac(_) => &queries[at..at + group * head_dim],
             Reuse::Never | Reuse::PageLru { .. } => &[],
         };
-        work.n_moved = work.head.take_over(policy, label, cut);
+        work.n_moved = work.head.take_over(policy, label, cut, |set, wanted, capacity| {
+            self.b.admit(set, wanted, capacity)
+        });
         if topk.is_brought(self.layer_idx, work.head_idx) {
             let n_missing = work.head.place_near(policy);
             if matches!(policy.reuse, Reuse::PageLru { .. }) {
@@ -250,7 +255,7 @@ impl TopK {
         let choosing = LayerHeads::new(self, b, layer, when);
         let choose = |work: &mut Work| {
             if choosing.open(work).is_some() {
-                choosing.choose(work, |_| &[]);
+                choosing.choose(work, |_, _, _| ());
             }
         };
         // Mostly there is one or none, which is not worth waking threads for.

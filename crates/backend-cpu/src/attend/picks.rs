@@ -11,7 +11,7 @@ use nuthatch_backend::{Ask, Choosing, Pick};
 
 use super::{Attention, Rows, Scratch, rows};
 use crate::kv::PAGE;
-use crate::mem::{SharedMut, lines};
+use crate::mem::SharedMut;
 use crate::plan::{CHUNK, CpuPlan, PlanSeq, Task};
 use crate::pool::pause;
 use crate::topk::Scoring;
@@ -92,11 +92,9 @@ impl<'a, C: Choosing> PickWork<'a, C> {
         // SAFETY: each open head is handled once, and nobody else looks at it before it is known.
         let heads = unsafe { self.heads.part(head, 1) };
         SCORES.with_borrow_mut(|(raw, scores)| {
-            self.choosing.choose(&mut heads[0], |ask| {
-                let scores = lines(scores, ask.n as usize);
-                let asks = [Ask { at: 0, ..*ask }];
-                Scoring { attention: *attention }.run(None, &asks, raw, scores);
-                scores
+            self.choosing.choose(&mut heads[0], |ask, best, chosen| {
+                let scoring = Scoring { attention: *attention };
+                scoring.choose(&Ask { at: 0, ..*ask }, best, (raw, scores), chosen);
             });
         });
     }

@@ -13,6 +13,7 @@
 //! so that sixteen tokens are scored at once. Digests are taken from keys as they are stored, so
 //! that it does not matter when a page's digest is made.
 
+mod admit;
 mod agree;
 mod nibbles;
 mod numbers;
@@ -34,6 +35,7 @@ use crate::mem::{Region, SharedMut};
 use crate::pool::Pool;
 use crate::versions::{fma, versions};
 
+pub(crate) use admit::admit;
 pub(crate) use score::Scoring;
 pub(crate) use select::select;
 

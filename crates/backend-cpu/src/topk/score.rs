@@ -6,11 +6,12 @@
 
 use std::sync::OnceLock;
 
-use nuthatch_backend::{Ask, DigestKind, ScoreBy};
+use nuthatch_backend::{Ask, Best, DigestKind, ScoreBy};
 
 use super::agree::agreements;
 use super::nibbles::{Codes, nibble_scores};
 use super::numbers::{bound, channel_scores, combine, exponentials, largest};
+use super::select::select_combined;
 use super::{DigestPages, signs};
 use crate::attend::{Attention, MAX_GROUP, Rows, row_scores};
 use crate::kv::PAGE;
@@ -49,22 +50,62 @@ enum Queries {
 }
 
 impl Scoring<'_> {
-    /// Answers, on the threads of a pool or on this one alone; `raw` is memory that calls may share.
-    pub(crate) fn run(
+    /// Answers on the threads of a pool; `raw` is memory that calls may share.
+    pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], raw: &mut Vec<f32>, scores: &mut [u32]) {
+        let group = self.attention.plan.group();
+        let (pieces, n_raw) = self.pieces(asks);
+        let raw = lines(raw, n_raw);
+        let factors = self.weigh(Some(pool), asks, (&pieces, raw), scores);
+        let (raw, shared_scores) = (&*raw, SharedMut::new(scores));
+        // In parallel again, because what another thread has written is slow to read.
+        pool.run(factors.len() / group, &|i| {
+            let piece = &pieces[i];
+            let ask = &asks[piece.ask];
+            if self.signs_of(ask).is_some() {
+                return;
+            }
+            #[expect(unsafe_code, reason = "threads write disjoint parts")]
+            // SAFETY: neither answers nor pieces overlap, as in `weigh`.
+            let out = unsafe { shared_scores.part(ask.at + piece.start, piece.n) };
+            let raw = &raw[piece.raw..piece.raw + group * piece.n];
+            combine(self.attention.isa, raw, &factors[i * group..][..group], out);
+        });
+    }
+
+    /// Answers one question and selects by that, on this thread alone; both vectors are memory that calls may
+    /// share.
+    pub(crate) fn choose(
+        &self,
+        ask: &Ask,
+        best: Best,
+        (raw, scores): (&mut Vec<f32>, &mut Vec<u32>),
+        chosen: &mut Vec<u32>,
+    ) {
+        let (group, isa) = (self.attention.plan.group(), self.attention.isa);
+        let (pieces, n_raw) = self.pieces(std::slice::from_ref(ask));
+        let (raw, scores) = (lines(raw, n_raw), lines(scores, ask.n as usize));
+        let factors = self.weigh(None, std::slice::from_ref(ask), (&pieces, raw), scores);
+        let rows = |piece: &Piece| &raw[piece.raw..piece.raw + group * piece.n];
+        let pieces = pieces.iter().zip(factors.chunks_exact(group));
+        let pieces = pieces.map(|(piece, factors)| (rows(piece), factors));
+        select_combined(isa, pieces, best, scores, chosen);
+    }
+
+    /// Answers questions about signs, and of others takes the exponentials of all pieces; returns what they are
+    /// to be multiplied by, `[piece][group]`, or nothing if all are about signs.
+    fn weigh(
         &self,
         pool: Option<&Pool>,
         asks: &[Ask],
-        raw: &mut Vec<f32>,
+        (pieces, raw): (&[Piece], &mut [f32]),
         scores: &mut [u32],
-    ) {
+    ) -> Vec<f32> {
         let each = |n: usize, body: &(dyn Fn(usize) + Sync)| match pool {
             Some(pool) => pool.run(n, body),
             None => (0..n).for_each(body),
         };
         let group = self.attention.plan.group();
-        let (pieces, n_raw) = self.pieces(asks);
         let queries: Vec<OnceLock<Queries>> = asks.iter().map(|_| OnceLock::new()).collect();
-        let raw = lines(raw, n_raw);
         let mut sums = vec![(0.0f32, 0.0f32); pieces.len() * group];
         let shared_scores = SharedMut::new(scores);
         let (shared_raw, shared_sums) = (SharedMut::new(raw), SharedMut::new(&mut sums));
@@ -101,27 +142,15 @@ impl Scoring<'_> {
             }
         });
         if asks.iter().all(|ask| self.signs_of(ask).is_some()) {
-            return;
+            return Vec::new();
         }
-        let totals = self.totals(asks.len(), &pieces, &sums);
-        // In parallel again, because what another thread has written is slow to read.
-        let (raw, sums) = (&*raw, &sums);
-        each(pieces.len(), &|i| {
-            let piece = &pieces[i];
-            let ask = &asks[piece.ask];
-            if self.signs_of(ask).is_some() {
-                return;
-            }
-            let totals = &totals[piece.ask * group..][..group];
-            let of_rows = sums[i * group..][..group].iter().zip(totals);
-            let factors: Vec<f32> =
-                of_rows.map(|((m, _), (max, total))| (m - max).exp() / total).collect();
-            let raw = &raw[piece.raw..piece.raw + group * piece.n];
-            #[expect(unsafe_code, reason = "threads write disjoint parts")]
-            // SAFETY: neither answers nor pieces overlap, as above.
-            let out = unsafe { shared_scores.part(ask.at + piece.start, piece.n) };
-            combine(self.attention.isa, raw, &factors, out);
+        let totals = self.totals(asks.len(), pieces, &sums);
+        let of_pieces = pieces.iter().zip(sums.chunks_exact(group));
+        let factors = of_pieces.flat_map(|(piece, sums)| {
+            let pairs = sums.iter().zip(&totals[piece.ask * group..]);
+            pairs.map(|((m, _), (max, total))| (m - max).exp() / total)
         });
+        factors.collect()
     }
 
     /// The maximum and the sum of exponentials of each question's rows, `[ask][group]`, from those of

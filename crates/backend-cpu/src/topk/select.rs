@@ -1,11 +1,14 @@
 //! The best places: a sample says which scores may be among them, and of those the threshold is found
 //! by halving. There is no sort, and equal scores go to the first.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
 use std::cell::RefCell;
 
 use nuthatch_backend::Best;
 use nuthatch_backend::topk::N_FOLLOWERS;
 
+use super::numbers::combine;
 use crate::isa::Isa;
 use crate::mem::lines;
 use crate::versions::versions;
@@ -41,6 +44,39 @@ pub(crate) fn select(isa: Isa, scores: &[u32], best: Best, chosen: &mut Vec<u32>
         follow(isa, middle, fade, followed);
         select_middle(isa, followed, (first, k), chosen);
     });
+}
+
+/// The same of scores that are sums of rows, each times its factor, by pieces with rows of their own; the
+/// sums go to `scores`, or what follows from them does. If there are no pieces, the scores are there.
+pub(super) fn select_combined<'a>(
+    isa: Isa,
+    pieces: impl Iterator<Item = (&'a [f32], &'a [f32])>,
+    best: Best,
+    scores: &mut [u32],
+    chosen: &mut Vec<u32>,
+) {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(isa, Isa::Avx512 | Isa::Amx)
+        && best.fade > 0
+        && (1..scores.len().saturating_sub(best.first as usize)).contains(&best.k)
+    {
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+        let n = unsafe { combine_following(pieces, best, scores) };
+        if n == 0 {
+            return select(isa, scores, best, chosen);
+        }
+        chosen.clear();
+        let middle = &scores[best.first as usize..];
+        return select_middle(isa, middle, (best.first, best.k), chosen);
+    }
+    let mut place = 0;
+    for (rows, factors) in pieces {
+        let n = rows.len() / factors.len();
+        combine(isa, rows, factors, &mut scores[place..place + n]);
+        place += n;
+    }
+    select(isa, scores, best, chosen);
 }
 
 /// The `k` best of the scores, of which there are more; they are of the places from `first` on.
@@ -105,29 +141,120 @@ fn follow_inner<const FUSED: bool>(scores: &[u32], fade: u32, out: &mut [u32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn follow_avx512(scores: &[u32], fade: u32, out: &mut [u32]) {
-    use std::arch::x86_64::*;
-    let lost = [1, 2, 4].map(|step| _mm512_set1_epi32(fade.saturating_mul(step).cast_signed()));
-    let better = |x, before, lost| {
-        _mm512_max_epu32(x, _mm512_sub_epi32(_mm512_max_epu32(before, lost), lost))
-    };
-    // Of the block before: its scores, and those after one step and after two.
-    let mut last = [_mm512_setzero_si512(); 3];
-    let mut pass = |x: __m512i| {
-        let one = better(x, _mm512_alignr_epi32::<15>(x, last[0]), lost[0]);
-        let two = better(one, _mm512_alignr_epi32::<14>(one, last[1]), lost[1]);
-        let four = better(two, _mm512_alignr_epi32::<12>(two, last[2]), lost[2]);
-        last = [x, one, two];
-        four
-    };
+    let mut following = Following::new(fade);
     let (blocks, rest) = scores.as_chunks::<16>();
     for (block, out) in blocks.iter().zip(out.chunks_mut(16)) {
-        store(out, pass(load(block)));
+        store(out, following.pass(load(block)));
     }
     let mut block = [0; 16];
     block[..rest.len()].copy_from_slice(rest);
-    let four = pass(load(&block));
+    let four = following.pass(load(&block));
     store(&mut block, four);
     out[scores.len() - rest.len()..].copy_from_slice(&block[..rest.len()]);
+}
+
+/// What is known of the places before a block of sixteen.
+#[cfg(target_arch = "x86_64")]
+struct Following {
+    /// What scores lose by one, two and four steps.
+    lost: [u32; 3],
+    /// Of the block before: its scores, and those after one step and after two.
+    last: [__m512i; 3],
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Following {
+    #[target_feature(enable = "avx512f")]
+    fn new(fade: u32) -> Self {
+        let lost = [1, 2, 4].map(|step| fade.saturating_mul(step));
+        Following { lost, last: [_mm512_setzero_si512(); 3] }
+    }
+
+    /// Sixteen scores, and what places have by them.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn pass(&mut self, x: __m512i) -> __m512i {
+        let lost = self.lost.map(|lost| _mm512_set1_epi32(lost.cast_signed()));
+        let better = |x, before, lost| {
+            _mm512_max_epu32(x, _mm512_sub_epi32(_mm512_max_epu32(before, lost), lost))
+        };
+        let one = better(x, _mm512_alignr_epi32::<15>(x, self.last[0]), lost[0]);
+        let two = better(one, _mm512_alignr_epi32::<14>(one, self.last[1]), lost[1]);
+        let four = better(two, _mm512_alignr_epi32::<12>(two, self.last[2]), lost[2]);
+        self.last = [x, one, two];
+        four
+    }
+
+    /// [`combine`] and what follows from it; the first `n_none` places count nothing.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn combine(&mut self, rows: &[f32], factors: &[f32], n_none: usize, out: &mut [u32]) {
+        let n = out.len();
+        let whole = n / 64 * 64;
+        for at in (0..whole).step_by(64) {
+            let sums = sums::<4>(rows, factors, (n, at));
+            for (i, x) in sums.into_iter().enumerate() {
+                let x = self.pass(after(x, n_none.saturating_sub(at + 16 * i)));
+                store(&mut out[at + 16 * i..], x);
+            }
+        }
+        for at in (whole..n).step_by(16) {
+            let [x] = sums::<1>(rows, factors, (n, at));
+            let mut block = [0; 16];
+            store(&mut block, self.pass(after(x, n_none.saturating_sub(at))));
+            let out = &mut out[at..n.min(at + 16)];
+            out.copy_from_slice(&block[..out.len()]);
+        }
+    }
+}
+
+/// Writes what follows from sums of pieces, and returns of how many places.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn combine_following<'a>(
+    pieces: impl Iterator<Item = (&'a [f32], &'a [f32])>,
+    best: Best,
+    scores: &mut [u32],
+) -> usize {
+    let (mut following, mut place) = (Following::new(best.fade), 0);
+    for (rows, factors) in pieces {
+        let n = rows.len() / factors.len();
+        let n_none = (best.first as usize).saturating_sub(place);
+        following.combine(rows, factors, n_none, &mut scores[place..place + n]);
+        place += n;
+    }
+    place
+}
+
+/// Sums of the rows of `[group][n]` from place `at` on, each times its factor, as [`combine`] has them.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn sums<const N: usize>(rows: &[f32], factors: &[f32], (n, at): (usize, usize)) -> [__m512i; N] {
+    assert!(at + 16 * (N - 1) < n && rows.len() == n * factors.len());
+    let mask = if n - at < 16 { (1 << (n - at)) - 1 } else { u16::MAX };
+    let mut sums = [_mm512_setzero_ps(); N];
+    for (row, &factor) in factors.iter().enumerate() {
+        for (i, sum) in sums.iter_mut().enumerate() {
+            #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+            // SAFETY: the row has as many numbers from here on as the mask has bits: only a single block may
+            // be cut (all callers).
+            let x =
+                unsafe { _mm512_maskz_loadu_ps(mask, rows.as_ptr().add(row * n + at + 16 * i)) };
+            let next = _mm512_fmadd_ps(x, _mm512_set1_ps(factor), *sum);
+            // What is no number is worth nothing.
+            *sum = _mm512_max_ps(next, _mm512_setzero_ps());
+        }
+    }
+    sums.map(|sum| _mm512_castps_si512(sum))
+}
+
+/// Without the first `n` of sixteen.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn after(x: __m512i, n: usize) -> __m512i {
+    if n == 0 { x } else { _mm512_maskz_mov_epi32((0xffff_u32 << n.min(16)) as u16, x) }
 }
 
 /// A score that is probably reached by k of many, and by not many more.
@@ -169,7 +296,7 @@ fn kth(isa: Isa, scores: &[u32], k: usize) -> (u32, usize) {
 
 versions! {
     /// The least and the largest.
-    fn span(scores: &[u32]) -> (u32, u32) = span_inner;
+    pub(super) fn span(scores: &[u32]) -> (u32, u32) = span_inner;
 }
 
 #[inline(always)]
@@ -179,7 +306,7 @@ fn span_inner<const FUSED: bool>(scores: &[u32]) -> (u32, u32) {
 
 versions! {
     /// Scores of at least `threshold`.
-    fn count(scores: &[u32], threshold: u32) -> usize = count_inner;
+    pub(super) fn count(scores: &[u32], threshold: u32) -> usize = count_inner;
 }
 
 #[inline(always)]
@@ -230,7 +357,6 @@ fn gather_avx512(
     places: &mut [u32],
     left: &mut [u32],
 ) -> usize {
-    use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();
     let least = _mm512_set1_epi32(floor.cast_signed());
     let mut at = _mm512_add_epi32(_mm512_set1_epi32(first.cast_signed()), lanes());
@@ -279,7 +405,6 @@ fn write_plain(scores: &[u32], choice: Choice, places: &mut [u32], (at, mut n): 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,popcnt")]
 fn write_avx512(scores: &[u32], mut choice: Choice, places: &mut [u32]) {
-    use std::arch::x86_64::*;
     let (blocks, rest) = scores.as_chunks::<16>();
     let threshold = _mm512_set1_epi32(choice.threshold.cast_signed());
     let mut n = 0;
@@ -305,18 +430,18 @@ fn write_avx512(scores: &[u32], mut choice: Choice, places: &mut [u32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn lanes() -> std::arch::x86_64::__m512i {
-    std::arch::x86_64::_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+fn lanes() -> __m512i {
+    _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn load(block: &[u32; 16]) -> std::arch::x86_64::__m512i {
+fn load(block: &[u32; 16]) -> __m512i {
     #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
     // SAFETY: the block has sixteen numbers.
     unsafe {
-        std::arch::x86_64::_mm512_loadu_si512(block.as_ptr().cast())
+        _mm512_loadu_si512(block.as_ptr().cast())
     }
 }
 
@@ -324,12 +449,12 @@ fn load(block: &[u32; 16]) -> std::arch::x86_64::__m512i {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn store(target: &mut [u32], x: std::arch::x86_64::__m512i) {
+fn store(target: &mut [u32], x: __m512i) {
     let target = &mut target[..16];
     #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
     // SAFETY: there is room for sixteen.
     unsafe {
-        std::arch::x86_64::_mm512_storeu_si512(target.as_mut_ptr().cast(), x);
+        _mm512_storeu_si512(target.as_mut_ptr().cast(), x);
     }
 }
 
@@ -361,6 +486,41 @@ mod tests {
                             assert_eq!(got, expected, "{isa}: {best:?} of {scores:?}");
                         }
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_pieces_are_chosen_from_as_scores_are() {
+        let mut state = 5u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 24) as f32
+        };
+        let (mut expected, mut got) = (Vec::new(), Vec::new());
+        for (sizes, group) in [(vec![64, 128, 30], 3), (vec![2048, 77], 1), (vec![5], 2)] {
+            let mut pieces = sizes.iter().map(|n| {
+                let mut rows: Vec<f32> = (0..n * group).map(|_| next().powi(9)).collect();
+                rows.iter_mut().step_by(13).for_each(|x| *x = f32::NAN);
+                (rows, (0..group).map(|_| next()).collect::<Vec<f32>>())
+            });
+            let pieces: Vec<_> = pieces.by_ref().collect();
+            let pieces = || pieces.iter().map(|(rows, factors)| (&rows[..], &factors[..]));
+            let n: usize = sizes.iter().sum();
+            for isa in Isa::ALL.into_iter().filter(|&isa| isa <= Isa::detect()) {
+                let mut scores = vec![7; n];
+                let mut place = 0;
+                for (rows, factors) in pieces() {
+                    let n = rows.len() / group;
+                    combine(isa, rows, factors, &mut scores[place..place + n]);
+                    place += n;
+                }
+                for (first, k, fade) in [(0, 9, 0), (3, 20, 1 << 23), (40, 50, 99), (16, n, 1)] {
+                    let best = Best { first, k, fade };
+                    topk::select(&scores, best, &mut expected);
+                    select_combined(isa, pieces(), best, &mut vec![8; n], &mut got);
+                    assert_eq!(got, expected, "{isa}: {best:?} of {sizes:?}");
                 }
             }
         }

@@ -3,8 +3,8 @@
 
 use nuthatch_types::{KvDtype, LayerIdx, PageCopy, PageShift, Slot};
 
-use crate::topk::{agreement, channels, nibble_product, nibbles, query_codes, signs};
-use crate::{Ask, Backend, Choosing, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
+use crate::topk::{agreement, channels, nibble_product, nibbles, query_codes, select, signs};
+use crate::{Ask, Backend, Best, Choosing, Digest, DigestKind, Pick, RopeStyle, ScoreBy};
 
 use super::at_most;
 use super::compare::same_bits;
@@ -359,12 +359,16 @@ struct Waiting<'p> {
     picks: &'p [Pick<'p>],
     /// More rows than are chosen may be announced.
     n_spare: usize,
+    /// By what they choose besides, and what of it.
+    by: ScoreBy,
+    best: Best,
 }
 
-/// Whether it has yet to choose, and which it is.
+/// Whether it has yet to choose, which it is, and what it would choose by scores.
 struct Waiter {
     is_open: bool,
     head: usize,
+    chosen: Vec<u32>,
 }
 
 impl Choosing for Waiting<'_> {
@@ -375,8 +379,10 @@ impl Choosing for Waiting<'_> {
         head.is_open.then_some(n + 300 - self.picks[head.head].tail as usize + self.n_spare)
     }
 
-    fn choose<'s>(&self, head: &mut Waiter, _score: impl FnOnce(&Ask) -> &'s [u32]) {
+    fn choose(&self, head: &mut Waiter, select: impl FnOnce(&Ask, Best, &mut Vec<u32>)) {
         assert!(head.is_open, "chosen once");
+        let ask = Ask { seq: 0, head: head.head as u32, by: self.by, n: 290, at: 7 };
+        select(&ask, self.best, &mut head.chosen);
         head.is_open = false;
     }
 
@@ -404,11 +410,21 @@ pub fn choosing_agrees<B: Backend>(b: &B) {
         .map(|(head, places)| Pick { seq: 0, head, n_first: 4, places, tail: 290, rows: &[] })
         .collect();
     let expected = rig.attend_picks(&qkv, &picks, 1);
-    for (open, n_spare) in (0..16).flat_map(|open| [(open, 0), (open, 700)]) {
-        let head = |head| Waiter { is_open: open >> head & 1 == 1, head };
+    let bys = (0..digests.len()).map(ScoreBy::Digest).chain([ScoreBy::Keys]).cycle();
+    let kinds = (0..16).flat_map(|open| [(open, 0), (open, 700)]).zip(bys);
+    for ((open, n_spare), by) in kinds {
+        let head = |head| Waiter { is_open: open >> head & 1 == 1, head, chosen: Vec::new() };
         let mut heads: Vec<Waiter> = (0..4).map(head).collect();
-        let got = rig.attend_choosing(&qkv, (&Waiting { picks: &picks, n_spare }, &mut heads), 1);
+        let best = Best { first: 4, k: 30, fade: [0, 1 << 23][open % 2] };
+        let choosing = Waiting { picks: &picks, n_spare, by, best };
+        let got = rig.attend_choosing(&qkv, (&choosing, &mut heads), 1);
         same_bits(&got, &expected, &|| format!("heads {open:04b} chose meanwhile"));
         assert!(heads.iter().all(|head| !head.is_open), "all have chosen");
+        for Waiter { head, chosen, .. } in heads.iter().filter(|head| open >> head.head & 1 == 1) {
+            let ask = Ask { seq: 0, head: *head as u32, by, n: 290, at: 0 };
+            let mut expected = Vec::new();
+            select(&rig.score(&qkv, &[ask], 290), best, &mut expected);
+            assert_eq!(*chosen, expected, "head {head} by {by:?}");
+        }
     }
 }

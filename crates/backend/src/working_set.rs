@@ -9,21 +9,17 @@
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkingSet {
     /// Ascending.
-    members: Vec<u32>,
+    pub members: Vec<u32>,
     /// When each was last used.
-    used: Vec<u32>,
-    now: u32,
+    pub used: Vec<u32>,
+    /// How often something was admitted.
+    pub now: u32,
 }
 
 /// What was used longer ago than this counts as used this long ago; `AGE_MAX` of the GPU's kernel.
-const AGE_MAX: u32 = 2047;
+pub const AGE_MAX: u32 = 2047;
 
 impl WorkingSet {
-    /// The members, ascending.
-    pub fn members(&self) -> &[u32] {
-        &self.members
-    }
-
     /// Forgets everything.
     pub fn clear(&mut self) {
         self.members.clear();
@@ -152,11 +148,11 @@ mod tests {
             let (mut set, mut naive) = (WorkingSet::default(), Naive::default());
             for (now, (wanted, capacity)) in (1..).zip(steps) {
                 let wanted: Vec<u32> = wanted.into_iter().collect();
-                let before = set.members().to_vec();
+                let before = set.members.clone();
                 let n_missing = set.admit(&wanted, capacity);
                 prop_assert_eq!(n_missing, naive.admit(now, &wanted, capacity));
-                prop_assert_eq!(set.members(), naive.members());
-                prop_assert!(wanted.iter().all(|member| set.members().contains(member)));
+                prop_assert_eq!(&set.members, &naive.members());
+                prop_assert!(wanted.iter().all(|member| set.members.contains(member)));
                 let new = wanted.iter().filter(|member| !before.contains(member)).count();
                 prop_assert_eq!(n_missing, new);
             }
@@ -168,7 +164,7 @@ mod tests {
         let mut set = WorkingSet::default();
         assert_eq!(set.admit(&[1, 5, 700], 3), 3);
         assert_eq!(set.admit(&[2, 5, 9], 3), 2);
-        assert_eq!(set.members(), [2, 5, 9]);
+        assert_eq!(set.members, [2, 5, 9]);
         set.clear();
         assert_eq!(set.admit(&[2], 3), 1);
     }
