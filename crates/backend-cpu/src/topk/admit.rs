@@ -9,6 +9,7 @@ use {
     nuthatch_backend::AGE_MAX,
     std::arch::x86_64::*,
     std::cell::RefCell,
+    std::ops::Range,
 };
 
 /// See [`WorkingSet::admit`].
@@ -24,8 +25,15 @@ pub(crate) fn admit(isa: Isa, set: &mut WorkingSet, wanted: &[u32], capacity: us
 
 #[cfg(target_arch = "x86_64")]
 thread_local! {
-    /// What is wanted and not there.
-    static MISSING: RefCell<Vec<u32>> = RefCell::default();
+    static MISSING: RefCell<Missing> = RefCell::default();
+}
+
+/// What is wanted and not there, ascending, and how many members are before each.
+#[cfg(target_arch = "x86_64")]
+#[derive(Default)]
+struct Missing {
+    places: Vec<u32>,
+    before: Vec<u32>,
 }
 
 /// Mostly a selection is nearly the one before: members that are wanted are found where they are, and the few
@@ -34,52 +42,62 @@ thread_local! {
 #[target_feature(enable = "avx512f,popcnt")]
 fn vectors(isa: Isa, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
     set.now += 1;
-    MISSING.with_borrow_mut(|missing| {
-        missing.resize(missing.len().max(wanted.len() + 1), 0);
-        let n_missing = mark(set, wanted, missing);
+    MISSING.with_borrow_mut(|Missing { places, before }| {
+        let room = places.len().max(wanted.len() + 1);
+        places.resize(room, 0);
+        before.resize(room, 0);
+        let n_missing = mark(set, wanted, (places, before));
+        let (places, before) = (&places[..n_missing], &mut before[..n_missing]);
         let n_all = set.members.len() + n_missing;
         let n_excess = n_all.saturating_sub(capacity.max(wanted.len()));
         if n_excess > 0 {
-            drop_oldest(isa, set, n_excess);
+            drop_oldest(isa, set, n_excess, before);
         }
-        insert(set, &missing[..n_missing]);
+        insert(set, (places, before));
         n_missing
     })
 }
 
-/// Uses the members that are wanted, writes what is missing, and returns how many that are.
+/// Uses the members that are wanted, writes what is missing and behind how many, and returns how many that are.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn mark(set: &mut WorkingSet, wanted: &[u32], missing: &mut [u32]) -> usize {
+#[target_feature(enable = "avx512f,popcnt")]
+fn mark(
+    set: &mut WorkingSet,
+    wanted: &[u32],
+    (missing, before): (&mut [u32], &mut [u32]),
+) -> usize {
     let now = _mm512_set1_epi32(set.now.cast_signed());
     let oldest = _mm512_set1_epi32(set.now.saturating_sub(AGE_MAX).cast_signed());
-    let (mut n_missing, mut at) = (0, 0);
+    let (mut n_missing, mut at, mut start) = (0, 0, 0);
     for (members, used) in set.members.chunks(16).zip(set.used.chunks_mut(16)) {
         let (mask, last) = (first_lanes(members.len()), members[members.len() - 1]);
         let here = load(members);
         let mut found = 0;
         while at < wanted.len() && wanted[at] <= last {
-            let place = wanted[at];
-            let equal =
-                _mm512_mask_cmpeq_epi32_mask(mask, here, _mm512_set1_epi32(place.cast_signed()));
+            let place = _mm512_set1_epi32(wanted[at].cast_signed());
+            let equal = _mm512_mask_cmpeq_epi32_mask(mask, here, place);
+            let less = _mm512_mask_cmplt_epu32_mask(mask, here, place);
             // Written always and counted if it counts: there is no branch to mispredict.
-            missing[n_missing] = place;
+            (missing[n_missing], before[n_missing]) = (wanted[at], start + less.count_ones());
             n_missing += usize::from(equal == 0);
             found |= equal;
             at += 1;
         }
         let times = _mm512_max_epu32(load(used), oldest);
         store(used, _mm512_mask_mov_epi32(times, found, now));
+        start += 16;
     }
-    let rest = &wanted[at..];
-    missing[n_missing..n_missing + rest.len()].copy_from_slice(rest);
-    n_missing + rest.len()
+    let (rest, all) = (&wanted[at..], n_missing + wanted.len() - at);
+    missing[n_missing..all].copy_from_slice(rest);
+    before[n_missing..all].fill(set.members.len() as u32);
+    all
 }
 
 /// Drops the members that were not used for longest; of those that were last used at the same time, the first.
+/// Of members up to some, of which `before` has the numbers, so many are left then.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,popcnt")]
-fn drop_oldest(isa: Isa, set: &mut WorkingSet, n_excess: usize) {
+fn drop_oldest(isa: Isa, set: &mut WorkingSet, n_excess: usize, before: &mut [u32]) {
     let WorkingSet { members, used, now } = set;
     // The last time of which anything goes, found by halving.
     let (mut low, mut high, mut n_older) = (span(isa, used).0, *now, 0);
@@ -94,6 +112,7 @@ fn drop_oldest(isa: Isa, set: &mut WorkingSet, n_excess: usize) {
     }
     let last = _mm512_set1_epi32(low.cast_signed());
     let (mut n_of_last, mut n_kept) = ((n_excess - n_older) as u32, 0);
+    let mut before = before.iter_mut().peekable();
     for start in (0..members.len()).step_by(16) {
         let mask = first_lanes(members.len() - start);
         let (places, times) = (load(&members[start..]), load(&used[start..]));
@@ -102,30 +121,49 @@ fn drop_oldest(isa: Isa, set: &mut WorkingSet, n_excess: usize) {
         n_of_last -= n_dropped;
         (0..n_dropped).for_each(|_| equal &= equal - 1);
         let kept = equal | _mm512_mask_cmpgt_epu32_mask(mask, times, last);
+        while let Some(n) = before.next_if(|n| (**n as usize) < start + 16) {
+            *n = n_kept as u32 + (kept & first_lanes(*n as usize - start)).count_ones();
+        }
         // What is overwritten was read: no more are kept than there were.
         let to = n_kept..n_kept + kept.count_ones() as usize;
         store(&mut members[to.clone()], _mm512_maskz_compress_epi32(kept, places));
         store(&mut used[to.clone()], _mm512_maskz_compress_epi32(kept, times));
         n_kept = to.end;
     }
+    before.for_each(|n| *n = n_kept as u32);
     members.truncate(n_kept);
     used.truncate(n_kept);
 }
 
-/// Puts places that are no members, ascending, between those that are.
+/// Puts places that are no members, ascending, each behind so many of those that are.
 #[cfg(target_arch = "x86_64")]
-fn insert(set: &mut WorkingSet, missing: &[u32]) {
+#[target_feature(enable = "avx512f")]
+fn insert(set: &mut WorkingSet, (places, before): (&[u32], &[u32])) {
     let WorkingSet { members, used, now } = set;
-    let (mut n_left, mut end) = (members.len(), members.len() + missing.len());
+    let (mut n_left, mut end) = (members.len(), members.len() + places.len());
     members.resize(end, 0);
     used.resize(end, *now);
-    for &place in missing.iter().rev() {
-        let before = members[..n_left].partition_point(|&member| member < place);
-        let to = end - (n_left - before);
-        members.copy_within(before..n_left, to);
-        used.copy_within(before..n_left, to);
-        (n_left, end) = (before, to - 1);
+    for (&place, &before) in places.iter().zip(before).rev() {
+        let before = before as usize;
+        let by = end - n_left;
+        move_up(members, before..n_left, by);
+        move_up(used, before..n_left, by);
+        (n_left, end) = (before, before + by - 1);
         (members[end], used[end]) = (place, *now);
+    }
+}
+
+/// Moves some numbers up, the last first: they are too few to call for it.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn move_up(values: &mut [u32], from: Range<usize>, by: usize) {
+    let mut end = from.end;
+    while end > from.start {
+        let start = end.saturating_sub(16).max(from.start);
+        let x = load(&values[start..end]);
+        store(&mut values[start + by..end + by], x);
+        end = start;
     }
 }
 

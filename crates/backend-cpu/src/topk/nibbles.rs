@@ -10,7 +10,7 @@
 
 use nuthatch_backend::topk::{nibbles, query_codes};
 
-use super::numbers::fetch;
+use super::numbers::{fetch, fetch_line};
 use crate::isa::Isa;
 use crate::kv::PAGE;
 use crate::pack::f16_to_f32;
@@ -34,8 +34,8 @@ pub(super) fn write(products: &[f32], token: usize, page: &mut [u8]) {
 
 /// The queries of a group as they meet such keys.
 pub(super) struct Codes {
-    /// `[query][line][low|high]` four codes each.
-    words: Vec<[[i8; 4]; 2]>,
+    /// `[query][line][low|high]` four codes each, the first in the lowest bits.
+    words: Vec<[i32; 2]>,
     /// `[query]` where sums begin, and what one of a sum stands for.
     of_queries: Vec<(i32, f32)>,
     n_lines: usize,
@@ -50,7 +50,9 @@ impl Codes {
             let (mut codes, unit) = query_codes(products);
             codes.resize(n_lines * LINE, 0);
             let sum: i32 = codes.iter().map(|&code| i32::from(code)).sum();
-            words.extend_from_slice(codes.as_chunks::<4>().0.as_chunks::<2>().0);
+            let word = |codes: [i8; 4]| i32::from_le_bytes(codes.map(i8::cast_unsigned));
+            let pairs = codes.as_chunks::<4>().0.as_chunks::<2>().0;
+            words.extend(pairs.iter().map(|pair| pair.map(word)));
             of_queries.push((-8 * sum, unit * scale));
         }
         Codes { words, of_queries, n_lines }
@@ -65,7 +67,7 @@ impl Codes {
 /// One query.
 struct Query<'a> {
     /// `[line][low|high]`.
-    words: &'a [[[i8; 4]; 2]],
+    words: &'a [[i32; 2]],
     /// Where sums begin.
     begin: i32,
     /// What one of a sum stands for.
@@ -153,7 +155,8 @@ fn units_of(page: &[u8], n_lines: usize) -> &[u8; 2 * PAGE] {
 fn plain(page: &[u8], query: &Query<'_>) -> [f32; PAGE] {
     let mut sums = [query.begin; PAGE];
     let (lines, _) = page.as_chunks::<{ 4 * PAGE }>();
-    for (line, [low, high]) in lines.iter().zip(query.words) {
+    for (line, words) in lines.iter().zip(query.words) {
+        let [low, high] = words.map(|word| word.to_le_bytes().map(u8::cast_signed));
         for (sum, bytes) in sums.iter_mut().zip(line.as_chunks::<4>().0) {
             for (i, byte) in bytes.iter().enumerate() {
                 *sum += i32::from(byte & 15) * i32::from(low[i]);
@@ -184,8 +187,7 @@ fn avx2<'a, const N: usize>(
         let mut sums = [_mm256_set1_epi32(query.begin); 2];
         let (lines, _) = page.as_chunks::<{ 4 * PAGE }>();
         for (line, words) in lines.iter().zip(query.words) {
-            let words = words
-                .map(|word| _mm256_set1_epi32(i32::from_ne_bytes(word.map(i8::cast_unsigned))));
+            let words = words.map(|word| _mm256_set1_epi32(word));
             for (sum, eight) in sums.iter_mut().zip(line.as_chunks::<32>().0) {
                 #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
                 // SAFETY: the array has 32 bytes.
@@ -224,36 +226,17 @@ fn avx512<'a, const N: usize>(
 ) {
     use std::arch::x86_64::*;
     let n = raw.len() / N;
-    let half = _mm512_set1_epi8(15);
     let n_lines = queries[0].words.len();
     let mut ahead = pages.clone().skip(AHEAD);
     for (i, page) in pages.enumerate() {
-        if let Some(page) = ahead.next() {
-            fetch(page);
-        }
-        // Low and high halves are added up apart, so that fewer sums wait for each other.
-        let mut sums: [[__m512i; 2]; N] =
-            std::array::from_fn(|q| [_mm512_set1_epi32(queries[q].begin), _mm512_setzero_si512()]);
-        for (b, line) in page.as_chunks::<{ 4 * PAGE }>().0.iter().take(n_lines).enumerate() {
-            #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-            // SAFETY: the array has 64 bytes.
-            let bytes = unsafe { _mm512_loadu_si512(line.as_ptr().cast()) };
-            let low = _mm512_and_si512(bytes, half);
-            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), half);
-            for (sums, query) in sums.iter_mut().zip(queries) {
-                let words =
-                    query.words[b].map(|word| i32::from_ne_bytes(word.map(i8::cast_unsigned)));
-                sums[0] = _mm512_dpbusd_epi32(sums[0], low, _mm512_set1_epi32(words[0]));
-                sums[1] = _mm512_dpbusd_epi32(sums[1], high, _mm512_set1_epi32(words[1]));
-            }
-        }
+        let totals = products(page, ahead.next().unwrap_or(page), queries);
         #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
         // SAFETY: the array has sixteen halves.
         let units = unsafe { _mm256_loadu_si256(units_of(page, n_lines).as_ptr().cast()) };
         let units = _mm512_cvtph_ps(units);
         let mask = 0xffff_u16 >> (PAGE - PAGE.min(n - i * PAGE));
-        for (q, [low, high]) in sums.into_iter().enumerate() {
-            let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(low, high));
+        for (q, total) in totals.into_iter().enumerate() {
+            let sum = _mm512_cvtepi32_ps(total);
             let scores =
                 _mm512_mul_ps(_mm512_mul_ps(sum, units), _mm512_set1_ps(queries[q].factor));
             let row = &mut raw[q * n + i * PAGE..(q + 1) * n];
@@ -264,6 +247,42 @@ fn avx512<'a, const N: usize>(
             }
         }
     }
+}
+
+/// Products of a page's keys with a few queries, while another page is fetched.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+#[inline]
+fn products<const N: usize>(
+    page: &[u8],
+    next: &[u8],
+    queries: &[Query<'_>; N],
+) -> [std::arch::x86_64::__m512i; N] {
+    use std::arch::x86_64::*;
+    let half = _mm512_set1_epi8(15);
+    let words = queries.each_ref().map(|query| query.words);
+    let n_lines = words[0].len();
+    assert!(page.len() >= n_lines * 4 * PAGE && words.iter().all(|words| words.len() == n_lines));
+    // Low and high halves are added up apart, so that fewer sums wait for each other.
+    let mut sums: [[__m512i; 2]; N] =
+        std::array::from_fn(|q| [_mm512_set1_epi32(queries[q].begin), _mm512_setzero_si512()]);
+    for b in 0..n_lines {
+        fetch_line::<true>(next.as_ptr().wrapping_add(b * 4 * PAGE));
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: the page and each query have so many lines (asserted).
+        unsafe {
+            let bytes = _mm512_loadu_si512(page.as_ptr().add(b * 4 * PAGE).cast());
+            let low = _mm512_and_si512(bytes, half);
+            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), half);
+            for (sums, words) in sums.iter_mut().zip(words) {
+                let [of_low, of_high] = *words.as_ptr().add(b);
+                sums[0] = _mm512_dpbusd_epi32(sums[0], low, _mm512_set1_epi32(of_low));
+                sums[1] = _mm512_dpbusd_epi32(sums[1], high, _mm512_set1_epi32(of_high));
+            }
+        }
+    }
+    fetch_line::<true>(next.as_ptr().wrapping_add(n_lines * 4 * PAGE));
+    sums.map(|[low, high]| _mm512_add_epi32(low, high))
 }
 
 #[cfg(test)]

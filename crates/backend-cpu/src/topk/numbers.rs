@@ -84,7 +84,7 @@ pub(super) fn fetch(page: &[u8]) {
 /// Lets the first cache, or the second, fetch the line of an address.
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
 #[inline(always)]
-fn fetch_line<const FIRST: bool>(address: *const u8) {
+pub(super) fn fetch_line<const FIRST: bool>(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
