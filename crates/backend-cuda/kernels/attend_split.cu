@@ -47,9 +47,10 @@ struct Turned {
             for (int e = 0; e < 4; e++) turned.o[pair][e] = 0.0f;
     }
 
-    DEVICE void mix(const u8* values, const float (&s)[KEY_TILES][2], const float (&down)[1],
-                    Lines<1>&, Turned& turned) {
-        if (has_moved(down)) {
+    template <typename Values>
+    DEVICE void mix(Values values, const float (&s)[KEY_TILES][2], const float (&down)[1], Lines<1>&,
+                    Turned& turned) {
+        if (__builtin_expect(has_moved(down), false)) {
             const u32 line = threadIdx.x % 4 * 8;  // its first lane
             const float downs[2] = {__shfl_sync(~0u, down[0], line),
                                     __shfl_sync(~0u, down[0], line + 4)};
@@ -64,8 +65,8 @@ struct Turned {
             weight_operands<1>(s, page, weights);
             UNROLL
             for (int pair = 0; pair < PAIRS; pair++) {
-                const uint4 b = value_operand(values + page * HALF_PAGE, pair);
-                const u32 rows[4] = {b.x, b.z, b.y, b.w};
+                u32 rows[4];
+                value_rows(values + page * HALF_PAGE, pair, rows);
                 UNROLL
                 for (int part = 0; part < PARTS; part++)
                     mma(turned.o[pair], rows, weights[part][0], weights[part][2]);
@@ -165,18 +166,14 @@ struct Splitter {
     // All pages of a step are seen.
     DEVICE void bring_all(const Feed<R>& feed, u32 half, const u32 (&slots)[STEP_PAGES], u32 target,
                           u32 ready) {
-        const u32 lane = threadIdx.x % 32;
 #if HAS_BULK
-        if (lane != 0) return;
-        barrier_expect(ready, HALF_BYTES);
-        UNROLL
-        for (int i = 0; i < STEP_PAGES; i++)
-            bulk_copy_once(target + i * HALF_PAGE, Feed<R>::page_at(feed, slots[i]) + half, HALF_PAGE,
-                           ready);
+        static_assert(STEP_PAGES == 2, "two copies");
+        bulk_copy_two(target, Feed<R>::page_at(feed, slots[0]) + half,
+                      Feed<R>::page_at(feed, slots[1]) + half, HALF_PAGE, ready);
 #else
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
-            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
+            for (u32 at = threadIdx.x % 32 * 16; at < HALF_PAGE; at += 512)
                 copy_async(target + i * HALF_PAGE + at,
                            Feed<R>::page_at(feed, slots[i]) + half + at, 16);
 #endif

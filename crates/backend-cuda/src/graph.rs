@@ -48,7 +48,7 @@ impl Drop for Graph {
 pub(crate) struct PassKey {
     pub(crate) n_rows: usize,
     /// Which kernel attends.
-    pub(crate) has_many_tasks: bool,
+    pub(crate) paced: Option<usize>,
     /// Rules, and how many rows the device decides about by them.
     pub(crate) deciding: Vec<(usize, usize)>,
     /// Whether they are served by the selections that there are.
@@ -168,7 +168,7 @@ impl Cuda {
         }
         let key = PassKey {
             n_rows: plan.n_rows(),
-            has_many_tasks: plan.has_many_tasks(),
+            paced: plan.paced(),
             deciding: plan.deciding.clone(),
             is_served: plan.is_served,
             tables: (plan.tables, plan.table_len),
@@ -203,20 +203,12 @@ mod tests {
     fn a_shape_is_recorded_when_it_comes_again() {
         let (tables, arena, draws) = ((1, 2), (3, 4), (0, 5));
         let (n_rows, deciding, is_served, scratch) = (3, Vec::new(), false, 0);
-        let key = PassKey {
-            n_rows,
-            has_many_tasks: true,
-            deciding,
-            is_served,
-            tables,
-            arena,
-            scratch,
-            draws,
-        };
+        let key =
+            PassKey { n_rows, paced: Some(1), deciding, is_served, tables, arena, scratch, draws };
         let mut recordings = Recordings::default();
         assert_eq!(recordings.step(&key), Step::Queue);
         assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);
-        assert_eq!(recordings.step(&PassKey { has_many_tasks: false, ..key.clone() }), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { paced: None, ..key.clone() }), Step::Queue);
         assert_eq!(
             recordings.step(&PassKey { deciding: vec![(0, 1)], ..key.clone() }),
             Step::Queue

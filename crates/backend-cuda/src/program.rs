@@ -123,7 +123,7 @@ impl Program {
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
-            ("PACED_ENTRIES", attend_shape::PacedShape::entry(attend)),
+            ("PACED_ENTRIES", attend_shape::PacedShape::entries(attend)),
             ("TURN_ENTRIES", merge::TurnShape::entries(attend)),
             ("MERGE_ENTRIES", merge::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
             ("MERGE_BATCH_FLOATS", merge::MergeShape::BATCH_FLOATS.to_string()),
