@@ -81,8 +81,8 @@ impl AttendKernels {
             true => {
                 let [a, b, c, d] = TurnShape::ALL.map(|shape| kernel(shape.name, 0));
                 let split = |shape: PacedShape| kernel(shape.name, shape.shared_bytes(attend));
-                let [few, many] = PacedShape::ALL.map(split);
-                Some(Paced { kernels: [few?, many?], merges: [a?, b?, c?, d?] })
+                let [few, more, many] = PacedShape::ALL.map(split);
+                Some(Paced { kernels: [few?, more?, many?], merges: [a?, b?, c?, d?] })
             }
             false => None,
         };

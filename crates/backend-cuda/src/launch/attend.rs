@@ -130,7 +130,7 @@ pub(crate) enum Attend {
 /// Splits that fill their rings little by little, in the order of [`PacedShape::ALL`], and merges after them,
 /// in that of [`TurnShape::ALL`](super::merge::TurnShape::ALL).
 pub(crate) struct Paced {
-    pub(crate) kernels: [Kernel; 2],
+    pub(crate) kernels: [Kernel; 3],
     pub(crate) merges: [Kernel; 4],
 }
 

@@ -204,7 +204,8 @@ pub(crate) struct PacedShape {
 
 impl PacedShape {
     /// From that for few tasks, which have longer rings, to that for many.
-    pub(crate) const ALL: [Self; 2] = [
+    pub(crate) const ALL: [Self; 3] = [
+        PacedShape { name: "attend_paced_4", warps: 4, stages: 6 },
         PacedShape { name: "attend_paced_6", warps: 6, stages: 4 },
         PacedShape { name: "attend_paced_8", warps: 8, stages: 3 },
     ];
@@ -218,8 +219,12 @@ impl PacedShape {
     /// slower, because the products before it are disturbed: measured on one H200
     /// (`docs/decode-attention.md`). Few have a warp each, or nearly.
     pub(crate) fn choose(n_tasks: usize, n_multiprocessors: u32) -> Option<usize> {
-        let (twice, n) = (2 * n_tasks, n_multiprocessors as usize);
-        (twice > 7 * n).then_some(if twice <= 13 * n { 0 } else { 1 })
+        match 10 * n_tasks / n_multiprocessors as usize {
+            0..35 => None,
+            35..45 => Some(0),
+            45..62 => Some(1),
+            _ => Some(2),
+        }
     }
 
     /// The kernels, for the compiler.
@@ -277,8 +282,9 @@ mod tests {
             PacedShape::choose(n_seqs * n_chunks * n_kv_heads as usize, 132)
         };
         assert_eq!([chosen(8, 1, 8192), chosen(4, 1, 8192), chosen(8, 2, 2048)], [None; 3]);
-        assert_eq!([chosen(8, 1, 32768), chosen(4, 1, 32768), chosen(8, 4, 2048)], [Some(0); 3]);
-        assert_eq!([chosen(8, 8, 8192), chosen(4, 1, 131_072), chosen(32, 1, 8192)], [Some(1); 3]);
+        assert_eq!([chosen(4, 1, 32768), chosen(8, 1, 16384), chosen(8, 3, 2048)], [Some(0); 3]);
+        assert_eq!([chosen(8, 1, 32768), chosen(4, 1, 65536), chosen(8, 4, 2048)], [Some(1); 3]);
+        assert_eq!([chosen(8, 8, 8192), chosen(4, 1, 131_072), chosen(32, 1, 8192)], [Some(2); 3]);
     }
 
     #[test]
