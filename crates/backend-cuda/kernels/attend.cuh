@@ -22,26 +22,25 @@
 #define PAIRS (WIDTH / 16)  // pairs of tiles of eight columns
 #define TILES (2 * PAIRS)
 
-// Chunks are short at the beginning, so that short sequences have many: SMALL_CHUNK keys each up to
-// `small_end`, MIDDLE_CHUNK up to `middle_end`, then `n_large` of `large` keys, then LARGE_CHUNK, which is the
-// most. Both ends are whole chunks from the end before.
+// Chunks are short at the beginning, so that short sequences have many: `n_small` of SMALL_CHUNK keys, then
+// `n_middle` of MIDDLE_CHUNK, then `n_large` of `large`, and then LARGE_CHUNK, which is the most.
 struct Cuts {
-    u32 small_end, middle_end, large, n_large;
+    u32 n_small, n_middle, large, n_large;
 };
 static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
               "chunks are whole steps");
 
 DEVICE u32 chunk_of(const Cuts& cuts, u32 key) {
-    const u32 small = min(key, cuts.small_end), middle = min(key, cuts.middle_end);
-    const u32 large = min(key, cuts.middle_end + cuts.n_large * cuts.large);
-    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK +
-           (large - middle) / cuts.large + (key - large) / LARGE_CHUNK;
+    const u32 small_end = cuts.n_small * SMALL_CHUNK;
+    const u32 middle_end = small_end + cuts.n_middle * MIDDLE_CHUNK;
+    const u32 small = min(key, small_end), middle = min(key, middle_end);
+    const u32 large = min(key, middle_end + cuts.n_large * cuts.large);
+    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (large - middle) / cuts.large +
+           (key - large) / LARGE_CHUNK;
 }
 
 DEVICE u32 chunk_start(const Cuts& cuts, u32 chunk) {
-    const u32 n_small = cuts.small_end / SMALL_CHUNK;
-    const u32 n_middle = (cuts.middle_end - cuts.small_end) / MIDDLE_CHUNK;
-    const u32 small = min(chunk, n_small), middle = min(chunk - small, n_middle);
+    const u32 small = min(chunk, cuts.n_small), middle = min(chunk - small, cuts.n_middle);
     const u32 rest = chunk - small - middle, large = min(rest, cuts.n_large);
     return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + large * cuts.large + (rest - large) * LARGE_CHUNK;
 }
@@ -312,6 +311,10 @@ DEVICE uint4 load_turned(const u8* row) {
     return b;
 }
 
+// Whether a warp's own instructions are what takes time. Narrow heads have twelve warps, which wait for each
+// other's: these were 2 to 3 % slower with fewer.
+#define LEAN (WIDTH > 96)
+
 // Operands for two steps along the columns: those of a piece of 32, of eight tokens of a page. Addresses are one
 // of the lane, which a kernel may know as that in shared memory, and a distance.
 template <typename Keys>
@@ -322,6 +325,7 @@ DEVICE uint4 key_operand(Keys keys, u32 k, u32 eight) {
 #elif ROWS
     return load_matrices(keys + piece_at(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
 #else
+    if (!LEAN) return load_matrices(keys + key_piece(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
     return load_matrices(keys + key_piece(lane % 8, lane / 8) * 16 + (eight * WIDTH + k * 32) * 16);
 #endif
 }
@@ -334,21 +338,9 @@ DEVICE uint4 value_operand(const u8* values, u32 pair) {
 #elif ROWS
     return load_turned(values + piece_at(lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16) * 16);
 #else
-    return load_matrices(values + value_piece(lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16 + pair * 512);
+    return load_matrices(values +
+                         value_piece(pair * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16);
 #endif
-}
-
-// The same as the rows of an instruction: tokens are the second half of its operands, not of each pair.
-template <typename Values>
-DEVICE void value_rows(Values values, u32 pair, u32 (&rows)[4]) {
-    const u32 lane = threadIdx.x % 32;
-#if ROWS
-    const uint4 b = load_turned(values + piece_at(lane / 16 * 8 + lane % 8, pair * 2 + lane / 8 % 2) * 16);
-#else
-    const uint4 b =
-        load_matrices(values + value_piece(lane / 8 % 2 * 8 + lane % 8, lane / 16) * 16 + pair * 512);
-#endif
-    rows[0] = b.x, rows[1] = b.y, rows[2] = b.z, rows[3] = b.w;
 }
 
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
@@ -399,7 +391,7 @@ DEVICE void soften(u32 first_key, Lines<R>& lines, float (&s)[KEY_TILES][2 * R],
     const bool is_inside =
         first_key >= lines.inside_start && first_key + STEP <= lines.inside_end;
     float minus[R], sum[R];
-    if (__builtin_expect(!is_inside, false))
+    if (!is_inside)
         UNROLL
         for (int j = 0; j < KEY_TILES; j++)
             UNROLL

@@ -117,10 +117,10 @@ def run_case(gpu, cubin, case):
         number = turn[0] % LAUNCHES
         params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0] % layers].data_ptr(), out.data_ptr(), rounded.data_ptr(),
                              partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_seqs * pages * 64 * d, 0, 0, 0,
-                             qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, small_end, middle_end, large, N_LARGE, number, 0, 0, 1.4426950408889634 / d**0.5)
+                             qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, small_end // 64, (middle_end - small_end) // 192, large, N_LARGE, number, 0, 0, 1.4426950408889634 / d**0.5)
         gpu.launch(split, (132, 1, 1), 32 * WARPS, shared, params)
         params = struct.pack("<QQQQQQIIIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                             counts.data_ptr() + 4, kv_heads, group, number, small_end, middle_end, large, N_LARGE, 0)
+                             counts.data_ptr() + 4, kv_heads, group, number, small_end // 64, (middle_end - small_end) // 192, large, N_LARGE, 0)
         gpu.launch(merge, (n_seqs, heads * d // 32, 1), 128, MERGE_SHARED[32], params)
 
     launch()

@@ -11,12 +11,12 @@ pub(crate) const MIDDLE_CHUNK: usize = 192;
 pub(crate) const LARGE_CHUNK: usize = 512;
 
 params! {
-    /// Mirrors `Cuts`: where chunks get longer. Each chunk gives one partial softmax, so bits depend
-    /// on them: they are the same for all batches of a model.
+    /// Mirrors `Cuts`: how many chunks there are before they get longer. Each chunk gives one partial
+    /// softmax, so bits depend on them: they are the same for all batches of a model.
     Cuts {
-        small_end: u32,
-        middle_end: u32,
-        /// Keys of a chunk from there on, and how many of them there are before the longest.
+        n_small: u32,
+        n_middle: u32,
+        /// Keys of a chunk after those, and how many of them there are before the longest.
         large: u32,
         n_large: u32,
     }
@@ -33,14 +33,21 @@ impl Cuts {
             4..8 => (2048, 8192, 384, 64),
             _ => (896, 8192, LARGE_CHUNK, 0),
         };
-        Cuts { small_end, middle_end, large: large as u32, n_large }
+        let (n_small, n_middle) =
+            (small_end / SMALL_CHUNK, (middle_end - small_end) / MIDDLE_CHUNK);
+        Cuts { n_small: n_small as u32, n_middle: n_middle as u32, large: large as u32, n_large }
+    }
+
+    /// Keys before chunks get longer.
+    fn ends(self) -> [usize; 3] {
+        let small_end = self.n_small as usize * SMALL_CHUNK;
+        let middle_end = small_end + self.n_middle as usize * MIDDLE_CHUNK;
+        [small_end, middle_end, middle_end + (self.n_large * self.large) as usize]
     }
 
     /// Chunks before each end, and of a sequence; as `chunk_of` of `attend.cuh` counts them.
     pub(crate) fn n_chunks(self, n_keys: usize) -> [usize; 4] {
-        let upto = |end: u32| n_keys.min(end as usize);
-        let (small, middle) = (upto(self.small_end), upto(self.middle_end));
-        let large = upto(self.middle_end + self.n_large * self.large);
+        let [small, middle, large] = self.ends().map(|end| n_keys.min(end));
         let n_small = small.div_ceil(SMALL_CHUNK);
         let n_middle = n_small + (middle - small).div_ceil(MIDDLE_CHUNK);
         let n_large = n_middle + (large - middle).div_ceil(self.large as usize);
@@ -138,7 +145,7 @@ impl AttendShape {
 }
 
 /// Tasks that a warp of splits knows; `QUEUE` of `attend_feed.cuh`.
-const QUEUE_BYTES: usize = 5 * 32;
+const QUEUE_BYTES: usize = 8 * 32;
 
 /// A block of `attend_split`: warps that each have a ring of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -306,14 +313,14 @@ mod tests {
 
     #[test]
     fn chunks_are_counted_as_they_are_cut() {
+        assert_eq!([8, 4, 3].map(|n| Cuts::of(n).ends()[1]), [8192, 8192, 32768], "whole chunks");
         for cuts in [
             Cuts::of(8),
             Cuts::of(4),
             Cuts::of(3),
-            Cuts { small_end: 256, middle_end: 256, large: 320, n_large: 7 },
+            Cuts { n_small: 4, n_middle: 0, large: 320, n_large: 7 },
         ] {
-            let (small, middle) = (cuts.small_end as usize, cuts.middle_end as usize);
-            let large = middle + (cuts.n_large * cuts.large) as usize;
+            let [small, middle, large] = cuts.ends();
             let mut starts: Vec<usize> = (0..small).step_by(SMALL_CHUNK).collect();
             starts.extend((small..middle).step_by(MIDDLE_CHUNK));
             starts.extend((middle..large).step_by(cuts.large as usize));

@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn large_chunks_come_first() {
-        let cuts = Cuts { small_end: 2048, middle_end: 8192, large: 384, n_large: 1 };
+        let cuts = Cuts { n_small: 32, n_middle: 32, large: 384, n_large: 1 };
         let mut tasks = Tasks::new((1, 64), cuts, 200);
         tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8600, table_row: 5 });
         tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
