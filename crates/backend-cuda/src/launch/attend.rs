@@ -208,8 +208,7 @@ impl Attention<'_> {
                 if n_splits > 0 {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
                     let is_paced = self.group() <= 8 && self.prefetch == 0;
-                    let chosen = plan.paced().filter(|_| is_paced);
-                    let paced = paced.as_ref().zip(chosen);
+                    let paced = paced.as_ref().zip(plan.paced().filter(|_| is_paced));
                     let (kernel, warps) = match paced {
                         Some((paced, i)) => (&paced.kernels[i], PacedShape::ALL[i].warps),
                         None => (kernel, shape.warps),

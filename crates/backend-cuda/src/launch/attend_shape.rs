@@ -27,15 +27,13 @@ impl Cuts {
     /// every chunk costs a partial result. Measured on one H200 with `kernels/lab/hopper.py decode`:
     /// `eval/results` has the alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
-        let (small_end, middle_end, large, n_large) = match n_kv_heads {
-            0..4 => (8192, 32768, LARGE_CHUNK, 0),
+        let (n_small, n_middle, large, n_large) = match n_kv_heads {
+            0..4 => (128, 128, LARGE_CHUNK as u32, 0),
             // Up to 32K all warps have one of them, and with 128K one of the longest.
-            4..8 => (2048, 8192, 384, 64),
-            _ => (896, 8192, LARGE_CHUNK, 0),
+            4..8 => (32, 32, 384, 64),
+            _ => (14, 38, LARGE_CHUNK as u32, 0),
         };
-        let (n_small, n_middle) =
-            (small_end / SMALL_CHUNK, (middle_end - small_end) / MIDDLE_CHUNK);
-        Cuts { n_small: n_small as u32, n_middle: n_middle as u32, large: large as u32, n_large }
+        Cuts { n_small, n_middle, large, n_large }
     }
 
     /// Keys before chunks get longer.
@@ -222,9 +220,8 @@ impl PacedShape {
         attend.owns_queries() && attend.page.width() > 96 && !attend.by_rows
     }
 
-    /// Which of them is for so many tasks, if they are enough for any. With fewer, whole steps of models are
-    /// slower, because the products before it are disturbed: measured on one H200
-    /// (`docs/decode-attention.md`). Few have a warp each, or nearly.
+    /// Which of them is for so many tasks, if any. With few, whole steps of models are slower, because the
+    /// products before it are disturbed: measured on one H200 (`docs/decode-attention.md`).
     pub(crate) fn choose(n_tasks: usize, n_multiprocessors: u32) -> Option<usize> {
         match 10 * n_tasks / n_multiprocessors as usize {
             0..35 => None,
@@ -236,9 +233,8 @@ impl PacedShape {
 
     /// The kernels, for the compiler.
     pub(crate) fn entries(attend: AttendShape) -> String {
-        let entry = |shape: Self| {
-            let PacedShape { name, warps, stages } = shape;
-            format!("PACED({name}, {warps}, {stages}, {})", shape.shared_bytes(attend))
+        let entry = |of: Self| {
+            format!("PACED({}, {}, {}, {})", of.name, of.warps, of.stages, of.shared_bytes(attend))
         };
         if Self::is_for(attend) { Self::ALL.map(entry).join(" ") } else { String::new() }
     }
@@ -313,7 +309,8 @@ mod tests {
 
     #[test]
     fn chunks_are_counted_as_they_are_cut() {
-        assert_eq!([8, 4, 3].map(|n| Cuts::of(n).ends()[1]), [8192, 8192, 32768], "whole chunks");
+        let ends = [[896, 8192, 8192], [2048, 8192, 32768], [8192, 32768, 32768]];
+        assert_eq!([8, 4, 3].map(|n| Cuts::of(n).ends()), ends);
         for cuts in [
             Cuts::of(8),
             Cuts::of(4),
