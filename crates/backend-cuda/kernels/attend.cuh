@@ -22,25 +22,27 @@
 #define PAIRS (WIDTH / 16)  // pairs of tiles of eight columns
 #define TILES (2 * PAIRS)
 
-// Chunks are short at the beginning, so that short sequences have many: SMALL_CHUNK keys each up to
-// `small_end`, MIDDLE_CHUNK up to `middle_end`, then `large`, which is LARGE_CHUNK at most. Both are whole
-// chunks from the end before.
+// Chunks are short at the beginning, so that short sequences have many: `n_small` of SMALL_CHUNK keys, then
+// `n_middle` of MIDDLE_CHUNK, then `n_large` of `large`, and then LARGE_CHUNK, which is the most.
 struct Cuts {
-    u32 small_end, middle_end, large;
+    u32 n_small, n_middle, large, n_large;
 };
 static_assert(SMALL_CHUNK % STEP == 0 && MIDDLE_CHUNK % STEP == 0 && LARGE_CHUNK % STEP == 0,
               "chunks are whole steps");
 
 DEVICE u32 chunk_of(const Cuts& cuts, u32 key) {
-    const u32 small = min(key, cuts.small_end), middle = min(key, cuts.middle_end);
-    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (key - middle) / cuts.large;
+    const u32 small_end = cuts.n_small * SMALL_CHUNK;
+    const u32 middle_end = small_end + cuts.n_middle * MIDDLE_CHUNK;
+    const u32 small = min(key, small_end), middle = min(key, middle_end);
+    const u32 large = min(key, middle_end + cuts.n_large * cuts.large);
+    return small / SMALL_CHUNK + (middle - small) / MIDDLE_CHUNK + (large - middle) / cuts.large +
+           (key - large) / LARGE_CHUNK;
 }
 
 DEVICE u32 chunk_start(const Cuts& cuts, u32 chunk) {
-    const u32 n_small = cuts.small_end / SMALL_CHUNK;
-    const u32 n_middle = (cuts.middle_end - cuts.small_end) / MIDDLE_CHUNK;
-    const u32 small = min(chunk, n_small), middle = min(chunk - small, n_middle);
-    return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + (chunk - small - middle) * cuts.large;
+    const u32 small = min(chunk, cuts.n_small), middle = min(chunk - small, cuts.n_middle);
+    const u32 rest = chunk - small - middle, large = min(rest, cuts.n_large);
+    return small * SMALL_CHUNK + middle * MIDDLE_CHUNK + large * cuts.large + (rest - large) * LARGE_CHUNK;
 }
 
 struct AttendParams {
@@ -289,14 +291,15 @@ DEVICE void load_queries(const AttendParams& p, Lines<R>& lines, Queries& querie
 
 // Four matrices of eight rows of sixteen bytes each, of which each lane names a row: a lane gets of each
 // the elements 2t and 2t + 1 of row g.
-DEVICE uint4 load_matrices(const u8* row) {
+DEVICE uint4 load_matrices(u32 row) {
     uint4 b;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
     return b;
 }
+DEVICE uint4 load_matrices(const u8* row) { return load_matrices(shared_address(row)); }
 
 // The same turned: a lane gets elements g of rows 2t and 2t + 1.
 DEVICE uint4 load_turned(const u8* row) {
@@ -308,15 +311,22 @@ DEVICE uint4 load_turned(const u8* row) {
     return b;
 }
 
-// Operands for two steps along the columns: those of a piece of 32, of eight tokens of a page.
-DEVICE uint4 key_operand(const u8* keys, u32 k, u32 eight) {
+// Whether a warp's own instructions are what takes time. Narrow heads have twelve warps, which wait for each
+// other's: these were 2 to 3 % slower with fewer.
+#define LEAN (WIDTH > 96)
+
+// Operands for two steps along the columns: those of a piece of 32, of eight tokens of a page. Addresses are one
+// of the lane, which a kernel may know as that in shared memory, and a distance.
+template <typename Keys>
+DEVICE uint4 key_operand(Keys keys, u32 k, u32 eight) {
     const u32 lane = threadIdx.x % 32;
 #if CODED
     return operands_of(keys + ((k * 2 + eight) * 32 + lane) * 8);
 #elif ROWS
     return load_matrices(keys + piece_at(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
 #else
-    return load_matrices(keys + key_piece(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
+    if (!LEAN) return load_matrices(keys + key_piece(eight * 8 + lane % 8, k * 4 + lane / 8) * 16);
+    return load_matrices(keys + key_piece(lane % 8, lane / 8) * 16 + (eight * WIDTH + k * 32) * 16);
 #endif
 }
 
@@ -335,8 +345,8 @@ DEVICE uint4 value_operand(const u8* values, u32 pair) {
 
 // Scores of the keys of a step: of tile j, keys 2t and 2t + 1, for each of the lane's lines. The keys
 // of its pages are STRIDE apart.
-template <int R, int STRIDE, typename Queries>
-DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES][2 * R]) {
+template <int R, int STRIDE, typename Queries, typename Keys>
+DEVICE void score(Keys stage, const Queries& queries, float (&s)[KEY_TILES][2 * R]) {
     const int SETS = Lines<R>::SETS;
     float sums[KEY_TILES][SETS][4];
     UNROLL
@@ -350,8 +360,7 @@ DEVICE void score(const u8* stage, const Queries& queries, float (&s)[KEY_TILES]
         uint4 b[KEY_TILES];
         UNROLL
         for (int j = 0; j < KEY_TILES; j++) {
-            const u8* keys = stage + j / 2 * STRIDE;
-            b[j] = key_operand(keys, k, j % 2);
+            b[j] = key_operand(stage + j / 2 * STRIDE, k, j % 2);
         }
         UNROLL
         for (int i = 0; i < 2; i++)

@@ -19,7 +19,7 @@ struct Part {
 static_assert(sizeof(Part) == PART_SIZE, "the host's Part differs");
 
 #define CHUNK_PAGES (LARGE_CHUNK / PAGE)
-#define QUEUE 4  // tasks whose pages may be on their way
+#define QUEUE 8  // tasks whose pages may be on their way
 #define HALF_PAGE (HEAD_PAGE_BYTES / 2)
 #define HALF_BYTES (STEP_PAGES * HALF_PAGE)  // keys, or values, of a step
 static_assert(CHUNK_PAGES <= 32, "a lane for each page of a chunk");

@@ -28,64 +28,62 @@ struct Paced {
     struct Room {
         u8* ring;
         Work* queue;
-        u32 ready;  // barriers of the ring, the first one's address
-        u32 over;   // that of the block
+        u32 halves;  // of the ring, the first one's address
+        u32 ready;   // that of its barriers,
+        u32 over;    // and of the block's
 
         DEVICE Room of(u8* shared) {
-            const u32 warp = threadIdx.x / 32, block = shared_address(shared);
+            // What is the same for all lanes, and does not look so: it is not worked out again and again.
+            const u32 warp = threadIdx.x / 32, block = __shfl_sync(~0u, shared_address(shared), 0);
             return Room{shared + warp * STAGES * HALF_BYTES,
-                        (Work*)(shared + OWN_AT + warp * QUEUE * 32),
+                        (Work*)(shared + OWN_AT + warp * QUEUE * 32), block + warp * STAGES * HALF_BYTES,
                         block + BARRIERS_AT + warp * STAGES * 8, block + OVER_AT};
         }
     };
 
     // Brings keys or values of the next step; pages that are not seen become zeros.
-    DEVICE void bring(const AttendParams& p, Feed<1>& feed, const Room& room) {
+    DEVICE void bring(const AttendParams& p, Feed<1>& feed, const Room& room, bool is_values) {
         if (feed.is_done) return;
-        const u32 lane = threadIdx.x % 32, page = feed.step * STEP_PAGES;
-        const u32 target = shared_address(room.ring) + feed.stage * HALF_BYTES;
-        const u32 ready = room.ready + feed.stage * 8;
-        const u32 half = feed.is_values ? HALF_PAGE : 0;
+        const u32 page = feed.step * STEP_PAGES;
+        const u32 target = room.halves + feed.stage * HALF_BYTES, ready = room.ready + feed.stage * 8;
+        const u32 half = is_values ? HALF_PAGE : 0;
         u32 slots[STEP_PAGES];
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
             slots[i] = __shfl_sync(~0u, feed.slot, page + i - feed.first_page);
-        if (page >= feed.seen_first && page + STEP_PAGES <= feed.seen_end)
+        const bool are_seen = page >= feed.seen_first && page + STEP_PAGES <= feed.seen_end;
+        if (__builtin_expect(are_seen, true))
             Plain::bring_all(feed, half, slots, target, ready);
         else
             Plain::bring_some(feed, half, slots, target, ready);
-        if (p.prefetch > 0 && !feed.is_values) {
-            const u32 page_of_lane = feed.first_page + lane, ahead = page + p.prefetch * STEP_PAGES;
-            if (page_of_lane >= ahead && page_of_lane < ahead + STEP_PAGES && lane < CHUNK_PAGES &&
-                page_of_lane < feed.seen_end && page_of_lane >= feed.seen_first)
-                bulk_prefetch(Feed<1>::page_at(feed, feed.slot), HEAD_PAGE_BYTES);
-        }
         feed.stage = feed.stage == STAGES - 1 ? 0 : feed.stage + 1;
-        feed.is_values = !feed.is_values;
-        if (!feed.is_values && ++feed.step == feed.end_step)
+        if (!is_values) return;
+        feed.step++;
+        if (__builtin_expect(feed.step == feed.end_step, false))
             Feed<1>::begin_next(p, feed, room.queue);
         else if (feed.known < 3 && feed.step + LOOK_AHEAD >= feed.end_step)
             Feed<1>::look(p, feed);
     }
 
-    // The same into the half that all lanes have read.
-    DEVICE void bring_next(const AttendParams& p, Feed<1>& feed, const Room& room) {
+    // The same into the half that all lanes have read. What is brought there is of the kind of what was read if
+    // the ring has whole steps.
+    DEVICE void bring_next(const AttendParams& p, Feed<1>& feed, const Room& room, bool was_values) {
         __syncwarp();
-        bring(p, feed, room);
+        bring(p, feed, room, was_values != (STAGES % 2 != 0));
     }
 
     // Waits for half a step, and gives its place.
-    DEVICE u8* await(const Room& room, const Place& place) {
+    DEVICE u32 await(const Room& room, const Place& place) {
         barrier_wait(room.ready + place.stage * 8, place.phase);
         __syncwarp();
-        return room.ring + place.stage * HALF_BYTES;
+        return place.stage * HALF_BYTES;
     }
 
     // Finds the first task of the warp.
     DEVICE void begin(const AttendParams& p, Feed<1>& feed, const Room& room) {
         // Tasks and tables were there before the step began. Neighbouring warps of a block are far
         // from each other, so that few tasks meet many blocks.
-        feed.is_done = feed.is_values = false, feed.stage = 0, feed.n_begun = 0;
+        feed.is_done = false, feed.stage = 0, feed.n_begun = 0;
         const u32 first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
         // There is room for as many as there are warps: this need not wait for their number.
         feed.next.part = ((const Part*)p.tasks)[first / n_sets<1>(p)];
@@ -132,7 +130,7 @@ struct Paced {
         _Pragma("unroll 1")
         for (u32 i = 0; i < STAGES; i++) {
             if (i < n) pace(room, i);
-            bring(p, feed, room);
+            bring(p, feed, room, i % 2 != 0);
             if (i + 1 != n) continue;
             await_previous(room);
             feed.known = 0;
@@ -169,18 +167,18 @@ struct Paced {
             const u32 end_step = Work::end_step(p, work);
             for (u32 step = Work::first_step(p, work); step < end_step; step++) {
                 float s[KEY_TILES][2], down[1];
-                u8* keys = await(room, place);
+                const u32 keys = await(room, place);
                 Plain::go_on(place);
-                const bool is_fresh = fresh.is_here && step + 1 == end_step;
-                if (is_fresh) Fresh::put(p, work, sets, fresh, false, keys);
-                score<1, HALF_PAGE>(keys, queries, s);
-                bring_next(p, feed, room);
+                const bool is_fresh = __builtin_expect(fresh.is_here && step + 1 == end_step, false);
+                if (is_fresh) Fresh::put(p, work, sets, fresh, false, room.ring + keys);
+                score<1, HALF_PAGE>(room.halves + keys, queries, s);
+                bring_next(p, feed, room, false);
                 soften<1>(step * STEP, lines, s, down);
-                u8* values = await(room, place);
+                const u32 values = await(room, place);
                 Plain::go_on(place);
-                if (is_fresh) Fresh::put(p, work, sets, fresh, true, values);
-                Mix::mix(values, s, down, lines, mix);
-                bring_next(p, feed, room);
+                if (is_fresh) Fresh::put(p, work, sets, fresh, true, room.ring + values);
+                Mix::mix(room.halves + values, s, down, lines, mix);
+                bring_next(p, feed, room, true);
             }
             Plain::store_partial(p, work.part.partial, lines, mix);
         }
@@ -189,7 +187,8 @@ struct Paced {
 
 // Registers of a thread: those that two blocks of `attend_turns.cu` leave.
 #define TURN_REGISTERS 64
-#define PACED_REGISTERS(WARPS) ((512 - 2 * TURN_REGISTERS) / ((WARPS + 3) / 4) / 8 * 8)
+#define PACED_ROOM(WARPS) ((512 - 2 * TURN_REGISTERS) / ((WARPS + 3) / 4) / 8 * 8)
+#define PACED_REGISTERS(WARPS) (PACED_ROOM(WARPS) < 255 ? PACED_ROOM(WARPS) : 255)
 #define PACED(name, WARPS, STAGES, SHARED)                                                            \
     static_assert(Paced<WARPS, STAGES>::BLOCK_BYTES == SHARED, "the host's memory");                  \
     extern "C" __global__ void __maxnreg__(PACED_REGISTERS(WARPS)) name(AttendParams p) {             \

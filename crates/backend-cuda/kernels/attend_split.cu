@@ -34,6 +34,21 @@ struct Straight {
     }
 };
 
+// Values of a page's tokens as the rows of an instruction: `value_operand` has its two middle ones the other
+// way round.
+template <typename Values>
+DEVICE void value_rows(Values values, u32 pair, u32 (&rows)[4]) {
+#if LEAN && !ROWS
+    const u32 lane = threadIdx.x % 32;
+    const uint4 b =
+        load_matrices(values + value_piece(lane / 8 % 2 * 8 + lane % 8, lane / 16) * 16 + pair * 512);
+    rows[0] = b.x, rows[1] = b.y, rows[2] = b.z, rows[3] = b.w;
+#else
+    const uint4 b = value_operand(values, pair);
+    rows[0] = b.x, rows[1] = b.z, rows[2] = b.y, rows[3] = b.w;
+#endif
+}
+
 // The same of eight lines, which would leave half of the matrix instruction's rows empty: values are the
 // rows, and weights the columns. Sums are of the same products in the same order, so they have the same
 // bits. Of sixteen columns a lane = 4 g + t has g and g + 8, of lines 2t and 2t + 1.
@@ -47,8 +62,9 @@ struct Turned {
             for (int e = 0; e < 4; e++) turned.o[pair][e] = 0.0f;
     }
 
-    DEVICE void mix(const u8* values, const float (&s)[KEY_TILES][2], const float (&down)[1],
-                    Lines<1>&, Turned& turned) {
+    template <typename Values>
+    DEVICE void mix(Values values, const float (&s)[KEY_TILES][2], const float (&down)[1], Lines<1>&,
+                    Turned& turned) {
         if (has_moved(down)) {
             const u32 line = threadIdx.x % 4 * 8;  // its first lane
             const float downs[2] = {__shfl_sync(~0u, down[0], line),
@@ -64,8 +80,8 @@ struct Turned {
             weight_operands<1>(s, page, weights);
             UNROLL
             for (int pair = 0; pair < PAIRS; pair++) {
-                const uint4 b = value_operand(values + page * HALF_PAGE, pair);
-                const u32 rows[4] = {b.x, b.z, b.y, b.w};
+                u32 rows[4];
+                value_rows(values + page * HALF_PAGE, pair, rows);
                 UNROLL
                 for (int part = 0; part < PARTS; part++)
                     mma(turned.o[pair], rows, weights[part][0], weights[part][2]);
@@ -165,22 +181,31 @@ struct Splitter {
     // All pages of a step are seen.
     DEVICE void bring_all(const Feed<R>& feed, u32 half, const u32 (&slots)[STEP_PAGES], u32 target,
                           u32 ready) {
-        const u32 lane = threadIdx.x % 32;
 #if HAS_BULK
-        if (lane != 0) return;
+        static_assert(STEP_PAGES == 2, "two copies");
+        if (!LEAN) return bring_by_first(feed, half, slots, target, ready);
+        bulk_copy_two(target, Feed<R>::page_at(feed, slots[0]) + half,
+                      Feed<R>::page_at(feed, slots[1]) + half, HALF_PAGE, ready);
+#else
+        UNROLL
+        for (int i = 0; i < STEP_PAGES; i++)
+            for (u32 at = threadIdx.x % 32 * 16; at < HALF_PAGE; at += 512)
+                copy_async(target + i * HALF_PAGE + at,
+                           Feed<R>::page_at(feed, slots[i]) + half + at, 16);
+#endif
+    }
+
+#if HAS_BULK
+    DEVICE void bring_by_first(const Feed<R>& feed, u32 half, const u32 (&slots)[STEP_PAGES], u32 target,
+                               u32 ready) {
+        if (threadIdx.x % 32 != 0) return;
         barrier_expect(ready, HALF_BYTES);
         UNROLL
         for (int i = 0; i < STEP_PAGES; i++)
             bulk_copy_once(target + i * HALF_PAGE, Feed<R>::page_at(feed, slots[i]) + half, HALF_PAGE,
                            ready);
-#else
-        UNROLL
-        for (int i = 0; i < STEP_PAGES; i++)
-            for (u32 at = lane * 16; at < HALF_PAGE; at += 512)
-                copy_async(target + i * HALF_PAGE + at,
-                           Feed<R>::page_at(feed, slots[i]) + half + at, 16);
-#endif
     }
+#endif
 
     // Some pages of a step are not seen.
     DEVICE void bring_some(const Feed<R>& feed, u32 half, const u32 (&slots)[STEP_PAGES],

@@ -210,6 +210,25 @@ DEVICE void bulk_copy_once(u32 shared, const void* global, u32 n_bytes, u32 barr
         : "memory");
 }
 
+// Two such runs into places that follow each other, by one lane of a whole warp: the barrier is told of both.
+DEVICE void bulk_copy_two(u32 shared, const void* first, const void* second, u32 n_bytes, u32 barrier) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "{\n"
+        ".reg .pred one;\n"
+        "elect.sync _|one, 0xffffffff;\n"
+        "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%4], %6;\n"
+        "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%2], %5, [%4], %7;\n"
+        "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%1], [%3], %5, [%4], %7;\n"
+        "}" ::"r"(shared),
+        "r"(shared + n_bytes), "l"(first), "l"(second), "r"(barrier), "r"(n_bytes), "r"(2 * n_bytes),
+        "l"(policy)
+        : "memory");
+}
+
 // Brings a run into the second-level cache, and tells nobody.
 DEVICE void bulk_prefetch(const void* global, u32 n_bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(n_bytes)
@@ -218,6 +237,9 @@ DEVICE void bulk_prefetch(const void* global, u32 n_bytes) {
 
 // Ordinary writes before this come before copies of the engine after it.
 DEVICE void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same of writes to all memory, also those of others that this thread knows of.
+DEVICE void bulk_fence_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #else
 #define HAS_BULK 0
 #endif

@@ -40,6 +40,8 @@ struct HeadState {
 };
 static_assert(sizeof(HeadState) == HEAD_STATE_SIZE, "the host's HeadState differs");
 
+#define ALL_ENDED 0x10000u  // what blocks that decide count to, however many they are
+
 #define LOOKUP_NOTHING 0  // nothing to choose from
 #define LOOKUP_FIRST 1
 #define LOOKUP_HIT 2

@@ -22,11 +22,12 @@ struct SparseParams {
     float* partials;  // [task][group][WIDTH]
     float* sums;      // [task][group][2]
     u32* tasks;       // [row][G] + 1: the first task of each
+    u32* done;        // ALL_ENDED if those who decide about this have ended; or null
     float* asked;     // [state row][state_stride][group][D]: where queries are kept, or null
     u32 q_stride;     // floats
     float scale;      // times log2(e)
     u32 head_tasks;   // that a head should have at most, if chunks are not short then
-    u32 padding;
+    u32 is_early;     // whether pages are asked for before the kernel before this one has ended
 };
 static_assert(sizeof(SparseParams) == SPARSE_PARAMS_SIZE, "the host's SparseParams differs");
 
@@ -117,8 +118,20 @@ DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
         }
     }
     __syncthreads();
-    if (blockIdx.x == 0)
-        for (u32 i = threadIdx.x; i <= n; i += blockDim.x) p.tasks[i] = tasks[i];
+}
+
+// Whether all is decided that this step sees, and brought, while the kernel before this one may still run. What
+// was decided is there then, also for the copy engine. The whole block.
+DEVICE bool is_decided(const SparseParams& p) {
+    __shared__ u32 n_ended;
+    if (!p.done || !p.is_early) return false;
+    if (threadIdx.x == 0)
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n_ended) : "l"(p.done) : "memory");
+    __syncthreads();
+#if HAS_BULK
+    bulk_fence_all();
+#endif
+    return n_ended == ALL_ENDED;
 }
 
 // The task that pages are brought for, or that is computed.
@@ -155,6 +168,13 @@ struct Sparse {
     static const int MASKS = RING + Lines<R>::Q_BYTES;
     static const int BARRIERS = MASKS + 16;
     static const int WARP_BYTES = BARRIERS + 16 + 96;
+
+    // Whether the first step of a task sees only pages of the working set.
+    DEVICE bool is_of_set(const SparseParams& p, const SparseTask& task, u32 tasks_before) {
+        const u32 first = (task.index - tasks_before) * chunk_of(p, task.seen);
+        return first >= task.seen.first_pages &&
+               first + STEP_PAGES <= task.seen.first_pages + task.seen.member_pages;
+    }
 
     // Brings one step of a task; tokens that are seen go beside it.
     DEVICE void bring(const SparseParams& p, const SparseTask& task, u32 tasks_before, u32 step, u8* own,
@@ -228,7 +248,11 @@ struct Sparse {
     DEVICE void run(const SparseParams& p) {
         extern __shared__ __align__(128) u8 shared[];
         __shared__ u32 tasks[MAX_NUMBERS + 1];
-        begin();
+        allow_next();
+        // Queries, the last page and room for results are not there before the kernel before has ended; what was
+        // decided on a branch may be.
+        const bool is_early = is_decided(p);
+        if (!is_early) wait_for_previous();
         const u32 lane = threadIdx.x % 32, t = lane % 4, warp = threadIdx.x / 32;
         u8* own = shared + warp * WARP_BYTES;
         u32* operands = (u32*)(own + RING);
@@ -243,7 +267,13 @@ struct Sparse {
         SparseTask ahead, task;
         u32 n_brought = 0;
         bool is_ahead = find_task(p, tasks, warp * gridDim.x + blockIdx.x, ahead);
-        if (is_ahead) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        const bool is_brought = is_early && is_ahead && is_of_set(p, ahead, tasks[ahead.number]);
+        if (is_brought) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        if (is_early) wait_for_previous();
+        if (is_ahead && !is_brought) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        if (blockIdx.x == 0)
+            for (u32 i = threadIdx.x; i <= p.heads.n_rows * p.heads.n_kv_heads; i += blockDim.x)
+                p.tasks[i] = tasks[i];
         Lines<R> lines;
         SharedQueries queries = {operands};
         u32 number = ~0u;
@@ -299,65 +329,67 @@ struct Sparse {
 SPARSE_ENTRIES
 
 // Brings the chunks of each head together. A block takes one query head of one row; its threads take
-// every eighth chunk of one column each, and their sums are added in order. Grid: (row, query head).
+// every eighth chunk of two columns each, and their sums are added in order. It has room beside a block of
+// `decide_beside`. Grid: (row, query head).
 
 #define MERGE_PARTS 8
-#define MERGE_COLUMNS 128
+#define MERGE_PAIRS 64
+#define MERGE_THREADS (MERGE_PARTS * MERGE_PAIRS)
 #define MERGE_BATCH 1024  // chunks
 
-extern "C" __global__ void __launch_bounds__(MERGE_PARTS * MERGE_COLUMNS) sparse_merge(SparseParams p) {
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) sparse_merge(SparseParams p) {
     begin();
     __shared__ float weights[MERGE_BATCH];
-    __shared__ float rest[MERGE_PARTS][MERGE_COLUMNS];
-    __shared__ float warps[MERGE_PARTS * MERGE_COLUMNS / 32];
-    const u32 thread = threadIdx.x, part = thread / MERGE_COLUMNS, lane = thread % 32;
+    __shared__ float2 rest[MERGE_PARTS][MERGE_PAIRS];
+    __shared__ float totals[MERGE_PARTS], warps[MERGE_THREADS / 32];
+    const u32 thread = threadIdx.x, part = thread / MERGE_PAIRS, pair = thread % MERGE_PAIRS;
     const u32 n_heads = p.heads.n_kv_heads * p.heads.group, g = blockIdx.y % p.heads.group;
     const u32 number = blockIdx.x * p.heads.n_kv_heads + blockIdx.y / p.heads.group;
     const u32 first = p.tasks[number], n = p.tasks[number + 1] - first;
-    keep_query(p, p.heads.rows[blockIdx.x], blockIdx.y, MERGE_PARTS * MERGE_COLUMNS);
+    keep_query(p, p.heads.rows[blockIdx.x], blockIdx.y, MERGE_THREADS);
+    // For the next step.
+    if (p.done && thread == 0 && blockIdx.x + blockIdx.y == 0) *p.done = 0;
     float largest = -INFINITE;
-    for (u32 i = thread; i < n; i += MERGE_PARTS * MERGE_COLUMNS)
+    for (u32 i = thread; i < n; i += MERGE_THREADS)
         largest = fmaxf(largest, p.sums[((u64)(first + i) * p.heads.group + g) * 2]);
     largest = warp_max(largest);
-    if (lane == 0) warps[thread / 32] = largest;
+    if (thread % 32 == 0) warps[thread / 32] = largest;
     __syncthreads();
     largest = warps[0];
-    for (u32 i = 1; i < MERGE_PARTS * MERGE_COLUMNS / 32; i++) largest = fmaxf(largest, warps[i]);
+    for (u32 i = 1; i < MERGE_THREADS / 32; i++) largest = fmaxf(largest, warps[i]);
     const float base = largest == -INFINITE ? 0.0f : largest;
-    for (u32 piece = 0; piece < WIDTH; piece += MERGE_COLUMNS) {
-        const u32 column = piece + thread % MERGE_COLUMNS;
-        float sum = 0.0f, total = 0.0f;
+    for (u32 piece = 0; piece < WIDTH; piece += 2 * MERGE_PAIRS) {
+        const u32 column = piece + pair * 2;
+        float2 sum = make_float2(0.0f, 0.0f);
+        float total = 0.0f;
         for (u32 start = 0; start < n; start += MERGE_BATCH) {
             const u32 end = min(n - start, (u32)MERGE_BATCH);
             __syncthreads();
-            for (u32 i = thread; i < end; i += MERGE_PARTS * MERGE_COLUMNS)
+            for (u32 i = thread; i < end; i += MERGE_THREADS)
                 weights[i] = exp2_of(p.sums[((u64)(first + start + i) * p.heads.group + g) * 2] - base);
             __syncthreads();
 #pragma unroll 8
             for (u32 i = part; i < end; i += MERGE_PARTS) {
                 const u64 at = (u64)(first + start + i) * p.heads.group + g;
-                const float x = column < WIDTH ? p.partials[at * WIDTH + column] : 0.0f;
-                sum = __fmaf_rn(weights[i], x, sum);
+                const float2 x = column < WIDTH ? *(const float2*)(p.partials + at * WIDTH + column)
+                                                : make_float2(0.0f, 0.0f);
+                sum.x = __fmaf_rn(weights[i], x.x, sum.x), sum.y = __fmaf_rn(weights[i], x.y, sum.y);
                 total = __fmaf_rn(weights[i], p.sums[at * 2 + 1], total);
             }
         }
         __syncthreads();
-        rest[part][thread % MERGE_COLUMNS] = total;
+        rest[part][pair] = sum;
+        if (pair == 0) totals[part] = total;
         __syncthreads();
-        total = 0.0f;
-        for (u32 i = 0; i < MERGE_PARTS; i++) total += rest[i][thread % MERGE_COLUMNS];
-        __syncthreads();
-        rest[part][thread % MERGE_COLUMNS] = sum;
-        __syncthreads();
-        sum = 0.0f;
-        for (u32 i = 0; i < MERGE_PARTS; i++) sum += rest[i][thread % MERGE_COLUMNS];
-        __syncthreads();
-        if (part > 0 || column >= HEAD_DIM) continue;
+        if (part > 0) continue;
+        sum = make_float2(0.0f, 0.0f), total = 0.0f;
+        for (u32 i = 0; i < MERGE_PARTS; i++)
+            sum.x += rest[i][pair].x, sum.y += rest[i][pair].y, total += totals[i];
         const u64 row = p.heads.rows[blockIdx.x].row;
         const u64 target = (row * n_heads + blockIdx.y) * HEAD_DIM + column;
-        const float x = sum * (1.0f / total);
-        p.out[target] = x;
-        p.rounded[target] = (u16)bf16_of(x);
+        const float x[2] = {sum.x * (1.0f / total), sum.y * (1.0f / total)};
+        for (u32 i = 0; i < 2; i++)
+            if (column + i < HEAD_DIM) p.out[target + i] = x[i], p.rounded[target + i] = (u16)bf16_of(x[i]);
     }
 }
 

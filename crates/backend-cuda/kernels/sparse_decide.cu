@@ -398,7 +398,7 @@ DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals
                       [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
 }
 
-extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) {
+DEVICE void decide_all(const DecideParams& p) {
     extern __shared__ __align__(128) u32 shared_words[];
     __shared__ __align__(8) u32 bins[BINS];
     __shared__ __align__(8) u32 shared[2 * SCORE_WARPS + 4];
@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     if (share.index == 0) remember(p, share, row, target, Made{cut, now, k, n_stay + before.all_new, before});
     if (brings) wait_for_others(share);
     leave(share);
-    if (!brings) return;
+    if (!brings) return end_share(p, share);
     __shared__ Arrivals arrivals;
     if (thread == 0) {
         arrivals.moves = p.moves + (u64)number * p.score.stride;
@@ -479,4 +479,14 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecidePara
     u8* rows = (u8*)shared_words;
     if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
     else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
+    end_share(p, share);
 }
+
+#ifdef COMPACT
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 2) decide(DecideParams p) { decide_all(p); }
+#else
+// The same beside attention of the layer before, which would come in two waves if two blocks of this were on
+// one multiprocessor. They are not: bounds for 800 threads leave so many registers to each that 512 of them
+// fill more than half of it.
+extern "C" __global__ void __launch_bounds__(800, 1) decide_beside(DecideParams p) { decide_all(p); }
+#endif

@@ -51,6 +51,7 @@ struct DecideParams {
     Tally* tallies;            // [row][G]
     uint2* moves;              // [row][G][stride]: place, row of the working set
     Codes codes;               // what rows that are far come as
+    u32* done;                 // what counts blocks that have ended, if there is one row and they look together; or null
     double percent;
     u64 mark_stride;
     u32 first_head;            // of the layer, of all heads of the model

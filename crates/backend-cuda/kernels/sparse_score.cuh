@@ -10,9 +10,14 @@
 // gets does not depend on who computes which piece. Channels are multiplied on tensor cores, with
 // queries in two parts, which stand in the upper and the lower half of the matrix.
 
-// Loops whose lengths are not known are not unrolled: each multiprocessor goes through what decides once a
-// layer, so its instructions come from afar.
+// Loops whose lengths are not known. What decides is compiled twice, once with loops as they are: of a program
+// through which each multiprocessor goes once a layer, instructions come from afar.
+#undef LOOP
+#ifdef COMPACT
 #define LOOP _Pragma("unroll 1")
+#else
+#define LOOP
+#endif
 #define SCORE_SIGNS 0
 #define SCORE_CHANNELS 1
 #define SCORE_BOUNDS 2

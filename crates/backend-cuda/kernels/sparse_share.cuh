@@ -13,6 +13,14 @@ struct Share {
     u32 n_met;       // times that the blocks met
 };
 
+// Counts what has ended: what the block wrote is there for whoever finds that all has.
+DEVICE void count_end(u32* done, u32 n) {
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    __threadfence();
+    atomicAdd(done, n);
+}
+
 // Gives the block its share: true if there is one. Nobody writes labels before all have looked.
 DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& share) {
     const u32 thread = threadIdx.x, n = p.heads.n_rows * p.heads.n_kv_heads;
@@ -31,7 +39,11 @@ DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& 
         tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
     share.n_heads = 0;
     LOOP for (u32 i = 0; i < n; i++) share.n_heads += chooses(p, looks.lookups[i]);
-    if (share.n_heads == 0) return false;
+    if (share.n_heads == 0) {
+        // The others have nothing to say.
+        if (p.done && blockIdx.x == 0) count_end(p.done, ALL_ENDED);
+        return false;
+    }
     if (!is_known && thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
     share.count = min(gridDim.x / share.n_heads, (u32)MAX_BLOCKS);
     share.index = blockIdx.x % share.count;
@@ -55,6 +67,12 @@ DEVICE void fetch_share(const DecideParams& p, const Share& share) {
         bulk_prefetch(share.marks + page * PAGE, PAGE * sizeof(uint2));
     }
 #endif
+}
+
+// The block has ended. There is one row, so that all heads have equally many blocks; the first one makes up for
+// how many there are. Those without a share have nothing to say.
+DEVICE void end_share(const DecideParams& p, const Share& share) {
+    if (p.done) count_end(p.done, blockIdx.x == 0 ? ALL_ENDED + 1 - share.n_heads * share.count : 1u);
 }
 
 // Says that the block has come to a meeting: what it wrote before is there for those who wait.

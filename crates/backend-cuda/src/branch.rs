@@ -30,11 +30,22 @@ pub struct LinkTuning {
     pub blocks_alone: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
+    /// Tokens of sequences that are short, which are decided about one layer after the other.
+    pub short: u32,
+    /// Whether attention of short sequences asks for pages before the kernel before it has ended: 0 or 1.
+    pub early: u32,
 }
 
 impl Default for LinkTuning {
     fn default() -> Self {
-        LinkTuning { threads: 256, blocks: 6, blocks_alone: 32, late_blocks: 64 }
+        LinkTuning {
+            threads: 256,
+            blocks: 6,
+            blocks_alone: 32,
+            late_blocks: 64,
+            short: 48 * 1024,
+            early: 1,
+        }
     }
 }
 
@@ -77,7 +88,17 @@ impl Branch {
 
     /// Marks the end of a turn on the branch.
     pub(crate) fn end(&self, device: &Device, turn: usize) -> Result<(), DeviceError> {
-        record(device, &self.done[turn % 2], &self.streams[turn % 2])
+        self.end_on(device, turn, turn)
+    }
+
+    /// The same of a turn that was queued on the branch of another one.
+    pub(crate) fn end_on(
+        &self,
+        device: &Device,
+        turn: usize,
+        branch: usize,
+    ) -> Result<(), DeviceError> {
+        record(device, &self.done[turn % 2], &self.streams[branch % 2])
     }
 
     /// What is queued on the stream from now on begins after the turn's end.

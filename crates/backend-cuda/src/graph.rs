@@ -48,11 +48,13 @@ impl Drop for Graph {
 pub(crate) struct PassKey {
     pub(crate) n_rows: usize,
     /// Which kernel attends.
-    pub(crate) has_many_tasks: bool,
+    pub(crate) paced: Option<usize>,
     /// Rules, and how many rows the device decides about by them.
     pub(crate) deciding: Vec<(usize, usize)>,
     /// Whether they are served by the selections that there are.
     pub(crate) is_served: bool,
+    /// Whether their sequences are short.
+    pub(crate) is_short: bool,
     /// Where the tables are, and how long each is.
     pub(crate) tables: (u64, u32),
     /// Where the arena is, and how many slots it has.
@@ -168,9 +170,10 @@ impl Cuda {
         }
         let key = PassKey {
             n_rows: plan.n_rows(),
-            has_many_tasks: plan.has_many_tasks(),
+            paced: plan.paced(),
             deciding: plan.deciding.clone(),
             is_served: plan.is_served,
+            is_short: plan.is_short,
             tables: (plan.tables, plan.table_len),
             arena: (kv.head_address(0), kv.slots.device),
             scratch: self.scratch_generation(),
@@ -202,12 +205,13 @@ mod tests {
     #[test]
     fn a_shape_is_recorded_when_it_comes_again() {
         let (tables, arena, draws) = ((1, 2), (3, 4), (0, 5));
-        let (n_rows, deciding, is_served, scratch) = (3, Vec::new(), false, 0);
+        let (n_rows, deciding, is_served, is_short, scratch) = (3, Vec::new(), false, false, 0);
         let key = PassKey {
             n_rows,
-            has_many_tasks: true,
+            paced: Some(1),
             deciding,
             is_served,
+            is_short,
             tables,
             arena,
             scratch,
@@ -216,7 +220,8 @@ mod tests {
         let mut recordings = Recordings::default();
         assert_eq!(recordings.step(&key), Step::Queue);
         assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);
-        assert_eq!(recordings.step(&PassKey { has_many_tasks: false, ..key.clone() }), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { paced: None, ..key.clone() }), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { is_short: true, ..key.clone() }), Step::Queue);
         assert_eq!(
             recordings.step(&PassKey { deciding: vec![(0, 1)], ..key.clone() }),
             Step::Queue

@@ -75,13 +75,14 @@ impl AttendKernels {
         let [a, b, c, d] = MergeShape::ALL;
         let capability = device.describe().1.0;
         let shape = attend.tile(capability);
-        let paced_bytes = PacedShape::shared_bytes(attend);
+        let fits = |shape: PacedShape| shape.shared_bytes(attend) <= device.shared_bytes_max();
         let has_paced = capability >= 9 && PacedShape::is_for(attend);
-        let paced = match has_paced && paced_bytes <= device.shared_bytes_max() {
+        let paced = match has_paced && PacedShape::ALL.into_iter().all(fits) {
             true => {
                 let [a, b, c, d] = TurnShape::ALL.map(|shape| kernel(shape.name, 0));
-                let kernel = kernel(PacedShape::NAME, paced_bytes)?;
-                Some(Paced { kernel, merges: [a?, b?, c?, d?] })
+                let split = |shape: PacedShape| kernel(shape.name, shape.shared_bytes(attend));
+                let [few, more, many] = PacedShape::ALL.map(split);
+                Some(Paced { kernels: [few?, more?, many?], merges: [a?, b?, c?, d?] })
             }
             false => None,
         };

@@ -93,7 +93,7 @@ struct Parts {
     tiles: usize,
     n_tiles: usize,
     parts: usize,
-    has_many_tasks: bool,
+    paced: Option<usize>,
     /// One more than the largest token.
     n_tokens_known: usize,
     is_decode: bool,
@@ -130,6 +130,8 @@ pub struct CudaPlan {
     pub(crate) ahead: [Cell<Option<usize>>; 2],
     /// Whether all rows are served by the selections that their heads have.
     pub(crate) is_served: bool,
+    /// Whether all sequences that the device decides about are short.
+    pub(crate) is_short: bool,
     /// Where selections are made late.
     pub(crate) late: Option<Arc<LateBranch>>,
     parts: Parts,
@@ -157,7 +159,7 @@ impl CudaPlan {
         }
         let width = PageShape::of_layer(&shape.kv, 0).width();
         let group = shape.n_heads / shape.kv.n_kv_heads as usize;
-        let [_, _, chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
+        let [.., chunks] = Cuts::of(shape.kv.n_kv_heads).n_chunks(shape.max_context);
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
         let max_tiles = (shape.max_rows * group).div_ceil(tile_lines(&kernels)) + shape.max_seqs;
         let words = N_COUNTS
@@ -181,6 +183,7 @@ impl CudaPlan {
             ahead: Default::default(),
             late: None,
             is_served: false,
+            is_short: false,
             shape: shape.clone(),
             kernels,
             inv_freq,
@@ -325,9 +328,9 @@ impl CudaPlan {
         self.word(self.parts.parts)
     }
 
-    /// Whether splits have many tasks, see [`PacedShape::pays`].
-    pub(crate) fn has_many_tasks(&self) -> bool {
-        self.parts.has_many_tasks
+    /// Which kernel splits have, if they have many tasks: see [`PacedShape::choose`].
+    pub(crate) fn paced(&self) -> Option<usize> {
+        self.parts.paced
     }
 
     /// How many chunks there are, and behind it how many were taken.
@@ -364,6 +367,7 @@ impl CudaPlan {
         self.seqs.clear();
         self.deciding.clear();
         self.is_served = false;
+        self.is_short = false;
         self.ahead.iter().for_each(|ahead| ahead.set(None));
         let max_partials = self.max_partials;
         let tile_lines = self.tile_lines();
@@ -409,7 +413,7 @@ impl CudaPlan {
             tiles,
             n_tiles: tasks.tiles.len(),
             parts,
-            has_many_tasks: PacedShape::pays(n_tasks, device.n_multiprocessors()),
+            paced: PacedShape::choose(n_tasks, device.n_multiprocessors()),
             // What was drawn is a row of the table, or becomes its last row.
             n_tokens_known: if knows_tokens { end_of(&layout.tokens) } else { 0 },
             is_decode: n_rows > 0 && tasks.splits.len() == n_rows && is_all,

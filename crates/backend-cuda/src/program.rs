@@ -24,6 +24,15 @@ pub(crate) struct Program {
     pub(crate) source: String,
 }
 
+/// What decides, which is compiled twice; `COMPACT` of `sparse_score.cuh` says why.
+const DECIDE: [(&str, &str); 5] = [
+    ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
+    ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
+    ("sparse_share.cuh", include_str!("../kernels/sparse_share.cuh")),
+    ("sparse_move.cuh", include_str!("../kernels/sparse_move.cuh")),
+    ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
+];
+
 const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 
 impl Program {
@@ -123,7 +132,7 @@ impl Program {
             ("TASK_SIZE", size_of::<attend::Task>().to_string()),
             ("PART_SIZE", size_of::<attend::Part>().to_string()),
             ("SPLIT_SIZE", size_of::<attend::Split>().to_string()),
-            ("PACED_ENTRIES", attend_shape::PacedShape::entry(attend)),
+            ("PACED_ENTRIES", attend_shape::PacedShape::entries(attend)),
             ("TURN_ENTRIES", merge::TurnShape::entries(attend)),
             ("MERGE_ENTRIES", merge::MergeShape::ALL.map(|merge| merge.entry()).join(" ")),
             ("MERGE_BATCH_FLOATS", merge::MergeShape::BATCH_FLOATS.to_string()),
@@ -175,16 +184,17 @@ impl Program {
             ("codes.cuh", include_str!("../kernels/codes.cuh")),
             ("sparse.cuh", include_str!("../kernels/sparse.cuh")),
             ("sparse_digest.cu", include_str!("../kernels/sparse_digest.cu")),
-            ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
+        ]);
+        files.extend(DECIDE);
+        files.extend([
             ("sparse_score.cu", include_str!("../kernels/sparse_score.cu")),
-            ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
-            ("sparse_share.cuh", include_str!("../kernels/sparse_share.cuh")),
-            ("sparse_move.cuh", include_str!("../kernels/sparse_move.cuh")),
-            ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
             ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
             ("sparse_post.cu", include_str!("../kernels/sparse_post.cu")),
             ("sparse_attend.cu", include_str!("../kernels/sparse_attend.cu")),
+            ("compact", "#define COMPACT\nnamespace compact {\n"),
         ]);
+        files.extend(DECIDE);
+        files.push(("compact", "}\n"));
         Program::new(format!("sparse-{}-{}-{parts}", page.dtype, page.head_dim), &constants, &files)
     }
 

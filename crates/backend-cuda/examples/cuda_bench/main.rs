@@ -159,8 +159,8 @@ fn main() -> Outcome {
     Ok(())
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=` and `late_blocks=` otherwise than
-/// usually.
+/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=`, `late_blocks=`, `short=` and `early=` otherwise
+/// than usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
     let or = |name, usual| number(words, name).map_or(usual, |n| n as u32);
@@ -169,6 +169,8 @@ fn tuning(words: &[String]) -> LinkTuning {
         blocks: or("blocks", usual.blocks),
         blocks_alone: or("alone", usual.blocks_alone),
         late_blocks: or("late_blocks", usual.late_blocks),
+        short: or("short", usual.short),
+        early: or("early", usual.early),
     }
 }
 

@@ -85,9 +85,10 @@ pub(crate) struct Model {
 /// Times decode steps of models at several depths and batches.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let llama = [(1, 8192), (1, 32768), (1, 131_072), (8, 8192), (16, 8192), (32, 8192)];
-    let runs: [(Shape, &[(usize, usize)]); 3] = [
+    let runs: [(Shape, &[(usize, usize)]); 4] = [
         (SMOLLM2_135M, &[(1, 1024), (1, 8192)]),
         (LLAMA3_8B, &llama),
+        (QWEN25_7B, &[(1, 8192), (1, 32768), (1, 131_072)]),
         (QWEN25_14B, &[(1, 8192), (1, 131_072)]),
     ];
     let is_named = |(shape, _): &&(Shape, _)| words.iter().any(|word| word == shape.name);

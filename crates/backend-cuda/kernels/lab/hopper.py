@@ -89,14 +89,14 @@ def build_few(variant):
 # Columns of a block of `merge`, and its shared memory.
 MERGE_SHARED = {columns: (3 * 2048 + 3 * 256) * 4 + 32 for columns in (16, 32, 64, 128)}
 MERGES = dict(
-    MERGE_PARAMS_SIZE=72, MERGE_BATCH_FLOATS=2048,
+    MERGE_PARAMS_SIZE=80, MERGE_BATCH_FLOATS=2048,
     MERGE_ENTRIES=" ".join(f"MERGE(merge_{columns}, {columns}, 3, {shared})" for columns, shared in MERGE_SHARED.items()),
 )
 
 
 def attend_shared(d, stages):
     page, queries = 2 * 16 * d * 2, d // 16 * 512
-    return dict(tile=4 * page + 4 * queries + 64, wide=stages * (4 * page + 16) + 8 * queries, split=7 * (3 * page + 192))
+    return dict(tile=4 * page + 4 * queries + 64, wide=stages * (4 * page + 16) + 8 * queries, split=7 * (3 * page + 320))
 
 
 def build_attend(variant):
@@ -111,7 +111,8 @@ def build_attend(variant):
     return compile_source(source(constants, ["prelude.cuh", "kv.cuh", "hopper.cuh", "attend.cuh", "attend_tile.cu", "attend_wide.cu", "attend_feed.cuh", "attend_split.cu", "attend_merge.cu"]))
 
 
-# Keys of chunks (at first, then, at last) and where they get longer.
+# Keys of chunks (at first, then, at last) and where they get longer; how many of the first two there are.
+n_of = lambda cuts: (cuts[3] // cuts[0], (cuts[4] - cuts[3]) // cuts[1])
 USUAL = (64, 192, 512, 896, 8192)
 FEW = (64, 192, 512, 8192, 32768)
 # Shapes: KV heads, query heads of each, width; batches; and for each alternative warps, stages, chunks.
@@ -132,8 +133,7 @@ SPLITS = sorted({(warps, stages, cuts[:3], shape[2]) for shape, _, alternatives 
 
 
 def split_shared(warps, stages, d=128):
-    return warps * (stages * 32 * d * 2 + 64 + 32 * 4)
-
+    return warps * (stages * 32 * d * 2 + 64 + 32 * 8)
 
 
 def build_split(variant):
@@ -353,9 +353,9 @@ class Case:
         self.merge = driver.kernel(cubin, "merge_32", MERGE_SHARED[32])
 
     def params(self, out, tasks, counts=0, partials=0, sums=0):
-        return struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIfI", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
+        return struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIIf", self.qkv.data_ptr(), self.arena.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
                            partials, sums, tasks.data_ptr(), counts, self.table.data_ptr(), 0, self.arena.shape[1] * 64 * self.d, 0, 0, 0,
-                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *USUAL[3:], USUAL[2], 0, 0, 0, 1.4426950408889634 / self.d**0.5, 0)
+                           self.qkv.shape[1], self.table.numel(), KV_HEADS, GROUP, self.window, 0, *n_of(USUAL), USUAL[2], 0, 0, 0, 0, 1.4426950408889634 / self.d**0.5)
 
     def run(self, kind):
         kernel, threads, shared, tasks = self.kernels[kind]
@@ -371,8 +371,8 @@ class Case:
         partials, sums = [torch.zeros(n * HEADS * width, device="cuda") for width in (self.d, 2)]
         out, (kernel, shared) = torch.full_like(self.out, float("nan")), self.split
         self.driver.launch(kernel, (132, 1, 1), 224, shared, self.params(out, parts, counts.data_ptr(), partials.data_ptr(), sums.data_ptr()))
-        params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
-                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, *USUAL[3:], USUAL[2])
+        params = struct.pack("<QQQQQQIIIIIIII", partials.data_ptr(), sums.data_ptr(), split.data_ptr(), out.data_ptr(), self.rounded.data_ptr(),
+                             counts.data_ptr() + 4, KV_HEADS, GROUP, self.window, *n_of(USUAL), USUAL[2], 0, 0)
         self.driver.launch(self.merge, (1, HEADS * (self.d // 32), 1), 128, MERGE_SHARED[32], params)
         torch.cuda.synchronize()
         return out[row]
@@ -457,12 +457,12 @@ def decode_batch(driver, cubins, shape, batch, alternatives):
 
             def run(has_merge=True):
                 turn[0] = (turn[0] + 1) % layers
-                params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIfI", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0]].data_ptr(), out.data_ptr(), rounded.data_ptr(),
                                      partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_slots * page, 0, 0, 0,
-                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *cuts[3:], cuts[2], 0, 0, 0, 1.4426950408889634 / d**0.5, 0)
+                                     qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, *n_of(cuts), cuts[2], 0, 0, 0, 0, 1.4426950408889634 / d**0.5)
                 driver.launch(split, (132, 1, 1), 32 * warps, shared, params)
-                params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                                     counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, *cuts[3:], cuts[2])
+                params = struct.pack("<QQQQQQIIIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                                     counts.data_ptr() + 4, kv_heads, group, NO_WINDOW, *n_of(cuts), cuts[2], 0, 0)
                 if has_merge:
                     driver.launch(merge, (n_seqs, heads * (d // columns), 1), 128, MERGE_SHARED[columns], params)
 

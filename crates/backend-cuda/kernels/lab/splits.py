@@ -22,6 +22,7 @@ OF_MERGE = ["entry", "wait over", "weighed", "first batch", "chain done", "store
 # KV heads, query heads of each, width; sequences and keys; where chunks get longer, and the last ones.
 CASES = [((8, 4, 128), (1, 32768), (896, 8192, 512)), ((4, 7, 128), (1, 32768), (2048, 8192, 384)), ((4, 7, 128), (1, 131072), (2048, 8192, 384))]
 WARPS, STAGES = 7, 3
+N_LARGE = 4000  # all of them
 
 STAMP = f"""
 extern "C" __device__ u64 STAMPS[2 * {LAUNCHES} * {UNITS} * {STAMPS} * 2];
@@ -114,12 +115,12 @@ def run_case(gpu, cubin, case):
     def launch():
         turn[0] += 1
         number = turn[0] % LAUNCHES
-        params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIfI", qkv.data_ptr(), arena[turn[0] % layers].data_ptr(), out.data_ptr(), rounded.data_ptr(),
+        params = struct.pack("<QQQQQQQQQQQQQQIIIIIIIIIIIIIf", qkv.data_ptr(), arena[turn[0] % layers].data_ptr(), out.data_ptr(), rounded.data_ptr(),
                              partials.data_ptr(), sums.data_ptr(), parts.data_ptr(), counts.data_ptr(), table.data_ptr(), 0, n_seqs * pages * 64 * d, 0, 0, 0,
-                             qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, small_end, middle_end, large, number, 0, 0, 1.4426950408889634 / d**0.5, 0)
+                             qkv.shape[1], pages, kv_heads, group, NO_WINDOW, 0, small_end // 64, (middle_end - small_end) // 192, large, N_LARGE, number, 0, 0, 1.4426950408889634 / d**0.5)
         gpu.launch(split, (132, 1, 1), 32 * WARPS, shared, params)
-        params = struct.pack("<QQQQQQIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
-                             counts.data_ptr() + 4, kv_heads, group, number, small_end, middle_end, large)
+        params = struct.pack("<QQQQQQIIIIIIII", partials.data_ptr(), sums.data_ptr(), splits.data_ptr(), out.data_ptr(), rounded.data_ptr(),
+                             counts.data_ptr() + 4, kv_heads, group, number, small_end // 64, (middle_end - small_end) // 192, large, N_LARGE, 0)
         gpu.launch(merge, (n_seqs, heads * d // 32, 1), 128, MERGE_SHARED[32], params)
 
     launch()

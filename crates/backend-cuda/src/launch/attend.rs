@@ -127,10 +127,10 @@ pub(crate) enum Attend {
     },
 }
 
-/// Splits that fill their rings little by little, and merges after them, in the order of
-/// [`TurnShape::ALL`](super::merge::TurnShape::ALL).
+/// Splits that fill their rings little by little, in the order of [`PacedShape::ALL`], and merges after them,
+/// in that of [`TurnShape::ALL`](super::merge::TurnShape::ALL).
 pub(crate) struct Paced {
-    pub(crate) kernel: Kernel,
+    pub(crate) kernels: [Kernel; 3],
     pub(crate) merges: [Kernel; 4],
 }
 
@@ -207,17 +207,19 @@ impl Attention<'_> {
                 let (splits, n_splits) = plan.splits();
                 if n_splits > 0 {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
-                    let is_paced = self.group() <= 8 && plan.has_many_tasks();
-                    let paced = paced.as_ref().filter(|_| is_paced);
+                    let is_paced = self.group() <= 8 && self.prefetch == 0;
+                    let paced = paced.as_ref().zip(plan.paced().filter(|_| is_paced));
                     let (kernel, warps) = match paced {
-                        Some(paced) => (&paced.kernel, PacedShape::WARPS),
+                        Some((paced, i)) => (&paced.kernels[i], PacedShape::ALL[i].warps),
                         None => (kernel, shape.warps),
                     };
                     let grid = (self.device.n_multiprocessors(), 1);
                     let tasks = (plan.split_parts(), 1, angles);
                     self.attend(kernel, tasks, (grid, count(32 * warps)), out)?;
                     match paced {
-                        Some(paced) => self.merge_turns(&paced.merges, (splits, n_splits), out)?,
+                        Some((paced, _)) => {
+                            self.merge_turns(&paced.merges, (splits, n_splits), out)?
+                        }
                         None => self.merge(merges, (splits, n_splits), out)?,
                     }
                 }

@@ -11,13 +11,14 @@ pub(crate) const MIDDLE_CHUNK: usize = 192;
 pub(crate) const LARGE_CHUNK: usize = 512;
 
 params! {
-    /// Mirrors `Cuts`: where chunks get longer. Each chunk gives one partial softmax, so bits depend
-    /// on them: they are the same for all batches of a model.
+    /// Mirrors `Cuts`: how many chunks there are before they get longer. Each chunk gives one partial
+    /// softmax, so bits depend on them: they are the same for all batches of a model.
     Cuts {
-        small_end: u32,
-        middle_end: u32,
-        /// Keys of a chunk from there on.
+        n_small: u32,
+        n_middle: u32,
+        /// Keys of a chunk after those, and how many of them there are before the longest.
         large: u32,
+        n_large: u32,
     }
 }
 
@@ -26,21 +27,29 @@ impl Cuts {
     /// every chunk costs a partial result. Measured on one H200 with `kernels/lab/hopper.py decode`:
     /// `eval/results` has the alternatives.
     pub(crate) fn of(n_kv_heads: u32) -> Self {
-        let (small_end, middle_end, large) = match n_kv_heads {
-            0..4 => (8192, 32768, LARGE_CHUNK),
-            4..8 => (2048, 8192, 384),
-            _ => (896, 8192, LARGE_CHUNK),
+        let (n_small, n_middle, large, n_large) = match n_kv_heads {
+            0..4 => (128, 128, LARGE_CHUNK as u32, 0),
+            // Up to 32K all warps have one of them, and with 128K one of the longest.
+            4..8 => (32, 32, 384, 64),
+            _ => (14, 38, LARGE_CHUNK as u32, 0),
         };
-        Cuts { small_end, middle_end, large: large as u32 }
+        Cuts { n_small, n_middle, large, n_large }
+    }
+
+    /// Keys before chunks get longer.
+    fn ends(self) -> [usize; 3] {
+        let small_end = self.n_small as usize * SMALL_CHUNK;
+        let middle_end = small_end + self.n_middle as usize * MIDDLE_CHUNK;
+        [small_end, middle_end, middle_end + (self.n_large * self.large) as usize]
     }
 
     /// Chunks before each end, and of a sequence; as `chunk_of` of `attend.cuh` counts them.
-    pub(crate) fn n_chunks(self, n_keys: usize) -> [usize; 3] {
-        let small = n_keys.min(self.small_end as usize);
-        let middle = n_keys.min(self.middle_end as usize);
+    pub(crate) fn n_chunks(self, n_keys: usize) -> [usize; 4] {
+        let [small, middle, large] = self.ends().map(|end| n_keys.min(end));
         let n_small = small.div_ceil(SMALL_CHUNK);
         let n_middle = n_small + (middle - small).div_ceil(MIDDLE_CHUNK);
-        [n_small, n_middle, n_middle + (n_keys - middle).div_ceil(self.large as usize)]
+        let n_large = n_middle + (large - middle).div_ceil(self.large as usize);
+        [n_small, n_middle, n_large, n_large + (n_keys - large).div_ceil(LARGE_CHUNK)]
     }
 }
 
@@ -133,6 +142,9 @@ impl AttendShape {
     }
 }
 
+/// Tasks that a warp of splits knows; `QUEUE` of `attend_feed.cuh`.
+const QUEUE_BYTES: usize = 8 * 32;
+
 /// A block of `attend_split`: warps that each have a ring of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SplitShape {
@@ -183,41 +195,53 @@ impl SplitShape {
             true => 0,
             false => attend.query_bytes(self.lines),
         };
-        self.warps * (ring + queries + 4 * 32 + 64)
+        self.warps * (ring + queries + QUEUE_BYTES + 64)
     }
 }
 
 /// A block of `attend_paced`, which is for more tasks, on devices that have copies of whole runs.
-pub(crate) struct PacedShape;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PacedShape {
+    pub(crate) name: &'static str,
+    pub(crate) warps: usize,
+    stages: usize,
+}
 
 impl PacedShape {
-    pub(crate) const NAME: &'static str = "attend_paced";
-    pub(crate) const WARPS: usize = 7;
-    const STAGES: usize = 3;
+    /// From that for few tasks, which have longer rings, to that for many.
+    pub(crate) const ALL: [Self; 3] = [
+        PacedShape { name: "attend_paced_4", warps: 4, stages: 6 },
+        PacedShape { name: "attend_paced_6", warps: 6, stages: 4 },
+        PacedShape { name: "attend_paced_8", warps: 8, stages: 3 },
+    ];
 
     /// Whether heads are as those that it was measured with.
     pub(crate) fn is_for(attend: AttendShape) -> bool {
         attend.owns_queries() && attend.page.width() > 96 && !attend.by_rows
     }
 
-    /// Whether so many tasks are enough for it. With fewer, whole steps of models are slower, because the
+    /// Which of them is for so many tasks, if any. With few, whole steps of models are slower, because the
     /// products before it are disturbed: measured on one H200 (`docs/decode-attention.md`).
-    pub(crate) fn pays(n_tasks: usize, n_multiprocessors: u32) -> bool {
-        2 * n_tasks > 7 * n_multiprocessors as usize
-    }
-
-    /// The kernel, for the compiler.
-    pub(crate) fn entry(attend: AttendShape) -> String {
-        let (warps, stages, shared) = (Self::WARPS, Self::STAGES, Self::shared_bytes(attend));
-        match Self::is_for(attend) {
-            true => format!("PACED({}, {warps}, {stages}, {shared})", Self::NAME),
-            false => String::new(),
+    pub(crate) fn choose(n_tasks: usize, n_multiprocessors: u32) -> Option<usize> {
+        match 10 * n_tasks / n_multiprocessors as usize {
+            0..35 => None,
+            35..45 => Some(0),
+            45..62 => Some(1),
+            _ => Some(2),
         }
     }
 
+    /// The kernels, for the compiler.
+    pub(crate) fn entries(attend: AttendShape) -> String {
+        let entry = |of: Self| {
+            format!("PACED({}, {}, {}, {})", of.name, of.warps, of.stages, of.shared_bytes(attend))
+        };
+        if Self::is_for(attend) { Self::ALL.map(entry).join(" ") } else { String::new() }
+    }
+
     /// Dynamic shared memory of a block.
-    pub(crate) fn shared_bytes(attend: AttendShape) -> usize {
-        Self::WARPS * (Self::STAGES * attend.step_bytes() / 2 + 4 * 32 + 64)
+    pub(crate) fn shared_bytes(self, attend: AttendShape) -> usize {
+        self.warps * (self.stages * attend.step_bytes() / 2 + QUEUE_BYTES + 64)
     }
 }
 
@@ -249,17 +273,21 @@ mod tests {
         let attend =
             |head_dim| AttendShape::new(PageShape { dtype: KvDtype::F16, head_dim }, false);
         assert!(PacedShape::is_for(attend(128)) && !PacedShape::is_for(attend(64)));
-        assert!(PacedShape::shared_bytes(attend(128)) <= ROOM);
+        for shape in PacedShape::ALL {
+            assert!(shape.shared_bytes(attend(128)) <= ROOM, "{shape:?}");
+        }
     }
 
     #[test]
     fn long_sequences_and_many_are_paced() {
-        let pays = |n_kv_heads: u32, n_seqs: usize, n_keys: usize| {
+        let chosen = |n_kv_heads: u32, n_seqs: usize, n_keys: usize| {
             let [.., n_chunks] = Cuts::of(n_kv_heads).n_chunks(n_keys);
-            PacedShape::pays(n_seqs * n_chunks * n_kv_heads as usize, 132)
+            PacedShape::choose(n_seqs * n_chunks * n_kv_heads as usize, 132)
         };
-        assert!(!pays(8, 1, 8192) && !pays(4, 1, 8192) && !pays(8, 2, 2048));
-        assert!(pays(8, 1, 32768) && pays(4, 1, 32768) && pays(8, 8, 8192) && pays(32, 1, 8192));
+        assert_eq!([chosen(8, 1, 8192), chosen(4, 1, 8192), chosen(8, 2, 2048)], [None; 3]);
+        assert_eq!([chosen(4, 1, 32768), chosen(8, 1, 16384), chosen(8, 3, 2048)], [Some(0); 3]);
+        assert_eq!([chosen(8, 1, 32768), chosen(4, 1, 65536), chosen(8, 4, 2048)], [Some(1); 3]);
+        assert_eq!([chosen(8, 8, 8192), chosen(4, 1, 131_072), chosen(32, 1, 8192)], [Some(2); 3]);
     }
 
     #[test]
@@ -281,20 +309,23 @@ mod tests {
 
     #[test]
     fn chunks_are_counted_as_they_are_cut() {
+        let ends = [[896, 8192, 8192], [2048, 8192, 32768], [8192, 32768, 32768]];
+        assert_eq!([8, 4, 3].map(|n| Cuts::of(n).ends()), ends);
         for cuts in [
             Cuts::of(8),
             Cuts::of(4),
             Cuts::of(3),
-            Cuts { small_end: 256, middle_end: 256, large: 512 },
+            Cuts { n_small: 4, n_middle: 0, large: 320, n_large: 7 },
         ] {
-            let (small, middle) = (cuts.small_end as usize, cuts.middle_end as usize);
+            let [small, middle, large] = cuts.ends();
             let mut starts: Vec<usize> = (0..small).step_by(SMALL_CHUNK).collect();
             starts.extend((small..middle).step_by(MIDDLE_CHUNK));
-            starts.extend((middle..40_000).step_by(cuts.large as usize));
+            starts.extend((middle..large).step_by(cuts.large as usize));
+            starts.extend((large..40_000).step_by(LARGE_CHUNK));
             for n_keys in (0..40_000).step_by(7) {
                 let before =
                     |end: usize| starts.iter().filter(|&&start| start < n_keys.min(end)).count();
-                let expected = [before(small), before(middle), before(usize::MAX)];
+                let expected = [before(small), before(middle), before(large), before(usize::MAX)];
                 assert_eq!(cuts.n_chunks(n_keys), expected, "{n_keys} keys");
             }
         }

@@ -19,11 +19,12 @@ params! {
         partials: Address,
         sums: Address,
         tasks: Address,
+        done: Address,
         asked: Address,
         q_stride: u32,
         scale: f32,
         head_tasks: u32,
-        padding: u32,
+        is_early: u32,
     }
 }
 
@@ -33,7 +34,7 @@ const CHUNK_PAGES: usize = 4;
 pub(crate) const MAX_NUMBERS: usize = 1024;
 /// Static shared memory of a block: the tasks.
 const STATIC_BYTES: usize = 4 * (MAX_NUMBERS + 1) + 128;
-const MERGE_THREADS: u32 = 1024;
+const MERGE_THREADS: u32 = 512;
 /// Shared memory that a block leaves to one of `decide`, which runs beside it if a layer is decided about
 /// before its turn.
 const LEFT_BYTES: usize = 47 * 1024;

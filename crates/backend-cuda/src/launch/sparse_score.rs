@@ -85,6 +85,7 @@ params! {
         tallies: Address,
         moves: Address,
         codes: CodeRows,
+        done: Address,
         percent: f64,
         mark_stride: u64,
         first_head: u32,
@@ -193,6 +194,8 @@ pub(crate) fn decide(
         params.flags |= TOGETHER;
         (count(n_blocks.min(n * n_pieces)), 1)
     } else {
+        // Blocks count themselves where they know how many there are.
+        params.done = 0;
         (count((n_blocks / n).clamp(1, MAX_BLOCKS).min(n_pieces)), count(n))
     };
     #[expect(unsafe_code, reason = "a kernel")]

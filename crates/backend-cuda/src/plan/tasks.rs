@@ -49,7 +49,7 @@ impl Tasks {
     /// A split if the sequence has one row and there is room, or else tiles.
     pub(super) fn push(&mut self, seq: &Seq) {
         let n_keys = seq.place + seq.n_rows;
-        let [_, _, n_chunks] = self.cuts.n_chunks(n_keys);
+        let [.., n_chunks] = self.cuts.n_chunks(n_keys);
         if seq.n_rows > 1 || self.n_partials + n_chunks > self.max_partials {
             return self.tile(seq);
         }
@@ -61,7 +61,7 @@ impl Tasks {
     /// The chunks of all splits, large ones first, and how many there are.
     pub(super) fn parts(&self, mut push: impl FnMut(Part)) -> u32 {
         let mut n_parts = 0;
-        for size in [2, 1, 0] {
+        for size in [3, 2, 1, 0] {
             for split in &self.splits {
                 let ends = self.cuts.n_chunks(split.n_keys as usize);
                 let start = if size == 0 { 0 } else { ends[size - 1] };
@@ -131,15 +131,15 @@ mod tests {
 
     #[test]
     fn large_chunks_come_first() {
-        let mut tasks =
-            Tasks::new((1, 64), Cuts { small_end: 2048, middle_end: 8192, large: 512 }, 200);
-        tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8500, table_row: 5 });
+        let cuts = Cuts { n_small: 32, n_middle: 32, large: 384, n_large: 1 };
+        let mut tasks = Tasks::new((1, 64), cuts, 200);
+        tasks.push(&Seq { first_row: 0, n_rows: 1, place: 8600, table_row: 5 });
         tasks.push(&Seq { first_row: 1, n_rows: 1, place: 100, table_row: 6 });
         let mut parts = Vec::new();
         let n = tasks.parts(|part| parts.push((part.row_chunk & 0xFFFF, part.row_chunk >> 16)));
-        assert_eq!((n as usize, parts.len()), (67, 67));
-        assert_eq!(parts[..3], [(0, 64), (0, 32), (0, 33)]);
-        assert_eq!(parts[33..35], [(0, 0), (0, 1)]);
-        assert_eq!(parts[65..], [(1, 0), (1, 1)]);
+        assert_eq!((n as usize, parts.len()), (68, 68));
+        assert_eq!(parts[..4], [(0, 65), (0, 64), (0, 32), (0, 33)]);
+        assert_eq!(parts[34..36], [(0, 0), (0, 1)]);
+        assert_eq!(parts[66..], [(1, 0), (1, 1)]);
     }
 }

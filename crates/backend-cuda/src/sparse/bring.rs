@@ -1,4 +1,5 @@
-//! Rows that the host has brought to where it keeps them.
+//! Rows that come to where they are kept: those that the host has chosen, and those that were decided about
+//! by blocks that do not bring them.
 
 use std::sync::PoisonError;
 
@@ -8,10 +9,13 @@ use nuthatch_types::LayerIdx;
 use crate::Cuda;
 use crate::kv::CudaKv;
 use crate::launch::count;
-use crate::launch::sparse::{GatherRowsParams, SparseHeads, SparsePages, gather_rows};
+use crate::launch::sparse::{GatherRowsParams, SparseHeads, SparsePages, gather_rows, post_rows};
 use crate::launch::sparse_attend::MAX_NUMBERS;
 use crate::plan::CudaPlan;
 
+use super::SparseLayer;
+use super::decide::{Decider, Place, Turn};
+use super::room::Set;
 use super::scratch::PickedSizes;
 
 impl Cuda {
@@ -69,5 +73,59 @@ impl Cuda {
             gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, None))?;
         }
         Ok(())
+    }
+
+    /// Blocks that decide and then bring rows; none if somebody else does.
+    pub(super) fn n_bringing(
+        &self,
+        at: &SparseLayer<'_>,
+        decider: &Decider,
+        place: Place<'_>,
+    ) -> u32 {
+        let is_far = at.kv.is_far(at.layer.0);
+        match (is_far, place.branch) {
+            _ if place.is_late || (is_far && decider.link.is_some()) => 0,
+            (true, Some(_)) => self.tuning.blocks,
+            (true, None) => self.tuning.blocks_alone,
+            (false, _) => u32::MAX,
+        }
+    }
+
+    /// Brings the rows that were decided about, for those who did not.
+    pub(super) fn bring_turn(
+        &self,
+        at: &SparseLayer<'_>,
+        (decider, idx): (&Decider, usize),
+        Turn { first, n, .. }: Turn,
+        Place { set, branch, is_late, .. }: Place<'_>,
+    ) -> Result<(), DeviceError> {
+        let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
+        let Set { moves, .. } = &decider.sets[set];
+        let mut gather = GatherRowsParams {
+            heads: decider.heads(at, idx, (first, n)),
+            pages: at.pages(),
+            moves: moves.address(),
+            mark_stride: decider.room.stride as u64,
+            staged: 0,
+            tickets: 0,
+            is_closed: 0,
+            n_staged: 0,
+            first_head: count(first_head),
+            stride: count(decider.room.stride),
+            padding: 0,
+            codes: at.kv.codes_of(at.layer.0),
+        };
+        let is_far = at.kv.is_far(at.layer.0);
+        // A desk has one order at a time.
+        if let Some(link) = decider.link.as_ref().filter(|_| is_far && !is_late) {
+            let params = link.ask(idx, &mut gather);
+            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
+        }
+        let blocks = match (is_far, branch) {
+            (true, Some(_)) => self.tuning.blocks,
+            (true, None) => self.tuning.blocks_alone,
+            (false, _) => self.device.n_multiprocessors(),
+        };
+        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 }

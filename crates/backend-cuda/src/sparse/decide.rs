@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
 use nuthatch_backend::{Deciding, DeviceError, Rules, ScoreBy};
+use nuthatch_types::KvDtype;
 
 use crate::Cuda;
 use crate::branch::{Branch, LateBranch};
@@ -24,9 +25,7 @@ use crate::buf::CudaBuf;
 use crate::device::{Device, Memory};
 use crate::kv::CudaKv;
 use crate::launch::attend::Attention;
-use crate::launch::sparse::{
-    GatherRowsParams, HeadState, SparseHeads, SparseRow, gather_rows, post_rows,
-};
+use crate::launch::sparse::{HeadState, SparseHeads, SparseRow};
 use crate::launch::sparse_attend::{MAX_NUMBERS, SparseParams, attend};
 use crate::launch::sparse_score::{
     DECIDE_WARPS, DecideParams, HeadRule, LATE, LOOKS, SCORE_KEYS, ScoreParams, decide,
@@ -37,7 +36,7 @@ use crate::link::Link;
 use crate::plan::CudaPlan;
 
 use super::SparseLayer;
-use super::room::{Room, RoomShape, Seats, Set};
+use super::room::{DONE_BYTES, Room, RoomShape, Seats, Set};
 use super::rules::DeviceRules;
 
 pub(super) const WHAT: &str = "top-k attention";
@@ -61,23 +60,25 @@ pub(crate) struct Decider {
     pages: Memory,
     /// The rows of the batch.
     rows: Memory,
-    sets: Vec<Set>,
+    pub(super) sets: Vec<Set>,
     branch: Branch,
     /// Where selections are made late, if any are.
     pub(super) late: Option<Arc<LateBranch>>,
     /// Threads of the host that bring rows, if they do.
-    link: Option<Link>,
+    pub(super) link: Option<Link>,
     partials: Memory,
     sums: Memory,
     tasks: Memory,
+    /// `[layer]`: what counts blocks that have decided.
+    done: Memory,
 }
 
 /// Rows that are decided about together.
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) rules: usize,
-    first: usize,
-    n: usize,
+    pub(super) first: usize,
+    pub(super) n: usize,
 }
 
 /// When and where is decided.
@@ -88,6 +89,11 @@ pub(super) struct Place<'a> {
     pub(super) branch: Option<&'a CudaStream>,
     /// About those that attention has served once more.
     pub(super) is_late: bool,
+    /// Nothing else is decided meanwhile, so that all blocks have room although each fills half of a
+    /// multiprocessor.
+    pub(super) is_sole: bool,
+    /// Where the end is told to attention, or 0.
+    pub(super) done: u64,
 }
 
 impl Decider {
@@ -133,6 +139,7 @@ impl Decider {
             partials: alloc(room.partials)?,
             sums: alloc(room.sums)?,
             tasks: alloc(room.tasks)?,
+            done: alloc(room.done)?,
             room,
         })
     }
@@ -160,7 +167,12 @@ impl Decider {
     }
 
     /// Rows and states of one layer of the model.
-    fn heads(&self, at: &SparseLayer<'_>, idx: usize, (first, n): (usize, usize)) -> SparseHeads {
+    pub(super) fn heads(
+        &self,
+        at: &SparseLayer<'_>,
+        idx: usize,
+        (first, n): (usize, usize),
+    ) -> SparseHeads {
         let (n_heads, n_all) = (at.n_kv_heads(), self.n_all);
         let first_head = idx * n_heads;
         assert!(first_head + n_heads <= n_all, "a layer of the model");
@@ -218,8 +230,9 @@ impl Cuda {
         let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
-            let kernel = self.device.kernel(&sparse.kernels.module, "decide", shared)?;
-            DeviceRules::new(&self.device, kernel, plan.shape.max_context, rules)
+            let kernel = |name| self.device.kernel(&sparse.kernels.module, name, shared);
+            let kernels = [kernel("decide")?, kernel("decide_beside")?];
+            DeviceRules::new(&self.device, kernels, plan.shape.max_context, rules)
         };
         let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
         let all = (all, n_tables as usize);
@@ -245,7 +258,7 @@ impl Cuda {
         decider.link.as_ref().map_or(Ok(()), Link::check)?;
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
-        let mut is_served = true;
+        let (mut is_served, mut is_short) = (true, true);
         let list = rows
             .iter()
             .map(|row| {
@@ -255,6 +268,7 @@ impl Cuda {
                 let (marks, pages) = decider.seat(&self.device, row)?;
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
                 is_served &= decider.serves(row, kv_len);
+                is_short &= kv_len <= self.tuning.short;
                 let batch_row = count(seq.first_row);
                 let state_row = table_row;
                 Ok(SparseRow { row: batch_row, kv_len, table_row, state_row, marks, pages })
@@ -265,6 +279,7 @@ impl Cuda {
         plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
         plan.late = decider.late.clone();
         plan.is_served = is_served;
+        plan.is_short = is_short;
         Ok(())
     }
 
@@ -293,10 +308,11 @@ impl Cuda {
         }
         // What is made late may still be on its way in the first two sets.
         let set = if decider.late.is_some() { 2 } else { idx % 2 };
-        let place = Place { set, branch: None, is_late: false };
+        let place = Place { set, branch: None, is_late: false, is_sole: false, done: 0 };
         for &turn in turns.iter().filter(|_| !is_decided && !plan.is_served) {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
+        let done = if is_decided { self.told_at((decider, idx), at, &turns) } else { 0 };
         // Rows that pick are one behind the other, except for those of rules that do not pick here.
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for &Turn { first, n, .. } in &turns {
@@ -308,7 +324,7 @@ impl Cuda {
             }
         }
         for run in runs {
-            self.attend_decided_some(at, (decider, idx), run, out)?;
+            self.attend_decided_some(at, (decider, idx), (run, done), out)?;
         }
         out.set_fresh(plan.n_rows() * width);
         turns.iter().try_for_each(|&turn| self.decide_late(at, (decider, idx), turn))
@@ -327,14 +343,36 @@ impl Cuda {
         if turns.is_empty() {
             return Ok(());
         }
-        let branch = decider.branch.fork(&self.device, idx)?;
-        let place = Place { set: idx % 2, branch: Some(branch), is_late: false };
+        // One after the other, or beside each other; the layer before has been decided about too, so attention
+        // to it decides nothing.
+        let is_serial = plan.is_short && decider.late.is_none();
+        let turn = if is_serial { 0 } else { idx };
+        let is_sole = is_serial && idx > 0 && plan.ahead[(idx - 1) % 2].get() == Some(idx - 1);
+        let branch = decider.branch.fork(&self.device, turn)?;
+        let done = self.told_at((decider, idx), at, &turns);
+        let place = Place { set: idx % 2, branch: Some(branch), is_late: false, is_sole, done };
         for &turn in &turns {
             self.decide_turn(at, (decider, idx), turn, place)?;
         }
-        decider.branch.end(&self.device, idx)?;
+        decider.branch.end_on(&self.device, idx, turn)?;
         plan.ahead[idx % 2].set(Some(idx));
         Ok(())
+    }
+
+    /// Where those who decide ahead tell attention to a layer that all is decided and brought; 0 if that is not one
+    /// launch about one row.
+    fn told_at(
+        &self,
+        (decider, idx): (&Decider, usize),
+        at: &SparseLayer<'_>,
+        turns: &[Turn],
+    ) -> u64 {
+        let is_one = turns.len() == 1 && turns[0].n == 1 && self.tuning.blocks > 0;
+        let is_alone = decider.late.is_none() && decider.link.is_none();
+        match is_one && is_alone && at.kv.page.dtype != KvDtype::F32 {
+            true => decider.done.address() + (idx * DONE_BYTES) as u64,
+            false => 0,
+        }
     }
 
     /// Decides, and brings rows, unless it is late.
@@ -353,23 +391,12 @@ impl Cuda {
         self.bring_turn(at, (decider, idx), turn, place)
     }
 
-    /// Blocks that decide and then bring rows; none if somebody else does.
-    fn n_bringing(&self, at: &SparseLayer<'_>, decider: &Decider, place: Place<'_>) -> u32 {
-        let is_far = at.kv.is_far(at.layer.0);
-        match (is_far, place.branch) {
-            _ if place.is_late || (is_far && decider.link.is_some()) => 0,
-            (true, Some(_)) => self.tuning.blocks,
-            (true, None) => self.tuning.blocks_alone,
-            (false, _) => u32::MAX,
-        }
-    }
-
     fn choose_turn(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
         Turn { rules, first, n }: Turn,
-        (Place { set, branch, is_late }, n_bringing): (Place<'_>, u32),
+        (Place { set, branch, is_late, is_sole, done }, n_bringing): (Place<'_>, u32),
     ) -> Result<(), DeviceError> {
         let n_heads = at.n_kv_heads();
         let Set { raw, scores, score_sums, tallies, moves } = &decider.sets[set];
@@ -402,6 +429,7 @@ impl Cuda {
             tallies: tallies.address(),
             moves: moves.address(),
             codes: at.kv.codes_of(at.layer.0),
+            done,
             percent: rules.percent,
             mark_stride: decider.room.stride as u64,
             first_head: count(first_head),
@@ -426,52 +454,18 @@ impl Cuda {
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
-        decide(&self.device, &by.kernel, &params, (most, branch))
-    }
-
-    /// Brings the rows that were decided about, for those who did not.
-    pub(super) fn bring_turn(
-        &self,
-        at: &SparseLayer<'_>,
-        (decider, idx): (&Decider, usize),
-        Turn { first, n, .. }: Turn,
-        Place { set, branch, is_late }: Place<'_>,
-    ) -> Result<(), DeviceError> {
-        let (sparse, first_head) = (at.sparse(), idx * at.n_kv_heads());
-        let Set { moves, .. } = &decider.sets[set];
-        let mut gather = GatherRowsParams {
-            heads: decider.heads(at, idx, (first, n)),
-            pages: at.pages(),
-            moves: moves.address(),
-            mark_stride: decider.room.stride as u64,
-            staged: 0,
-            tickets: 0,
-            is_closed: 0,
-            n_staged: 0,
-            first_head: count(first_head),
-            stride: count(decider.room.stride),
-            padding: 0,
-            codes: at.kv.codes_of(at.layer.0),
+        let (kernel, most) = match is_sole {
+            true => (&by.beside, by.n_beside),
+            false => (&by.kernel, most),
         };
-        let is_far = at.kv.is_far(at.layer.0);
-        // A desk has one order at a time.
-        if let Some(link) = decider.link.as_ref().filter(|_| is_far && !is_late) {
-            let params = link.ask(idx, &mut gather);
-            post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
-        }
-        let blocks = match (is_far, branch) {
-            (true, Some(_)) => self.tuning.blocks,
-            (true, None) => self.tuning.blocks_alone,
-            (false, _) => self.device.n_multiprocessors(),
-        };
-        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
+        decide(&self.device, kernel, &params, (most, branch))
     }
 
     fn attend_decided_some(
         &self,
         at: &SparseLayer<'_>,
         (decider, idx): (&Decider, usize),
-        some: (usize, usize),
+        (some, done): ((usize, usize), u64),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
         let params = SparseParams {
@@ -483,11 +477,12 @@ impl Cuda {
             partials: decider.partials.address(),
             sums: decider.sums.address(),
             tasks: decider.tasks.address(),
+            done,
             asked: if decider.is_soft(at.plan) { decider.asked(at, idx).0 } else { 0 },
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            padding: 0,
+            is_early: u32::from(at.plan.is_short && self.tuning.early > 0),
         };
         attend(&self.device, &at.sparse().kernels.attend, &params)
     }

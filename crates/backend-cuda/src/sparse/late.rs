@@ -45,7 +45,7 @@ impl Cuda {
         let is_soft = decider.rules[turn.rules].rules.is_soft();
         let Some(late) = decider.late.as_ref().filter(|_| is_soft) else { return Ok(()) };
         let (set, choosing) = late.fork(&self.device)?;
-        let place = Place { set, branch: Some(choosing), is_late: true };
+        let place = Place { set, branch: Some(choosing), is_late: true, is_sole: false, done: 0 };
         self.decide_turn(at, (decider, idx), turn, place)?;
         let bringing = late.pass_on(&self.device)?;
         let place = Place { branch: Some(bringing), ..place };

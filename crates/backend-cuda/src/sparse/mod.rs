@@ -397,11 +397,12 @@ impl Cuda {
             partials: room.partials.address(),
             sums: room.sums.address(),
             tasks: room.tasks.address(),
+            done: 0,
             asked: 0,
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
             head_tasks: 0,
-            padding: 0,
+            is_early: 0,
         };
         attend(&self.device, &sparse.kernels.attend, &params)
     }

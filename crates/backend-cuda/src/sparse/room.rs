@@ -17,6 +17,9 @@ use crate::launch::sparse_score::{PIECE, Tally};
 
 use super::decide::WHAT;
 
+/// Of a layer: what counts blocks that have decided.
+pub(super) const DONE_BYTES: usize = 4;
+
 /// Bytes of scratch that rows may need together; more of them are decided about in turns. Guessed.
 const SCRATCH_BYTES_MAX: usize = 512 << 20;
 
@@ -99,6 +102,7 @@ pub(super) struct Room {
     pub(super) partials: usize,
     pub(super) sums: usize,
     pub(super) tasks: usize,
+    pub(super) done: usize,
 }
 
 impl Room {
@@ -131,6 +135,7 @@ impl Room {
             partials: n_tasks * group * page.width() * 4,
             sums: n_tasks * group * 8,
             tasks: (n + 1) * 4,
+            done: n_all / n_kv_heads.max(1) * DONE_BYTES,
         }
     }
 
@@ -144,6 +149,7 @@ impl Room {
             + self.partials
             + self.sums
             + self.tasks
+            + self.done
     }
 }
 

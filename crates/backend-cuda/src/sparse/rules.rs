@@ -15,8 +15,11 @@ pub(super) struct DeviceRules {
     /// Whether every query is served by a selection that is there, however it has turned.
     pub(super) serves_all: bool,
     pub(super) kernel: Kernel,
-    /// Its blocks that can be on the device at once.
+    /// The same for a layer that is decided about while the one before is computed.
+    pub(super) beside: Kernel,
+    /// Their blocks that can be on the device at once.
     pub(super) n_at_once: usize,
+    pub(super) n_beside: usize,
     /// `[layer][G]`, and `[layer][G][group]`.
     pub(super) head_rules: Memory,
     pub(super) importances: Memory,
@@ -27,7 +30,7 @@ pub(super) struct DeviceRules {
 impl DeviceRules {
     pub(super) fn new(
         device: &Device,
-        kernel: Kernel,
+        [kernel, beside]: [Kernel; 2],
         max_context: usize,
         rules: &Rules,
     ) -> Result<Self, DeviceError> {
@@ -40,7 +43,9 @@ impl DeviceRules {
             rules.heads.iter().flat_map(|head| head.importances.iter().copied()).collect();
         let made = DeviceRules {
             n_at_once: most_blocks(device, &kernel)?,
+            n_beside: most_blocks(device, &beside)?,
             kernel,
+            beside,
             head_rules: device.alloc(size_of_val(&head_rules[..]), WHAT)?,
             importances: device.alloc(size_of_val(&importances[..]), WHAT)?,
             pages: working_sets(rules, max_context),

@@ -147,10 +147,10 @@ pub fn attend_long_matches<B: Backend>(b: &B) {
     }
 }
 
-/// The last rows of so many sequences that a device is full, and some of them alone: devices may have other
-/// kernels for many.
+/// The last rows of so many sequences that a device is full, of fewer, and some of them alone: devices may have
+/// other kernels for many.
 pub fn attend_many_agree<B: Backend>(b: &B) {
-    const SEQS: usize = 64;
+    const SEQS: usize = 80;
     let cases = [
         Case::new(KvDtype::F16, 8, 4, 128),
         Case::new(KvDtype::Bf16, 8, 4, 128).rotated(RopeStyle::Halves, 128).windowed(67),
@@ -168,6 +168,10 @@ pub fn attend_many_agree<B: Backend>(b: &B) {
         };
         let parts: Vec<Part<'_>> = batch.sequences.iter().enumerate().map(part).collect();
         let together = batch.rig.step(&parts);
+        for n in [36, 50] {
+            let what = || format!("attention of {n} of {SEQS} sequences, {}", case.name());
+            same_bits(&together[..n].concat(), &batch.rig.step(&parts[..n]).concat(), &what);
+        }
         for i in [0, 7, SEQS - 1] {
             let what = || format!("attention of sequence {i} of {SEQS}, {}", case.name());
             let alone = batch.rig.step(&parts[i..=i]).concat();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use nuthatch_backend::{Backend, RowCode};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
-use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
+use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, LinkTuning, OpenError};
 use nuthatch_engine::topk::Counts;
 use nuthatch_engine::{
     Engine, EngineHandle, EngineOptions, Executor, LoadedModel, Offload, SharedClock, Submission,
@@ -346,9 +346,17 @@ fn a_thread_that_fails_ends_the_engine_and_spoils_nothing_before() {
 #[test]
 fn far_pages_change_nothing_on_a_gpu() {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
-    let open = |far| {
+    let open = |far: Option<FarPages>| {
         let cache_dir = cache_dir.clone();
-        Cuda::open(0, CudaConfig { cache_dir, far, ..CudaConfig::default() })
+        // Sequences are long from the beginning, become so, or stay short; attention to pages that are here waits.
+        let (short, early) = match far.map_or(0, |far| far.n_near) {
+            0 => (u32::MAX, 0),
+            5 => (0, 1),
+            64 => (100, 1),
+            _ => (u32::MAX, 1),
+        };
+        let tuning = LinkTuning { short, early, ..LinkTuning::default() };
+        Cuda::open(0, CudaConfig { cache_dir, far, tuning, ..CudaConfig::default() })
     };
     if let Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) = open(None) {
         println!("SKIPPED: {error}");
@@ -392,6 +400,56 @@ fn far_pages_change_nothing_on_a_gpu() {
     }
     println!("{n_answers} requests, each nine times; rounding was seen in {n_rounded} runs");
     assert!(n_rounded > 0, "rows in eight bits are not the rows");
+}
+
+/// What a GPU that decides ahead answers is what a CPU answers but for rounding, so its attention sees what was
+/// decided in the same step. Without a driver nothing is judged, and the output shows it.
+#[test]
+fn deciding_ahead_on_a_gpu_answers_as_a_cpu_does() {
+    fn ask<B: Backend>(device: B, policy: &str, kv_dtype: KvDtype) -> Answer {
+        let device = (device, Arc::new(HandClock::default()) as SharedClock);
+        let (path, options) = (folder("llama3"), EngineOptions::default());
+        let topk = topk(policy).on_link();
+        let mut engine =
+            load_on(device, &path, POOL, &options, (64, kv_dtype), Some(&topk)).unwrap();
+        let (sender, outputs) = crossbeam_channel::unbounded();
+        let now = engine.clock().now();
+        engine.submit(request(&prompt(120), Sampling::greedy()), sender, now).unwrap();
+        while engine.step().unwrap() {}
+        collect_all(outputs.try_iter()).unwrap().remove(0).0
+    }
+    // Working sets of one page, and of several, which attention asks for before the kernel before it has ended.
+    for (k, kv_dtype) in [(8, KvDtype::F32), (8, KvDtype::F16), (40, KvDtype::F16)] {
+        let cpu = || Cpu::new(CpuConfig { threads: 2, isa: None }).unwrap();
+        let policy = format!("exact,k={k},sinks=4,recent=8");
+        let ahead = format!("{policy},speculate=on");
+        let expected = ask(cpu(), &ahead, kv_dtype);
+        let shown = farthest(&expected, &ask(cpu(), &policy, kv_dtype));
+        assert!(shown > 0.1, "what is decided shows in answers: {shown} with {k} rows");
+        for (short, early) in [(0, 1), (u32::MAX, 0), (u32::MAX, 1)] {
+            let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
+            let tuning = LinkTuning { short, early, ..LinkTuning::default() };
+            let config = CudaConfig { cache_dir, is_exact: true, tuning, ..CudaConfig::default() };
+            let cuda = match Cuda::open(0, config) {
+                Err(error @ (OpenError::NoDriver | OpenError::NoDevice { .. })) => {
+                    println!("SKIPPED: {error}");
+                    break;
+                }
+                cuda => cuda.unwrap(),
+            };
+            let found = ask(cuda, &ahead, kv_dtype);
+            let what = format!("{ahead}, {kv_dtype}, short up to {short}, early {early}");
+            assert_eq!(found.tokens, expected.tokens, "{what}");
+            let off = farthest(&found, &expected);
+            assert!(off < 0.02, "{what}: {off} off");
+        }
+    }
+}
+
+/// How far logarithms of two answers are from each other.
+fn farthest(one: &Answer, other: &Answer) -> f32 {
+    let pairs = one.logprobs.iter().zip(&other.logprobs);
+    pairs.map(|(a, b)| (a.unwrap() - b.unwrap()).abs()).fold(0.0, f32::max)
 }
 
 /// Rows that come in eight bits are rounded, in the same way wherever pages are and in whatever company;

@@ -36,7 +36,7 @@ static float lane_sum(const float* x) { float s[32]; memcpy(s, x, 128); for (int
 
 struct Lab {
     u32 n, kind, width, page_bytes, stride; Rules r; bool host; cudaStream_t s;
-    u8 *arena, *digests; float *frame, *mean, *qkv, *labels, *asked, *importances, *out, *partials, *sums, *raw; u16* rounded; u32 *tables, *scores, *tasks;
+    u8 *arena, *digests; float *frame, *mean, *qkv, *labels, *asked, *importances, *out, *partials, *sums, *raw; u16* rounded; u32 *tables, *scores, *tasks, *done;
     float2* ssums; SparseRow* rows; HeadState* states; uint2 *marks, *moves; u8* pages; Tally* tallies; HeadRule* rules; Question* asks;
     u32 slots, ws_pages; u64 head_bytes, dhead; size_t shared; std::vector<u32> table;
     std::vector<std::vector<u32>> used; std::vector<u32> now; std::vector<std::vector<float>> label; std::vector<u32> cut;  // reference
@@ -58,7 +58,7 @@ struct Lab {
         launch(digest_keys, dim3(slots * 16 / 8, G), 128, 0, d, s); CHECK(cudaEventRecord(e1, s)); CHECK(cudaStreamSynchronize(s)); float ms; CHECK(cudaEventElapsedTime(&ms, e0, e1));
         printf("  digests of %u tokens x %u heads: %.2f ms\n", slots * 16, G, ms);
         qkv = dev<float>((H + 2 * G) * W); labels = dev<float>(H * W); asked = dev<float>(H * W); std::vector<float> im(H, 0.5f); for (u32 i = 0; i < H; i++) im[i] = 0.2f + 0.1f * (i % 5); importances = dev<float>(H); CHECK(cudaMemcpy(importances, im.data(), H * 4, cudaMemcpyHostToDevice));
-        out = dev<float>(H * W); rounded = dev<u16>(H * W); u32 ntask = G * (slots / 4 + 4); partials = dev<float>((size_t)ntask * GROUP * W); sums = dev<float>(ntask * GROUP * 2); tasks = dev<u32>(G + 1);
+        out = dev<float>(H * W); rounded = dev<u16>(H * W); u32 ntask = G * (slots / 4 + 4); partials = dev<float>((size_t)ntask * GROUP * W); sums = dev<float>(ntask * GROUP * 2); tasks = dev<u32>(G + 1), done = dev<u32>(1); CHECK(cudaMemset(done, 0, 4));
         raw = dev<float>((size_t)G * GROUP * stride); scores = dev<u32>((size_t)G * stride); ssums = dev<float2>(G * (stride / PIECE) * GROUP);
         marks = dev<uint2>((size_t)G * stride); moves = dev<uint2>((size_t)G * stride); tallies = dev<Tally>(G);
         ws_pages = (u32)(ceil(std::max(r.percent * 1.4 * stride / 100.0, (double)r.k_min) * r.ws) / 16) + 2; pages = dev<u8>((u64)G * ws_pages * HEAD_PAGE_BYTES);
@@ -77,11 +77,11 @@ struct Lab {
     std::vector<float> weights; std::vector<std::vector<u32>> members;
     void turn(int percent, float turned) { std::normal_distribution<float> nd; for (u32 h = 0; h < G; h++) { float c = (int)(rng() % 100) < percent ? turned : 0.995f, sn = sqrtf(1 - c * c); for (u32 i = 0; i < GROUP * W; i++) q[h * GROUP * W + i] = c * q[h * GROUP * W + i] + sn * nd(rng); } CHECK(cudaMemcpyAsync(qkv, q.data(), q.size() * 4, cudaMemcpyHostToDevice, s)); }
     void put_row(u32 len) { SparseRow row = {0, len, 0, 0, marks, pages}; CHECK(cudaMemcpyAsync(rows, &row, sizeof row, cudaMemcpyHostToDevice, s)); CHECK(cudaStreamSynchronize(s)); }
-    void k_decide(u32 more = 0) { dp.n_bringing = more ? 0 : bringing; dp.flags = r.flags | more | (apart ? 0 : FLAG_TOGETHER); dp.score.qkv = more ? asked : qkv, dp.score.q_stride = more ? H * W : sp.q_stride; launch(decide, apart ? dim3(blocks, G) : dim3(std::min<u32>(blocks * G, G * (stride / PIECE))), SCORE_THREADS, shared, dp, s); }
+    void k_decide(u32 more = 0) { dp.done = more || apart ? nullptr : done; dp.n_bringing = more ? 0 : bringing; dp.flags = r.flags | more | (apart ? 0 : FLAG_TOGETHER); dp.score.qkv = more ? asked : qkv, dp.score.q_stride = more ? H * W : sp.q_stride; launch(decide, apart ? dim3(blocks, G) : dim3(std::min<u32>(blocks * G, G * (stride / PIECE))), SCORE_THREADS, shared, dp, s); }
     bool apart = false;
     void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, GATHER_THREADS / 32 * RING_BYTES + 4 * (G + 1), gp, s); }
-    void k_attend() { launch(sparse_attend_8, dim3(132), 32 * ATTEND_WARPS, ATTEND_SHARED, ap, s); }
-    void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_PARTS * MERGE_COLUMNS, 0, ap, s); }
+    void k_attend() { ap.done = apart ? nullptr : done, ap.is_early = 1; launch(sparse_attend_8, dim3(132), 32 * ATTEND_WARPS, ATTEND_SHARED, ap, s); }
+    void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_THREADS, 0, ap, s); }
     // One step, checked.
     bool step(u32 len, int percent, float turned, bool deep) {
         turn(percent, turned); put_row(len);
@@ -91,6 +91,7 @@ struct Lab {
         CHECK(cudaStreamSynchronize(s)); auto sc = get(scores, (size_t)G * stride);
         const auto old_members = members; const auto old_cut = cut; const bool is_served = r.late == 2 && !label[0].empty();
         if (!is_served) { k_decide(); if (!bringing) k_gather(); CHECK(cudaStreamSynchronize(s)); }
+        if (!apart && !is_served && get(done, 1)[0] != ALL_ENDED) { printf("%x blocks have ended\n", get(done, 1)[0]); return false; }
         auto st = get(states, G);
         k_attend(); k_merge(); CHECK(cudaStreamSynchronize(s));
         // Other layers' queries take their place.
