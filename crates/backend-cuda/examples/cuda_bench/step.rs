@@ -89,7 +89,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         (SMOLLM2_135M, &[(1, 1024), (1, 8192)]),
         (LLAMA3_8B, &llama),
         (QWEN25_7B, &[(1, 8192), (1, 32768), (1, 131_072)]),
-        (QWEN25_14B, &[(1, 8192), (1, 131_072)]),
+        (QWEN25_14B, &[(1, 8192), (1, 32768), (1, 131_072)]),
     ];
     let is_named = |(shape, _): &&(Shape, _)| words.iter().any(|word| word == shape.name);
     let has_names = runs.iter().any(|run| is_named(&run));
