@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Code map: [`Policy`] says how all of this is done, and `spec` reads it from text; `reuse` decides
-//! whether a selection still serves; `working_set` which rows stay; `head` is what is remembered of
+//! whether a selection still serves; the backend's `WorkingSet` which rows stay; `head` is what is remembered of
 //! one head of one sequence; `near` and `residency` share near memory, `near_rows` is where rows are
 //! in it; `frames` makes what digests project on; [`Profile`] is what was measured of a model's
 //! heads; [`TopK`] runs a layer, and `device` lets a device decide.
