@@ -25,7 +25,7 @@ pub(crate) fn chunks(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outc
         return Err("chunks of a prompt: at which depths?".into());
     };
     let model = Model::new(cuda, step::named(words))?;
-    let (kv, all) = (kv_of(&model.shape), digests(&model.shape));
+    let (kv, all) = (kv_of(&model.shape), digests(&model.shape, words));
     let some: &[Digest] = &all[..1];
     let (free, _) = cuda.memory()?;
     let mut rig = Rig::with(cuda, (kv, model.shape.n_heads), (1, end, rows), (false, Some(some)))?;

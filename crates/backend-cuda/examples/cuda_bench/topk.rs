@@ -182,16 +182,16 @@ fn rules(shape: &Shape, of: &Named) -> Rules {
     }
 }
 
-pub(crate) fn digests(shape: &Shape) -> [Digest; 2] {
+/// Channels in eight bits, or, with `bits=4`, in four; and signs.
+pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
     let d = shape.head_dim as usize;
-    let channels = Digest {
-        kind: DigestKind::Channels,
-        width: 32,
-        frame: random(32 * d).iter().map(|x| x * 0.15).collect(),
-        mean: Vec::new(),
-        weights: Vec::new(),
-    };
     let n_heads = (shape.n_layers * shape.n_kv_heads) as usize;
+    let (kind, weights) = match number(words, "bits") {
+        Some(4) => (DigestKind::Nibbles, vec![1.0; n_heads * 32]),
+        _ => (DigestKind::Channels, Vec::new()),
+    };
+    let frame = random(32 * d).iter().map(|x| x * 0.15).collect();
+    let channels = Digest { kind, width: 32, frame, mean: Vec::new(), weights };
     let signs = Digest {
         kind: DigestKind::Signs,
         width: 256,
@@ -204,7 +204,7 @@ pub(crate) fn digests(shape: &Shape) -> [Digest; 2] {
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
-/// rates, or, with `turn=N`, at that one; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts are taken away one by one; with
+/// rates, or, with `turn=N`, at that one; with channels of `bits=4`; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts are taken away one by one; with
 /// `breakdown`, kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let has = |name: &str| words.iter().any(|word| word == name);
@@ -234,7 +234,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             cuda,
             (kv_of(shape), shape.n_heads),
             (n_seqs, depth, 2 * lines.len() * (STEPS + 10)),
-            (false, Some(&digests(shape)[..n_digests])),
+            (false, Some(&digests(shape, words)[..n_digests])),
         )?;
         let all_rules: Vec<Rules> = lines.iter().map(|line| rules(shape, &line.of)).collect();
         let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &all_rules, n_seqs as u32)?;
