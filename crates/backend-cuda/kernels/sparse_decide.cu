@@ -22,11 +22,15 @@
 // Reads digests of all places once, 8 bytes of marks twice, and rows that come; all else is smaller. Scores are in shared
 // memory, or in the second-level cache. Grid: (blocks), or (share, row and head).
 
-// Rows that a selection of `n` places has; `Budget::weighted_rows`.
-DEVICE u32 rows_of(const DecideParams& p, u32 n, float weight) {
+// Rows that a working set has at most if selections have `k`; `Policy::set_size`.
+DEVICE u32 capacity_of(const DecideParams& p, u32 k) { return (u32)ceilf(__fmul_rn((float)k, p.working_set)); }
+
+// Rows that a selection of `n` places has; `LayerHeads::n_chosen`. The first one fills the working set.
+DEVICE u32 rows_of(const DecideParams& p, u32 n, float weight, bool is_first) {
     const double wanted = ceil(__ddiv_rn(__dmul_rn(__dmul_rn(p.percent, (double)weight), (double)n), 100.0));
     const u32 k = wanted >= 4294967295.0 ? ~0u : (u32)wanted;
-    return min(min(max(k, p.k_min), p.k_max), n);
+    const u32 usual = min(min(max(k, p.k_min), p.k_max), n);
+    return is_first ? min(max(usual, capacity_of(p, usual)), n) : usual;
 }
 
 // The sum over the block's threads before this one, and over all of them.
@@ -423,7 +427,7 @@ DEVICE void decide_all(const DecideParams& p) {
     share.start = first_piece * PIECE, share.end = min(end_piece * PIECE, cut);
     fetch_share(p, share);
     const HeadState state = *target;
-    const u32 k = rows_of(p, cut - p.sinks, p.rules[head].weight);
+    const u32 k = rows_of(p, cut - p.sinks, p.rules[head].weight, state.n_members == 0);
     const bool is_all = k >= cut - p.sinks, is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
     const ScoreRoom room = score_room(p.score, shared_words);
     // The scores of a single piece stay in shared memory.
@@ -453,7 +457,7 @@ DEVICE void decide_all(const DecideParams& p) {
     Choice choice = {~0u, false, 0, 0};
     if (!is_all && k > 0) choice = choose(p, share, k, bins, shared);
     const u32 now = state.now + 1;
-    const u32 capacity = (u32)ceilf(__fmul_rn((float)k, p.working_set));
+    const u32 capacity = capacity_of(p, k);
     const u32 n_new = survey(p, share, is_all, choice, now, is_whole, bins, shared);
     Before before;
     const Leaving leaving =

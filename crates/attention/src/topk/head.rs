@@ -224,6 +224,11 @@ impl Head {
         }
     }
 
+    /// Whether rows of earlier selections are there.
+    pub fn has_rows(&self) -> bool {
+        !self.set.members.is_empty()
+    }
+
     /// Where the tail begins.
     pub fn cut(&self) -> u32 {
         self.cut

@@ -93,12 +93,14 @@ impl<'a, B: Backend> LayerHeads<'a, B> {
         LayerHeads { topk, b, layer_idx: layer.idx, width, when, is_scored: true }
     }
 
-    /// Rows of a head's selection.
+    /// Rows of a head's selection. The first one fills the working set: what the first tokens need is mostly
+    /// asked for by the prompt's end, and there is nothing yet that it could be added to.
     fn n_chosen(&self, work: &Work) -> usize {
         let PolicyRules { policy, rules, .. } = &self.topk.policies[work.at.policy];
         let rule = &rules[self.layer_idx * self.topk.shape.n_kv_heads + work.head_idx];
         let n = policy.cut(work.at.kv_len) - policy.sinks;
-        policy.budget.weighted_rows(n, rule.weight) as usize
+        let k = policy.budget.weighted_rows(n, rule.weight) as usize;
+        if work.head.has_rows() { k } else { policy.set_size(k).max(k).min(n as usize) }
     }
 }
 
