@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_backend::{Backend as _, DeviceError, NearCounts, PageCodec, RowCode, RowMover};
+use nuthatch_backend::{
+    Backend as _, DeviceError, NearCounts, PageCodec, RowCode, RowMover, WeightType,
+};
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
 use nuthatch_engine::topk::{NearPlan, Policy, Stats};
@@ -142,12 +144,25 @@ impl Device {
         }
     }
 
-    /// Bytes that the weights take once they are loaded.
-    pub(crate) fn weight_bytes(&self, files: &ModelFiles) -> Result<u64, ModelError> {
-        match self {
-            Device::Cpu(_) => Ok(files.weight_bytes()),
-            Device::Cuda(_) => files.weight_bytes_as(nuthatch_backend_cuda::weight_bytes),
-        }
+    /// Bytes that the weights take once they are loaded, also those that layers are decided about ahead by.
+    pub(crate) fn weight_bytes(
+        &self,
+        files: &ModelFiles,
+        policies: &[Policy],
+    ) -> Result<u64, ModelError> {
+        let (all, bytes_of): (u64, fn(WeightType, usize, usize) -> usize) = match self {
+            Device::Cpu(_) => {
+                let bytes_of =
+                    |dtype: WeightType, rows, cols| rows * dtype.row_bytes(cols).unwrap_or(0);
+                (files.weight_bytes(), bytes_of)
+            }
+            Device::Cuda(_) => {
+                let bytes_of = nuthatch_backend_cuda::weight_bytes;
+                (files.weight_bytes_as(bytes_of)?, bytes_of)
+            }
+        };
+        let is_ahead = policies.iter().any(|policy| policy.speculates);
+        Ok(all + if is_ahead { files.deciding_bytes_as(bytes_of)? } else { 0 })
     }
 
     /// Bytes that it needs to decide about top-k attention by itself, for sequences of `max_context`

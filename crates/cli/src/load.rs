@@ -117,7 +117,7 @@ impl Prepared {
         }
         let request = SizeRequest {
             deciding: deciding(max_seqs),
-            weights: device.weight_bytes(&files)?,
+            weights: device.weight_bytes(&files, policies)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
             max_seqs,

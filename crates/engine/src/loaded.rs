@@ -459,6 +459,9 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         };
         let mut loaded = LoadedModel::load(backend, files, sizes)?;
         if let Some(topk) = topk {
+            if topk.policies.iter().any(|policy| policy.speculates) {
+                loaded.model.narrow_deciding(files)?;
+            }
             loaded.set_topk(topk, &clock)?;
         }
         let cache =

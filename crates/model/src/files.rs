@@ -13,6 +13,7 @@ use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::gguf::Gguf;
 use crate::names::{Naming, TensorName};
+use crate::narrow::narrow_bytes;
 use crate::random::RandomWeights;
 use crate::rope::RopeOverride;
 use crate::safetensors::SafetensorsFiles;
@@ -172,6 +173,14 @@ impl ModelFiles {
             })
         };
         TensorName::all(&self.config).into_iter().map(bytes).sum()
+    }
+
+    /// Bytes of what `Model::narrow_deciding` makes, likewise.
+    pub fn deciding_bytes_as(
+        &self,
+        bytes_of: impl Fn(WeightType, usize, usize) -> usize,
+    ) -> Result<u64, ModelError> {
+        narrow_bytes(self, bytes_of)
     }
 
     /// Where the tokenizer is.

@@ -108,6 +108,11 @@ impl<B: Backend> Model<B> {
         Ok(())
     }
 
+    /// Makes the queries that layers are decided about ahead by from weights of eight bits.
+    pub fn narrow_deciding(&mut self, files: &ModelFiles) -> Result<(), LoadError> {
+        self.weights.narrow(&*self.backend, files)
+    }
+
     /// How heads are rotated.
     pub fn rope(&self) -> &RopeSpec {
         &self.rope
@@ -310,7 +315,8 @@ impl<B: Backend> Model<B> {
         let (rows, eps) = (layout.n_rows(), self.config.norm_eps);
         let norm = Norm { x: &acts.x, weight: &layer.attn_norm, eps };
         let n_queries = (self.config.n_heads * self.config.head_dim) as usize;
-        b.norm_matmul_first(&norm, &layer.qkv, n_queries, rows, &mut acts.h, next)?;
+        let weight = layer.deciding.as_ref().unwrap_or(&layer.qkv);
+        b.norm_matmul_first(&norm, weight, n_queries, rows, &mut acts.h, next)?;
         layer.attention.prepare_queries(b, plan, store, next)?;
         let layer = TopKLayer { idx: idx + 1, dense: &layer.attention };
         topk.decide_ahead(b, plan, &layer, store, next)

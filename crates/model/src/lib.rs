@@ -10,6 +10,7 @@ mod files;
 mod forward;
 mod gguf;
 mod names;
+mod narrow;
 mod probe;
 mod random;
 mod rope;

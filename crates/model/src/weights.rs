@@ -25,6 +25,9 @@ pub(crate) struct Layer<B: Backend> {
     pub(crate) attn_norm: B::Buf,
     /// `[(H + 2 G) D, d]`, or `[H D, d]` where the layer owns no KV.
     pub(crate) qkv: B::Weight,
+    /// The same in eight bits, if queries decide about the layer ahead and it is not as narrow: they only choose
+    /// what is attended, and to read their weights is what they cost.
+    pub(crate) deciding: Option<B::Weight>,
     pub(crate) attention: Dense<B>,
     /// `[d, H D]`.
     pub(crate) out: B::Weight,
@@ -66,9 +69,7 @@ impl<B: Backend> Layer<B> {
             }),
             false => None,
         };
-        let n_projections = if owns_kv { 3 } else { 1 };
-        let qkv = [Name::Q(l), Name::K(l), Name::V(l)];
-        let qkv_bias = [Name::QBias(l), Name::KBias(l), Name::VBias(l)];
+        let (qkv, qkv_bias, n_projections) = projections(files, l);
         let o_bias = [Name::OBias(l)];
         Ok(Layer {
             attn_norm: vector(b, files, Name::AttnNorm(l))?,
@@ -78,6 +79,7 @@ impl<B: Backend> Layer<B> {
                 &qkv[..n_projections],
                 if config.qkv_bias { &qkv_bias[..n_projections] } else { &[] },
             )?,
+            deciding: None,
             attention: Dense {
                 layer: config.kv_layer(LayerIdx(l)),
                 owns_kv,
@@ -93,6 +95,14 @@ impl<B: Backend> Layer<B> {
             down: matrices(b, files, &[Name::Down(l)], &[])?,
         })
     }
+}
+
+/// The tensors of a layer's queries, keys and values.
+pub(crate) fn projections(files: &ModelFiles, l: u32) -> ([TensorName; 3], [TensorName; 3], usize) {
+    use TensorName as Name;
+    let n = if files.config().owns_kv(LayerIdx(l)) { 3 } else { 1 };
+    let biases = [Name::QBias(l), Name::KBias(l), Name::VBias(l)];
+    ([Name::Q(l), Name::K(l), Name::V(l)], biases, n)
 }
 
 fn vector<B: Backend>(b: &B, files: &ModelFiles, name: TensorName) -> Result<B::Buf, LoadError> {
@@ -132,7 +142,7 @@ fn gated<B: Backend>(
     Ok(b.load_gated(host_matrix(&gate), host_matrix(&up))?)
 }
 
-fn host_matrix<'a>(view: &TensorView<'a>) -> HostMatrix<'a> {
+pub(crate) fn host_matrix<'a>(view: &TensorView<'a>) -> HostMatrix<'a> {
     let [rows, cols] = [view.shape[0], view.shape[1]];
     HostMatrix { dtype: view.dtype, rows, cols, bytes: view.bytes, bias: None }
 }

@@ -71,6 +71,8 @@ type Weight = <Cuda as Backend>::Weight;
 
 pub(crate) struct Layer {
     qkv: Weight,
+    /// The same in eight bits, if it is decided about ahead by that.
+    deciding: Option<Weight>,
     out: Weight,
     gate_up: Weight,
     down: Weight,
@@ -148,6 +150,7 @@ impl Model {
         let layer = || {
             Ok::<_, Box<dyn Error>>(Layer {
                 qkv: matrix(qkv, shape.hidden)?,
+                deciding: None,
                 out: matrix(shape.hidden, heads)?,
                 gate_up: cuda
                     .load_gated(host(shape.ff, shape.hidden), host(shape.ff, shape.hidden))?,
@@ -156,6 +159,20 @@ impl Model {
         };
         let layers = (0..shape.n_layers).map(|_| layer()).collect::<Result<_, _>>()?;
         Ok(Model { shape, layers, table: matrix(shape.vocab, shape.hidden)? })
+    }
+
+    /// Has layers decided about ahead by weights in eight bits, as a model is.
+    pub(crate) fn narrow_deciding(&mut self, cuda: &Cuda) -> Outcome {
+        let Shape { hidden, n_heads, n_kv_heads, head_dim, .. } = self.shape;
+        let (rows, cols) = (((n_heads + 2 * n_kv_heads) * head_dim) as usize, hidden);
+        // A small unit, and numbers.
+        let block = [&[0x80, 0x04][..], &[3, 250, 7, 240].repeat(8)].concat();
+        let bytes = block.repeat(rows * cols / 32);
+        let host = HostMatrix { dtype: WeightType::Q8_0, rows, cols, bytes: &bytes, bias: None };
+        for layer in self.layers.iter_mut().skip(1) {
+            layer.deciding = Some(cuda.load(&[host])?);
+        }
+        Ok(())
     }
 
     /// Bytes that a step must read: the weights once, and the keys and values.
@@ -275,7 +292,8 @@ impl Model {
             if let (Some(queries), Some(next), true) = (queries, self.layers.get(i + 1), is_ahead) {
                 let (of, next_at) = (Norm { x, weight: norm, eps: 1e-5 }, LayerIdx(i as u32 + 1));
                 let n_queries = (n_heads * head_dim) as usize;
-                cuda.norm_matmul_first(&of, &next.qkv, n_queries, n, h, ahead)?;
+                let weight = next.deciding.as_ref().unwrap_or(&next.qkv);
+                cuda.norm_matmul_first(&of, weight, n_queries, n, h, ahead)?;
                 cuda.rope_queries(&rig.plan, next_at, &spec, ahead, &mut rig.kv)?;
                 cuda.decide_ahead(&rig.plan, (i + 1, next_at), &spec, queries, &rig.kv)?;
             }

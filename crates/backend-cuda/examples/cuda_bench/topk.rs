@@ -93,7 +93,7 @@ const SIGNS: ScoreBy = ScoreBy::Digest(1);
 
 /// `auto`, without what needs a head profile.
 const AUTO: Named = Named {
-    name: "auto (loki:32 4% x 2.5)",
+    name: "auto (loki:32 bits=4 4% x 2.5)",
     by: CHANNELS,
     percent: 4.0,
     working_set: 2.5,
@@ -182,13 +182,13 @@ fn rules(shape: &Shape, of: &Named) -> Rules {
     }
 }
 
-/// Channels in eight bits, or, with `bits=4`, in four; and signs.
+/// Channels in four bits, or, with `bits=8`, in eight; and signs.
 pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
     let d = shape.head_dim as usize;
     let n_heads = (shape.n_layers * shape.n_kv_heads) as usize;
     let (kind, weights) = match number(words, "bits") {
-        Some(4) => (DigestKind::Nibbles, vec![1.0; n_heads * 32]),
-        _ => (DigestKind::Channels, Vec::new()),
+        Some(8) => (DigestKind::Channels, Vec::new()),
+        _ => (DigestKind::Nibbles, vec![1.0; n_heads * 32]),
     };
     let frame = random(32 * d).iter().map(|x| x * 0.15).collect();
     let channels = Digest { kind, width: 32, frame, mean: Vec::new(), weights };
@@ -204,14 +204,18 @@ pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
-/// rates, or, with `turn=N`, at that one; with channels of `bits=4`; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts are taken away one by one; with
+/// rates, or, with `turn=N`, at that one; with channels of `bits=8`; with `wide` by queries from weights as
+/// wide as the model's; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts are taken away one by one; with
 /// `breakdown`, kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let has = |name: &str| words.iter().any(|word| word == name);
     let n_seqs = number(words, "batch").unwrap_or(1);
     let named: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
     let depths = if named.is_empty() { vec![32_768, 131_072] } else { named };
-    let model = Model::new(cuda, step::named(words))?;
+    let mut model = Model::new(cuda, step::named(words))?;
+    if !has("wide") {
+        model.narrow_deciding(cuda)?;
+    }
     let shape = &model.shape;
     let percents = number(words, "turn").map_or(vec![100, 45, 25, 10, 0], |n| vec![n as u32]);
     let lines: Vec<Part> = match (has("ablation"), has("policies")) {

@@ -1,0 +1,117 @@
+//! Weights in eight bits of the queries by which layers are decided about ahead.
+
+use nuthatch_backend::{Backend, HostMatrix, WeightType, quant};
+
+use crate::files::{ModelFiles, TensorView};
+use crate::weights::{Weights, host_matrix, projections};
+use crate::{LoadError, ModelError};
+
+impl<B: Backend> Weights<B> {
+    /// Has all layers but the first decided about by narrow weights.
+    pub(crate) fn narrow(&mut self, b: &B, files: &ModelFiles) -> Result<(), LoadError> {
+        for (l, layer) in self.layers.iter_mut().enumerate().skip(1) {
+            layer.deciding = narrow_layer(b, files, l as u32)?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of what [`Weights::narrow`] makes, where a matrix takes `bytes_of` its type, rows and columns.
+pub(crate) fn narrow_bytes(
+    files: &ModelFiles,
+    bytes_of: impl Fn(WeightType, usize, usize) -> usize,
+) -> Result<u64, ModelError> {
+    let mut bytes = 0;
+    for l in 1..files.config().n_layers {
+        let (names, _, n) = projections(files, l);
+        let views =
+            names[..n].iter().map(|&name| files.tensor(name)).collect::<Result<Vec<_>, _>>()?;
+        if views.iter().all(is_wide) {
+            let rows = views.iter().map(|view| view.shape[0]).sum();
+            bytes += bytes_of(NARROW, rows, views[0].shape[1]) as u64;
+        }
+    }
+    Ok(bytes)
+}
+
+const NARROW: WeightType = WeightType::Q8_0;
+
+/// Whether eight bits would be fewer.
+fn is_wide(view: &TensorView<'_>) -> bool {
+    matches!(view.dtype, WeightType::F16 | WeightType::BF16)
+        && view.shape[1].is_multiple_of(NARROW.block_len())
+}
+
+fn narrow_layer<B: Backend>(
+    b: &B,
+    files: &ModelFiles,
+    l: u32,
+) -> Result<Option<B::Weight>, LoadError> {
+    let (names, biases, n) = projections(files, l);
+    let views = names[..n].iter().map(|&name| files.tensor(name)).collect::<Result<Vec<_>, _>>()?;
+    if !views.iter().all(is_wide) {
+        return Ok(None);
+    }
+    let biases = if files.config().qkv_bias { &biases[..n] } else { &[] };
+    let biases = biases.iter().map(|&name| files.vector(name)).collect::<Result<Vec<_>, _>>()?;
+    let narrow: Vec<Vec<u8>> = views.iter().map(narrow_matrix).collect();
+    let parts: Vec<HostMatrix<'_>> = views
+        .iter()
+        .zip(&narrow)
+        .enumerate()
+        .map(|(i, (view, bytes))| HostMatrix {
+            dtype: NARROW,
+            bytes,
+            bias: biases.get(i).map(|bias| &bias[..]),
+            ..host_matrix(view)
+        })
+        .collect();
+    Ok(Some(b.load(&parts)?))
+}
+
+/// A matrix in eight bits; threads share its rows, because a large model has a billion such weights.
+fn narrow_matrix(view: &TensorView<'_>) -> Vec<u8> {
+    let (rows, cols) = (view.shape[0], view.shape[1]);
+    let row_bytes = view.bytes.len() / rows.max(1);
+    let n_threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let share = rows.div_ceil(n_threads).max(1) * row_bytes.max(1);
+    let narrow_rows = |bytes: &[u8]| {
+        let (mut row, mut out) = (vec![0.0; cols], Vec::new());
+        for bytes in bytes.chunks_exact(row_bytes.max(1)) {
+            quant::dequantize_row(view.dtype, bytes, &mut row);
+            quant::quantize_row(NARROW, &row, &mut out);
+        }
+        out
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            view.bytes.chunks(share).map(|bytes| scope.spawn(move || narrow_rows(bytes))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().expect("rows of numbers")).collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_in_eight_bits_are_nearly_the_same() {
+        let cols = 64;
+        let wide: Vec<f32> =
+            (0..37 * cols).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
+        let mut bytes = Vec::new();
+        quant::quantize_row(WeightType::BF16, &wide, &mut bytes);
+        let view = TensorView { dtype: WeightType::BF16, shape: vec![37, cols], bytes: &bytes };
+        assert!(is_wide(&view));
+        let narrow = narrow_matrix(&view);
+        assert_eq!(Some(narrow.len()), NARROW.row_bytes(37 * cols));
+        let mut back = vec![0.0; 37 * cols];
+        quant::dequantize_row(NARROW, &narrow, &mut back);
+        // Half a step of 127, and half of one of bf16.
+        assert!(wide.iter().zip(&back).all(|(a, b)| (a - b).abs() < 0.008), "{wide:?} {back:?}");
+        let shape = vec![64, 37];
+        assert!(!is_wide(&TensorView { dtype: WeightType::BF16, shape, bytes: &bytes }));
+        let shape = vec![37, cols];
+        assert!(!is_wide(&TensorView { dtype: WeightType::Q4_1, shape, bytes: &bytes }));
+    }
+}
