@@ -89,6 +89,12 @@ impl DigestPages {
         Ok(DigestPages { encoder, bytes: Region::zeroed(bytes, "digests of the KV cache")? })
     }
 
+    /// The pages of a head, `[slot]`; `head` counts layers and heads together.
+    fn of_head(&self, head: usize) -> &[u8] {
+        let n_bytes = self.encoder.n_slots * self.encoder.page_bytes;
+        &self.bytes[head * n_bytes..][..n_bytes]
+    }
+
     pub(crate) fn copy_pages(&mut self, heads: usize, copies: &[PageCopy]) {
         let page = self.encoder.page_bytes;
         for head in 0..heads {

@@ -267,11 +267,10 @@ impl Scoring<'_> {
         first_page: usize,
         n_pages: usize,
     ) -> impl Iterator<Item = &'b [u8]> + Clone {
-        let (encoder, head) = (&digest.encoder, self.head_number(ask));
-        self.slots(ask, first_page, n_pages).iter().map(move |&slot| {
-            let start = encoder.page_start(head, slot as usize);
-            &digest.bytes[start..start + encoder.page_bytes]
-        })
+        let (bytes, page_bytes) =
+            (digest.of_head(self.head_number(ask)), digest.encoder.page_bytes);
+        let slots = self.slots(ask, first_page, n_pages).iter();
+        slots.map(move |&slot| &bytes[slot as usize * page_bytes..][..page_bytes])
     }
 
     fn score_signs(&self, ask: &Ask, codes: &[u64], first_page: usize, out: &mut [u32]) {
@@ -289,31 +288,29 @@ impl Scoring<'_> {
         first_page: usize,
         (raw, maxima): (&mut [f32], &mut [f32]),
     ) {
-        let n = raw.len() / maxima.len();
+        let (isa, n) = (self.attention.isa, raw.len() / maxima.len());
+        let pages = |digest| self.pages(ask, digest, first_page, n.div_ceil(PAGE));
         if let (Queries::Floats(q), Some(digest)) = (queries, self.channels_of(ask)) {
-            let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
             let width = digest.encoder.width;
-            return channel_scores(self.attention.isa, pages, width, q, raw, maxima);
+            return channel_scores(isa, pages(digest), width, q, raw, maxima);
+        }
+        if let (Queries::Codes(codes), Some(digest)) = (queries, self.digest(ask)) {
+            return nibble_scores(isa, pages(digest), codes, raw, maxima);
         }
         self.other_scores(ask, queries, first_page, raw);
         for (row, max) in raw.chunks_exact(n).zip(maxima) {
-            *max = largest(self.attention.isa, row);
+            *max = largest(isa, row);
         }
     }
 
-    /// The same of all digests but channels.
+    /// The same of bounds and of keys.
     fn other_scores(&self, ask: &Ask, queries: &Queries, first_page: usize, raw: &mut [f32]) {
         let n = raw.len() / self.attention.plan.group();
-        let pages = |digest| self.pages(ask, digest, first_page, n.div_ceil(PAGE));
-        let (q, digest) = match (queries, self.digest(ask)) {
-            (Queries::Codes(codes), Some(digest)) => {
-                return nibble_scores(self.attention.isa, pages(digest), codes, raw);
-            }
-            (Queries::Floats(q), Some(digest)) => (q, digest),
-            (Queries::Floats(q), None) => return self.key_scores(ask, q, first_page * PAGE, raw),
-            (Queries::Signs(_) | Queries::Codes(_), _) => return,
+        let Queries::Floats(q) = queries else { return };
+        let Some(digest) = self.digest(ask) else {
+            return self.key_scores(ask, q, first_page * PAGE, raw);
         };
-        let pages = pages(digest);
+        let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
         let d = self.attention.d();
         for (i, page) in pages.enumerate() {
             let places = i * PAGE..n.min((i + 1) * PAGE);
