@@ -36,7 +36,7 @@ use crate::pool::Pool;
 use crate::versions::{fma, versions};
 
 pub(crate) use admit::admit;
-pub(crate) use score::Scoring;
+pub(crate) use score::{Memory, Scoring};
 pub(crate) use select::select;
 
 /// One digest of all pages.

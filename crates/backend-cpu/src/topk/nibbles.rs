@@ -45,7 +45,9 @@ impl Codes {
     /// Of products with a frame, `[query][width]`; scores are multiplied by `scale`.
     pub(super) fn new(products: &[f32], width: usize, scale: f32) -> Self {
         let n_lines = width.div_ceil(LINE);
-        let (mut words, mut of_queries) = (Vec::new(), Vec::new());
+        let n_queries = products.len() / width;
+        let mut words = Vec::with_capacity(n_queries * n_lines);
+        let mut of_queries = Vec::with_capacity(n_queries);
         for products in products.chunks_exact(width) {
             let (mut codes, unit) = query_codes(products);
             codes.resize(n_lines * LINE, 0);
