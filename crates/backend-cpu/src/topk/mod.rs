@@ -15,6 +15,7 @@
 
 mod admit;
 mod agree;
+mod follow;
 mod nibbles;
 mod numbers;
 mod score;
