@@ -75,7 +75,7 @@ pub struct Cpu {
     acts: Mutex<Acts>,
     /// Scores of one layer's questions before they are answers; kept, because clearing memory for
     /// each layer took half as long as the scores.
-    raw_scores: Mutex<Vec<f32>>,
+    scoring: Mutex<topk::Memory>,
     /// Where KV pages lie, if not in memory.
     kv_file: Option<PathBuf>,
     /// What rows that are brought near are rounded to.
@@ -96,8 +96,8 @@ impl Cpu {
             n => n,
         };
         let acts = Mutex::new(Acts::empty());
-        let raw_scores = Mutex::default();
-        Ok(Cpu { pool: Pool::new(threads), isa, acts, raw_scores, kv_file: None, far_code: None })
+        let scoring = Mutex::default();
+        Ok(Cpu { pool: Pool::new(threads), isa, acts, scoring, kv_file: None, far_code: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
@@ -463,8 +463,8 @@ impl Backend for Cpu {
         scores: &mut [u32],
     ) -> Result<(), DeviceError> {
         let attention = self.attention(plan, layer, spec, qkv, kv);
-        let mut raw = self.raw_scores.lock().unwrap_or_else(PoisonError::into_inner);
-        Scoring { attention }.run(&self.pool, asks, &mut raw, scores);
+        let mut memory = self.scoring.lock().unwrap_or_else(PoisonError::into_inner);
+        Scoring { attention }.run(&self.pool, asks, &mut memory, scores);
         kv.check()
     }
 

@@ -14,7 +14,7 @@ use crate::kv::PAGE;
 use crate::mem::SharedMut;
 use crate::plan::{CHUNK, CpuPlan, PlanSeq, Task};
 use crate::pool::pause;
-use crate::topk::Scoring;
+use crate::topk::{Memory, Scoring};
 
 use super::softmax::{merge_row, softmax_row};
 
@@ -38,7 +38,7 @@ pub(super) struct PickWork<'a, C: Choosing> {
 
 thread_local! {
     /// Scores of one head, before they are answers and then.
-    static SCORES: RefCell<(Vec<f32>, Vec<u32>)> = RefCell::default();
+    static SCORES: RefCell<(Memory, Vec<u32>)> = RefCell::default();
 }
 
 /// Entries `start..end` of a pick's list.
@@ -91,10 +91,10 @@ impl<'a, C: Choosing> PickWork<'a, C> {
         #[expect(unsafe_code, reason = "threads take different heads")]
         // SAFETY: each open head is handled once, and nobody else looks at it before it is known.
         let heads = unsafe { self.heads.part(head, 1) };
-        SCORES.with_borrow_mut(|(raw, scores)| {
+        SCORES.with_borrow_mut(|(memory, scores)| {
             self.choosing.choose(&mut heads[0], |ask, best, chosen| {
                 let scoring = Scoring { attention: *attention };
-                scoring.choose(&Ask { at: 0, ..*ask }, best, (raw, scores), chosen);
+                scoring.choose(&Ask { at: 0, ..*ask }, best, (memory, scores), chosen);
             });
         });
     }

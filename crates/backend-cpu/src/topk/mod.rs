@@ -15,6 +15,7 @@
 
 mod admit;
 mod agree;
+mod follow;
 mod nibbles;
 mod numbers;
 mod score;
@@ -36,7 +37,7 @@ use crate::pool::Pool;
 use crate::versions::{fma, versions};
 
 pub(crate) use admit::admit;
-pub(crate) use score::Scoring;
+pub(crate) use score::{Memory, Scoring};
 pub(crate) use select::select;
 
 /// One digest of all pages.
@@ -87,6 +88,12 @@ impl DigestPages {
         let encoder = Encoder { kind, width, d, n_slots, page_bytes, frame, mean, weights };
         let bytes = page_bytes.saturating_mul(n_slots).saturating_mul(heads);
         Ok(DigestPages { encoder, bytes: Region::zeroed(bytes, "digests of the KV cache")? })
+    }
+
+    /// The pages of a head, `[slot]`; `head` counts layers and heads together.
+    fn of_head(&self, head: usize) -> &[u8] {
+        let n_bytes = self.encoder.n_slots * self.encoder.page_bytes;
+        &self.bytes[head * n_bytes..][..n_bytes]
     }
 
     pub(crate) fn copy_pages(&mut self, heads: usize, copies: &[PageCopy]) {

@@ -10,7 +10,7 @@
 
 use nuthatch_backend::topk::{nibbles, query_codes};
 
-use super::numbers::{fetch, fetch_line};
+use super::numbers::{fetch, fetch_line, largest};
 use crate::isa::Isa;
 use crate::kv::PAGE;
 use crate::pack::f16_to_f32;
@@ -45,7 +45,9 @@ impl Codes {
     /// Of products with a frame, `[query][width]`; scores are multiplied by `scale`.
     pub(super) fn new(products: &[f32], width: usize, scale: f32) -> Self {
         let n_lines = width.div_ceil(LINE);
-        let (mut words, mut of_queries) = (Vec::new(), Vec::new());
+        let n_queries = products.len() / width;
+        let mut words = Vec::with_capacity(n_queries * n_lines);
+        let mut of_queries = Vec::with_capacity(n_queries);
         for products in products.chunks_exact(width) {
             let (mut codes, unit) = query_codes(products);
             codes.resize(n_lines * LINE, 0);
@@ -80,23 +82,24 @@ const GROUP_MAX: usize = 4;
 /// Pages from the one that is scored to the one that is fetched meanwhile.
 const AHEAD: usize = 12;
 
-/// `raw[g][j]`: what stands for the product of key `j` and query `g`; `pages` are those of the keys.
+/// `raw[g][j]`: what stands for the product of key `j` and query `g`; `pages` are those of the keys. The largest
+/// of each query go to `maxima`.
 pub(super) fn nibble_scores<'a>(
     isa: Isa,
     pages: impl Iterator<Item = &'a [u8]> + Clone,
     codes: &Codes,
     raw: &mut [f32],
+    maxima: &mut [f32],
 ) {
-    let group = codes.of_queries.len();
-    let n = raw.len() / group;
-    for first in (0..group).step_by(GROUP_MAX) {
-        let end = group.min(first + GROUP_MAX);
-        let (pages, rows) = (pages.clone(), &mut raw[first * n..end * n]);
-        match end - first {
-            4 => few_queries::<4>(isa, pages, (codes, first), rows),
-            3 => few_queries::<3>(isa, pages, (codes, first), rows),
-            2 => few_queries::<2>(isa, pages, (codes, first), rows),
-            _ => few_queries::<1>(isa, pages, (codes, first), rows),
+    let n = raw.len() / maxima.len();
+    let queries = raw.chunks_mut(GROUP_MAX * n).zip(maxima.chunks_mut(GROUP_MAX));
+    for (i, (raw, maxima)) in queries.enumerate() {
+        let (pages, first) = (pages.clone(), i * GROUP_MAX);
+        match maxima.len() {
+            4 => few_queries::<4>(isa, pages, (codes, first), raw, maxima),
+            3 => few_queries::<3>(isa, pages, (codes, first), raw, maxima),
+            2 => few_queries::<2>(isa, pages, (codes, first), raw, maxima),
+            _ => few_queries::<1>(isa, pages, (codes, first), raw, maxima),
         }
     }
 }
@@ -106,18 +109,22 @@ fn few_queries<'a, const N: usize>(
     pages: impl Iterator<Item = &'a [u8]> + Clone,
     (codes, first): (&Codes, usize),
     raw: &mut [f32],
+    maxima: &mut [f32],
 ) {
     let queries: [Query<'_>; N] = std::array::from_fn(|i| codes.query(first + i));
     match isa {
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
-        Isa::Avx512 | Isa::Amx => unsafe { avx512::<N>(pages, &queries, raw) },
+        Isa::Avx512 | Isa::Amx => return unsafe { avx512::<N>(pages, &queries, raw, maxima) },
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: as above.
         Isa::Avx2 => unsafe { avx2::<N>(pages, &queries, raw) },
         _ => each_page(pages, raw, N, |page, query| plain(page, &queries[query])),
+    }
+    for (row, max) in raw.chunks_exact(raw.len() / N).zip(maxima) {
+        *max = largest(isa, row);
     }
 }
 
@@ -223,66 +230,85 @@ fn avx512<'a, const N: usize>(
     pages: impl Iterator<Item = &'a [u8]> + Clone,
     queries: &[Query<'_>; N],
     raw: &mut [f32],
+    maxima: &mut [f32],
 ) {
     use std::arch::x86_64::*;
     let n = raw.len() / N;
     let n_lines = queries[0].words.len();
-    let mut ahead = pages.clone().skip(AHEAD);
-    for (i, page) in pages.enumerate() {
-        let totals = products(page, ahead.next().unwrap_or(page), queries);
+    assert!(queries.iter().all(|query| query.words.len() == n_lines) && maxima.len() == N);
+    let mut most = [_mm512_set1_ps(f32::NEG_INFINITY); N];
+    let mut ahead = pages.clone();
+    ahead.by_ref().take(AHEAD).for_each(fetch);
+    for (start, page) in (0..n).step_by(PAGE).zip(pages) {
+        assert!(page.len() >= n_lines * 4 * PAGE + 2 * PAGE, "units behind the lines");
         #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the array has sixteen halves.
-        let units = unsafe { _mm256_loadu_si256(units_of(page, n_lines).as_ptr().cast()) };
+        // SAFETY: the page and each query have so many lines (asserted), and sixteen halves follow those of the
+        // page (asserted).
+        let (sums, units) = unsafe {
+            let units = page.as_ptr().add(n_lines * 4 * PAGE);
+            let next = ahead.next().unwrap_or(page).as_ptr();
+            (products(page.as_ptr(), next, n_lines, queries), _mm256_loadu_si256(units.cast()))
+        };
         let units = _mm512_cvtph_ps(units);
-        let mask = 0xffff_u16 >> (PAGE - PAGE.min(n - i * PAGE));
-        for (q, total) in totals.into_iter().enumerate() {
-            let sum = _mm512_cvtepi32_ps(total);
+        let mask = (0xffff_u32 >> (PAGE - PAGE.min(n - start))) as __mmask16;
+        for q in 0..N {
+            let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums[q][0], sums[q][1]));
             let scores =
                 _mm512_mul_ps(_mm512_mul_ps(sum, units), _mm512_set1_ps(queries[q].factor));
-            let row = &mut raw[q * n + i * PAGE..(q + 1) * n];
+            // A number that is none is not larger than any.
+            most[q] = _mm512_mask_max_ps(most[q], mask, scores, most[q]);
             #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-            // SAFETY: the mask has as many bits as the row has numbers, sixteen at most.
+            // SAFETY: the mask has as many bits as the row has places from here on, sixteen at most, and
+            // there are `N` rows of `n`.
             unsafe {
-                _mm512_mask_storeu_ps(row.as_mut_ptr(), mask, scores);
+                _mm512_mask_storeu_ps(raw.as_mut_ptr().add(q * n + start), mask, scores);
             }
         }
+    }
+    for (max, most) in maxima.iter_mut().zip(most) {
+        *max = _mm512_reduce_max_ps(most);
     }
 }
 
-/// Products of a page's keys with a few queries, while another page is fetched.
+/// Products of a page's keys with a few queries, while another page is fetched. Low and high halves are added up
+/// apart, so that fewer sums wait for each other.
+///
+/// # Safety
+///
+/// The page and each query have `n_lines` lines.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 #[inline]
-fn products<const N: usize>(
-    page: &[u8],
-    next: &[u8],
+#[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+unsafe fn products<const N: usize>(
+    page: *const u8,
+    next: *const u8,
+    n_lines: usize,
     queries: &[Query<'_>; N],
-) -> [std::arch::x86_64::__m512i; N] {
+) -> [[std::arch::x86_64::__m512i; 2]; N] {
     use std::arch::x86_64::*;
     let half = _mm512_set1_epi8(15);
-    let words = queries.each_ref().map(|query| query.words);
-    let n_lines = words[0].len();
-    assert!(page.len() >= n_lines * 4 * PAGE && words.iter().all(|words| words.len() == n_lines));
-    // Low and high halves are added up apart, so that fewer sums wait for each other.
-    let mut sums: [[__m512i; 2]; N] =
-        std::array::from_fn(|q| [_mm512_set1_epi32(queries[q].begin), _mm512_setzero_si512()]);
+    let mut sums = [[_mm512_setzero_si512(); 2]; N];
+    // Loops, because an array's own functions would be called, with vectors that go through memory.
+    for q in 0..N {
+        sums[q][0] = _mm512_set1_epi32(queries[q].begin);
+    }
     for b in 0..n_lines {
-        fetch_line::<true>(next.as_ptr().wrapping_add(b * 4 * PAGE));
-        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the page and each query have so many lines (asserted).
+        fetch_line::<true>(next.wrapping_add(b * 4 * PAGE));
+        // SAFETY: there are so many lines (the caller's duty).
         unsafe {
-            let bytes = _mm512_loadu_si512(page.as_ptr().add(b * 4 * PAGE).cast());
+            let bytes = _mm512_loadu_si512(page.add(b * 4 * PAGE).cast());
             let low = _mm512_and_si512(bytes, half);
             let high = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), half);
-            for (sums, words) in sums.iter_mut().zip(words) {
-                let [of_low, of_high] = *words.as_ptr().add(b);
-                sums[0] = _mm512_dpbusd_epi32(sums[0], low, _mm512_set1_epi32(of_low));
-                sums[1] = _mm512_dpbusd_epi32(sums[1], high, _mm512_set1_epi32(of_high));
+            for q in 0..N {
+                let [of_low, of_high] = *queries[q].words.as_ptr().add(b);
+                sums[q][0] = _mm512_dpbusd_epi32(sums[q][0], low, _mm512_set1_epi32(of_low));
+                sums[q][1] = _mm512_dpbusd_epi32(sums[q][1], high, _mm512_set1_epi32(of_high));
             }
         }
     }
-    fetch_line::<true>(next.as_ptr().wrapping_add(n_lines * 4 * PAGE));
-    sums.map(|[low, high]| _mm512_add_epi32(low, high))
+    fetch_line::<true>(next.wrapping_add(n_lines * 4 * PAGE));
+    sums
 }
 
 #[cfg(test)]
@@ -319,9 +345,13 @@ mod tests {
                 }));
             }
             for isa in Isa::ALL.into_iter().filter(|&isa| isa <= Isa::detect()) {
-                let mut raw = vec![f32::NAN; group * n];
-                nibble_scores(isa, bytes.chunks_exact(page_bytes), &codes, &mut raw);
+                let (mut raw, mut maxima) = (vec![f32::NAN; group * n], vec![f32::NAN; group]);
+                let pages = bytes.chunks_exact(page_bytes);
+                nibble_scores(isa, pages, &codes, &mut raw, &mut maxima);
                 assert_eq!(raw, expected, "{isa}: width {width}, {group} queries, {n} keys");
+                let rows = expected.chunks_exact(n);
+                let largest = rows.map(|row| row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+                assert_eq!(maxima, largest.collect::<Vec<f32>>(), "{isa}: {group} queries");
             }
         }
     }

@@ -257,7 +257,7 @@ fn largest_inner<const FUSED: bool>(row: &[f32]) -> f32 {
 }
 
 /// Turns a row into `exp(x - max)`, and returns what was subtracted and the sum. Meanwhile the second cache
-/// fetches what is needed next, as many bytes as the row has.
+/// fetches what is needed next.
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
 pub(super) fn exponentials(isa: Isa, row: &mut [f32], max: f32, next: &[u8]) -> (f32, f32) {
     // All are NaN: whatever is subtracted, they stay so.
@@ -292,17 +292,15 @@ fn block_exponentials(
 ) {
     use std::arch::x86_64::*;
     let most = _mm512_set1_ps(max);
+    // As many lines with each block: all at once, the block would wait for them.
+    let n_lines = next.len().div_ceil(64).div_ceil(blocks.len().max(1));
+    let mut next = next.chunks(64);
     #[expect(unsafe_code, reason = "vector loads and stores use raw pointers")]
     // SAFETY: sixteen sums are read and written, and each block has as many numbers as vectors of it.
     unsafe {
         let mut total = _mm512_loadu_ps(sums.as_ptr());
-        for (i, block) in blocks.iter_mut().enumerate() {
-            let start = i * size_of_val(block);
-            for line in (start..start + size_of_val(block)).step_by(64) {
-                if let Some(byte) = next.get(line) {
-                    fetch_line::<false>(byte);
-                }
-            }
+        for block in blocks {
+            next.by_ref().take(n_lines).for_each(|line| fetch_line::<false>(line.as_ptr()));
             let x: [__m512; BLOCK] = std::array::from_fn(|i| {
                 _mm512_sub_ps(_mm512_loadu_ps(block.as_ptr().add(i * PAGE)), most)
             });

@@ -49,66 +49,96 @@ enum Queries {
     Codes(Codes),
 }
 
+/// Memory that calls may share.
+#[derive(Default)]
+pub(crate) struct Memory {
+    pieces: Vec<Piece>,
+    /// Raw scores of all pieces.
+    raw: Vec<f32>,
+    /// The maximum and the sum of exponentials of each row, `[piece][group]`, and of all pieces of a question,
+    /// `[ask][group]`.
+    sums: Vec<(f32, f32)>,
+    totals: Vec<(f32, f32)>,
+    /// What rows are to be multiplied by, `[piece][group]`.
+    factors: Vec<f32>,
+}
+
+/// Exponentials of all pieces; none if all questions are about signs.
+struct Weighed<'a> {
+    pieces: &'a [Piece],
+    raw: &'a [f32],
+    factors: &'a [f32],
+    group: usize,
+}
+
+impl<'a> Weighed<'a> {
+    fn n_pieces(&self) -> usize {
+        self.factors.len() / self.group
+    }
+
+    /// The rows of a piece, and what they are to be multiplied by.
+    fn rows(&self, i: usize) -> (&'a [f32], &'a [f32]) {
+        let Piece { raw, n, .. } = self.pieces[i];
+        (&self.raw[raw..raw + self.group * n], &self.factors[i * self.group..][..self.group])
+    }
+}
+
 impl Scoring<'_> {
-    /// Answers on the threads of a pool; `raw` is memory that calls may share.
-    pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], raw: &mut Vec<f32>, scores: &mut [u32]) {
-        let group = self.attention.plan.group();
-        let (pieces, n_raw) = self.pieces(asks);
-        let raw = lines(raw, n_raw);
-        let factors = self.weigh(Some(pool), asks, (&pieces, raw), scores);
-        let (raw, shared_scores) = (&*raw, SharedMut::new(scores));
+    /// Answers on the threads of a pool.
+    pub(crate) fn run(&self, pool: &Pool, asks: &[Ask], memory: &mut Memory, scores: &mut [u32]) {
+        let weighed = self.weigh(Some(pool), asks, memory, scores);
+        let shared_scores = SharedMut::new(scores);
         // In parallel again, because what another thread has written is slow to read.
-        pool.run(factors.len() / group, &|i| {
-            let piece = &pieces[i];
-            let ask = &asks[piece.ask];
+        pool.run(weighed.n_pieces(), &|i| {
+            let Piece { ask, start, n, .. } = weighed.pieces[i];
+            let ask = &asks[ask];
             if self.signs_of(ask).is_some() {
                 return;
             }
             #[expect(unsafe_code, reason = "threads write disjoint parts")]
             // SAFETY: neither answers nor pieces overlap, as in `weigh`.
-            let out = unsafe { shared_scores.part(ask.at + piece.start, piece.n) };
-            let raw = &raw[piece.raw..piece.raw + group * piece.n];
-            combine(self.attention.isa, raw, &factors[i * group..][..group], out);
+            let out = unsafe { shared_scores.part(ask.at + start, n) };
+            let (rows, factors) = weighed.rows(i);
+            combine(self.attention.isa, rows, factors, out);
         });
     }
 
-    /// Answers one question and selects by that, on this thread alone; both vectors are memory that calls may
-    /// share.
+    /// Answers one question and selects by that, on this thread alone; `scores` is memory that calls may
+    /// share, too.
     pub(crate) fn choose(
         &self,
         ask: &Ask,
         best: Best,
-        (raw, scores): (&mut Vec<f32>, &mut Vec<u32>),
+        (memory, scores): (&mut Memory, &mut Vec<u32>),
         chosen: &mut Vec<u32>,
     ) {
-        let (group, isa) = (self.attention.plan.group(), self.attention.isa);
-        let (pieces, n_raw) = self.pieces(std::slice::from_ref(ask));
-        let (raw, scores) = (lines(raw, n_raw), lines(scores, ask.n as usize));
-        let factors = self.weigh(None, std::slice::from_ref(ask), (&pieces, raw), scores);
-        let rows = |piece: &Piece| &raw[piece.raw..piece.raw + group * piece.n];
-        let pieces = pieces.iter().zip(factors.chunks_exact(group));
-        let pieces = pieces.map(|(piece, factors)| (rows(piece), factors));
-        select_combined(isa, pieces, best, scores, chosen);
+        let scores = lines(scores, ask.n as usize);
+        let weighed = self.weigh(None, std::slice::from_ref(ask), memory, scores);
+        let pieces = (0..weighed.n_pieces()).map(|i| weighed.rows(i));
+        select_combined(self.attention.isa, pieces, best, scores, chosen);
     }
 
-    /// Answers questions about signs, and of others takes the exponentials of all pieces; returns what they are
-    /// to be multiplied by, `[piece][group]`, or nothing if all are about signs.
-    fn weigh(
+    /// Answers questions about signs, and of others takes the exponentials of all pieces.
+    fn weigh<'m>(
         &self,
         pool: Option<&Pool>,
         asks: &[Ask],
-        (pieces, raw): (&[Piece], &mut [f32]),
+        memory: &'m mut Memory,
         scores: &mut [u32],
-    ) -> Vec<f32> {
+    ) -> Weighed<'m> {
         let each = |n: usize, body: &(dyn Fn(usize) + Sync)| match pool {
             Some(pool) => pool.run(n, body),
             None => (0..n).for_each(body),
         };
         let group = self.attention.plan.group();
+        let Memory { pieces, raw, sums, totals, factors } = memory;
+        let n_raw = self.cut(asks, pieces);
+        let (pieces, raw) = (&pieces[..], lines(raw, n_raw));
         let queries: Vec<OnceLock<Queries>> = asks.iter().map(|_| OnceLock::new()).collect();
-        let mut sums = vec![(0.0f32, 0.0f32); pieces.len() * group];
+        sums.clear();
+        sums.resize(pieces.len() * group, (0.0, 0.0));
         let shared_scores = SharedMut::new(scores);
-        let (shared_raw, shared_sums) = (SharedMut::new(raw), SharedMut::new(&mut sums));
+        let (shared_raw, shared_sums) = (SharedMut::new(raw), SharedMut::new(sums));
         each(pieces.len(), &|i| {
             let Piece { ask, first_page, start, n, raw } = pieces[i];
             let (ask, queries) = (&asks[ask], &queries[ask]);
@@ -128,36 +158,57 @@ impl Scoring<'_> {
             match queries {
                 Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
                 Queries::Floats(_) | Queries::Codes(_) => {
-                    let mut maxima = [0.0; MAX_GROUP];
-                    let maxima = &mut maxima[..group];
-                    self.raw_scores(ask, queries, first_page, (raw, maxima));
-                    let next =
-                        pool.is_none().then(|| self.bytes_from(ask, first_page + PIECE_PAGES));
-                    let mut next = next.unwrap_or(&[]).chunks(n * size_of::<f32>());
-                    for ((row, sum), &mut max) in raw.chunks_exact_mut(n).zip(sums).zip(maxima) {
-                        let next = next.next().unwrap_or(&[]);
-                        *sum = exponentials(self.attention.isa, row, max, next);
-                    }
+                    let next = pool.is_none().then_some(first_page + PIECE_PAGES);
+                    self.exponentials(ask, queries, (first_page, next), raw, sums);
                 }
             }
         });
-        if asks.iter().all(|ask| self.signs_of(ask).is_some()) {
-            return Vec::new();
+        factors.clear();
+        if asks.iter().any(|ask| self.signs_of(ask).is_none()) {
+            self.add_up(asks.len(), pieces, sums, totals);
+            let of_pieces = pieces.iter().zip(sums.chunks_exact(group));
+            factors.extend(of_pieces.flat_map(|(piece, sums)| {
+                let pairs = sums.iter().zip(&totals[piece.ask * group..]);
+                pairs.map(|((m, _), (max, total))| (m - max).exp() / total)
+            }));
         }
-        let totals = self.totals(asks.len(), pieces, &sums);
-        let of_pieces = pieces.iter().zip(sums.chunks_exact(group));
-        let factors = of_pieces.flat_map(|(piece, sums)| {
-            let pairs = sums.iter().zip(&totals[piece.ask * group..]);
-            pairs.map(|((m, _), (max, total))| (m - max).exp() / total)
-        });
-        factors.collect()
+        Weighed { pieces, raw, factors, group }
+    }
+
+    /// The exponentials of a piece, and the maximum and the sum of each row. Meanwhile the digests from page
+    /// `next` on are fetched.
+    fn exponentials(
+        &self,
+        ask: &Ask,
+        queries: &Queries,
+        (first_page, next): (usize, Option<usize>),
+        raw: &mut [f32],
+        sums: &mut [(f32, f32)],
+    ) {
+        let group = sums.len();
+        let mut maxima = [0.0; MAX_GROUP];
+        let maxima = &mut maxima[..group];
+        self.raw_scores(ask, queries, first_page, (raw, maxima));
+        let next = next.map_or(&[][..], |page| self.next_piece(ask, page));
+        let mut next = next.chunks(next.len().div_ceil(group).max(1));
+        let rows = raw.chunks_exact_mut(raw.len() / group);
+        for ((row, sum), &mut max) in rows.zip(sums).zip(maxima) {
+            *sum = exponentials(self.attention.isa, row, max, next.next().unwrap_or(&[]));
+        }
     }
 
     /// The maximum and the sum of exponentials of each question's rows, `[ask][group]`, from those of
     /// the pieces.
-    fn totals(&self, n_asks: usize, pieces: &[Piece], sums: &[(f32, f32)]) -> Vec<(f32, f32)> {
+    fn add_up(
+        &self,
+        n_asks: usize,
+        pieces: &[Piece],
+        sums: &[(f32, f32)],
+        totals: &mut Vec<(f32, f32)>,
+    ) {
         let group = self.attention.plan.group();
-        let mut totals = vec![(f32::NEG_INFINITY, 0.0); n_asks * group];
+        totals.clear();
+        totals.resize(n_asks * group, (f32::NEG_INFINITY, 0.0));
         for (piece, sums) in pieces.iter().zip(sums.chunks_exact(group)) {
             for ((max, total), (m, l)) in totals[piece.ask * group..].iter_mut().zip(sums) {
                 let new = max.max(*m);
@@ -165,13 +216,13 @@ impl Scoring<'_> {
                 *max = new;
             }
         }
-        totals
     }
 
-    /// The pieces of all questions, and how many raw scores they have together.
-    fn pieces(&self, asks: &[Ask]) -> (Vec<Piece>, usize) {
+    /// Writes the pieces of all questions, and returns how many raw scores they have together.
+    fn cut(&self, asks: &[Ask], pieces: &mut Vec<Piece>) -> usize {
         let group = self.attention.plan.group();
-        let (mut pieces, mut n_raw) = (Vec::new(), 0);
+        let mut n_raw = 0;
+        pieces.clear();
         for (i, ask) in asks.iter().enumerate() {
             let places = ask.n as usize;
             for first_page in (0..places.div_ceil(PAGE)).step_by(PIECE_PAGES) {
@@ -183,7 +234,7 @@ impl Scoring<'_> {
         }
         // First the first pieces of all questions: their threads prepare the queries.
         pieces.sort_by_key(|piece| piece.first_page);
-        (pieces, n_raw)
+        n_raw
     }
 
     fn digest(&self, ask: &Ask) -> Option<&DigestPages> {
@@ -249,14 +300,14 @@ impl Scoring<'_> {
         &self.attention.plan.slots[first_slot + first_page..][..n_pages]
     }
 
-    /// The bytes from the digest of a page on, if a question has such a page: pages mostly lie one behind
+    /// The digests of a piece that begins with a page, if a question has such a page: pages mostly lie one behind
     /// the other.
-    fn bytes_from(&self, ask: &Ask, page: usize) -> &[u8] {
-        let Some(digest) = self.digest(ask).filter(|_| page * PAGE < ask.n as usize) else {
-            return &[];
-        };
-        let slot = self.slots(ask, page, 1)[0] as usize;
-        &digest.bytes[digest.encoder.page_start(self.head_number(ask), slot)..]
+    fn next_piece(&self, ask: &Ask, page: usize) -> &[u8] {
+        let n_pages = (ask.n as usize).div_ceil(PAGE).saturating_sub(page).min(PIECE_PAGES);
+        let Some(digest) = self.digest(ask).filter(|_| n_pages > 0) else { return &[] };
+        let (slot, page_bytes) = (self.slots(ask, page, 1)[0], digest.encoder.page_bytes);
+        let bytes = &digest.of_head(self.head_number(ask))[slot as usize * page_bytes..];
+        &bytes[..bytes.len().min(n_pages * page_bytes)]
     }
 
     /// The digests of `n_pages` pages of a question.
@@ -267,11 +318,10 @@ impl Scoring<'_> {
         first_page: usize,
         n_pages: usize,
     ) -> impl Iterator<Item = &'b [u8]> + Clone {
-        let (encoder, head) = (&digest.encoder, self.head_number(ask));
-        self.slots(ask, first_page, n_pages).iter().map(move |&slot| {
-            let start = encoder.page_start(head, slot as usize);
-            &digest.bytes[start..start + encoder.page_bytes]
-        })
+        let (bytes, page_bytes) =
+            (digest.of_head(self.head_number(ask)), digest.encoder.page_bytes);
+        let slots = self.slots(ask, first_page, n_pages).iter();
+        slots.map(move |&slot| &bytes[slot as usize * page_bytes..][..page_bytes])
     }
 
     fn score_signs(&self, ask: &Ask, codes: &[u64], first_page: usize, out: &mut [u32]) {
@@ -289,31 +339,29 @@ impl Scoring<'_> {
         first_page: usize,
         (raw, maxima): (&mut [f32], &mut [f32]),
     ) {
-        let n = raw.len() / maxima.len();
+        let (isa, n) = (self.attention.isa, raw.len() / maxima.len());
+        let pages = |digest| self.pages(ask, digest, first_page, n.div_ceil(PAGE));
         if let (Queries::Floats(q), Some(digest)) = (queries, self.channels_of(ask)) {
-            let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
             let width = digest.encoder.width;
-            return channel_scores(self.attention.isa, pages, width, q, raw, maxima);
+            return channel_scores(isa, pages(digest), width, q, raw, maxima);
+        }
+        if let (Queries::Codes(codes), Some(digest)) = (queries, self.digest(ask)) {
+            return nibble_scores(isa, pages(digest), codes, raw, maxima);
         }
         self.other_scores(ask, queries, first_page, raw);
         for (row, max) in raw.chunks_exact(n).zip(maxima) {
-            *max = largest(self.attention.isa, row);
+            *max = largest(isa, row);
         }
     }
 
-    /// The same of all digests but channels.
+    /// The same of bounds and of keys.
     fn other_scores(&self, ask: &Ask, queries: &Queries, first_page: usize, raw: &mut [f32]) {
         let n = raw.len() / self.attention.plan.group();
-        let pages = |digest| self.pages(ask, digest, first_page, n.div_ceil(PAGE));
-        let (q, digest) = match (queries, self.digest(ask)) {
-            (Queries::Codes(codes), Some(digest)) => {
-                return nibble_scores(self.attention.isa, pages(digest), codes, raw);
-            }
-            (Queries::Floats(q), Some(digest)) => (q, digest),
-            (Queries::Floats(q), None) => return self.key_scores(ask, q, first_page * PAGE, raw),
-            (Queries::Signs(_) | Queries::Codes(_), _) => return,
+        let Queries::Floats(q) = queries else { return };
+        let Some(digest) = self.digest(ask) else {
+            return self.key_scores(ask, q, first_page * PAGE, raw);
         };
-        let pages = pages(digest);
+        let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
         let d = self.attention.d();
         for (i, page) in pages.enumerate() {
             let places = i * PAGE..n.min((i + 1) * PAGE);
