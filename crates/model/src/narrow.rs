@@ -7,10 +7,13 @@ use crate::weights::{Weights, host_matrix, projections};
 use crate::{LoadError, ModelError};
 
 impl<B: Backend> Weights<B> {
-    /// Has all layers but the first decided about by narrow weights.
+    /// Has all layers but the first decided about by narrow weights, where that is worth a copy.
     pub(crate) fn narrow(&mut self, b: &B, files: &ModelFiles) -> Result<(), LoadError> {
         for (l, layer) in self.layers.iter_mut().enumerate().skip(1) {
-            layer.deciding = narrow_layer(b, files, l as u32)?;
+            let views = views(files, l as u32)?;
+            if is_worth_it(&views) {
+                layer.deciding = Some(narrow_layer(b, files, (l as u32, &views))?);
+            }
         }
         Ok(())
     }
@@ -23,10 +26,8 @@ pub(crate) fn narrow_bytes(
 ) -> Result<u64, ModelError> {
     let mut bytes = 0;
     for l in 1..files.config().n_layers {
-        let (names, _, n) = projections(files, l);
-        let views =
-            names[..n].iter().map(|&name| files.tensor(name)).collect::<Result<Vec<_>, _>>()?;
-        if views.iter().all(is_wide) {
+        let views = views(files, l)?;
+        if is_worth_it(&views) {
             let rows = views.iter().map(|view| view.shape[0]).sum();
             bytes += bytes_of(NARROW, rows, views[0].shape[1]) as u64;
         }
@@ -35,6 +36,20 @@ pub(crate) fn narrow_bytes(
 }
 
 const NARROW: WeightType = WeightType::Q8_0;
+
+/// Weights of a layer from which on they are narrowed: fewer are read in a microsecond or two.
+const LEAST: usize = 4 << 20;
+
+/// A layer's projections.
+fn views(files: &ModelFiles, l: u32) -> Result<Vec<TensorView<'_>>, ModelError> {
+    let (names, _, n) = projections(files, l);
+    names[..n].iter().map(|&name| files.tensor(name)).collect()
+}
+
+fn is_worth_it(views: &[TensorView<'_>]) -> bool {
+    let n_weights: usize = views.iter().map(|view| view.shape.iter().product::<usize>()).sum();
+    n_weights >= LEAST && views.iter().all(is_wide)
+}
 
 /// Whether eight bits would be fewer.
 fn is_wide(view: &TensorView<'_>) -> bool {
@@ -45,13 +60,9 @@ fn is_wide(view: &TensorView<'_>) -> bool {
 fn narrow_layer<B: Backend>(
     b: &B,
     files: &ModelFiles,
-    l: u32,
-) -> Result<Option<B::Weight>, LoadError> {
-    let (names, biases, n) = projections(files, l);
-    let views = names[..n].iter().map(|&name| files.tensor(name)).collect::<Result<Vec<_>, _>>()?;
-    if !views.iter().all(is_wide) {
-        return Ok(None);
-    }
+    (l, views): (u32, &[TensorView<'_>]),
+) -> Result<B::Weight, LoadError> {
+    let (_, biases, n) = projections(files, l);
     let biases = if files.config().qkv_bias { &biases[..n] } else { &[] };
     let biases = biases.iter().map(|&name| files.vector(name)).collect::<Result<Vec<_>, _>>()?;
     let narrow: Vec<Vec<u8>> = views.iter().map(narrow_matrix).collect();
@@ -66,7 +77,7 @@ fn narrow_layer<B: Backend>(
             ..host_matrix(view)
         })
         .collect();
-    Ok(Some(b.load(&parts)?))
+    Ok(b.load(&parts)?)
 }
 
 /// A matrix in eight bits; threads share its rows, because a large model has a billion such weights.
@@ -92,6 +103,10 @@ fn narrow_matrix(view: &TensorView<'_>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use nuthatch_backend_cpu::{Cpu, CpuConfig};
+
     use super::*;
 
     #[test]
@@ -109,9 +124,35 @@ mod tests {
         quant::dequantize_row(NARROW, &narrow, &mut back);
         // Half a step of 127, and half of one of bf16.
         assert!(wide.iter().zip(&back).all(|(a, b)| (a - b).abs() < 0.008), "{wide:?} {back:?}");
+        assert!(!is_worth_it(&[view]), "a small one");
         let shape = vec![64, 37];
         assert!(!is_wide(&TensorView { dtype: WeightType::BF16, shape, bytes: &bytes }));
         let shape = vec![37, cols];
         assert!(!is_wide(&TensorView { dtype: WeightType::Q4_1, shape, bytes: &bytes }));
+    }
+
+    #[test]
+    fn queries_of_narrow_weights_are_nearly_those_of_the_layer() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2");
+        let files = ModelFiles::open(&path).unwrap();
+        let cpu = Cpu::new(CpuConfig { threads: 1, isa: None }).unwrap();
+        let views = views(&files, 1).unwrap();
+        assert!(views.iter().all(is_wide), "{views:?}");
+        let narrow = narrow_layer(&cpu, &files, (1, &views)).unwrap();
+        let wide = Weights::load(&cpu, &files).unwrap();
+        let (cols, rows) = (views[0].shape[1], views.iter().map(|view| view.shape[0]).sum());
+        let mut x = cpu.alloc(cols).unwrap();
+        let ramp: Vec<f32> = (0..cols).map(|i| (i as f32 * 0.7).sin()).collect();
+        cpu.write(&mut x, &ramp).unwrap();
+        let product = |weight| {
+            let (mut out, mut values) = (cpu.alloc(rows).unwrap(), vec![0.0; rows]);
+            cpu.matmul(weight, &x, 1, &mut out).unwrap();
+            cpu.read(&out, &mut values).unwrap();
+            values
+        };
+        let (one, other) = (product(&wide.layers[1].qkv), product(&narrow));
+        let error: f32 = one.iter().zip(&other).map(|(a, b)| (a - b).powi(2)).sum();
+        let size: f32 = one.iter().map(|a| a * a).sum();
+        assert!(error < 1e-3 * size, "{one:?} {other:?}");
     }
 }
