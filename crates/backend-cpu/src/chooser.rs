@@ -8,8 +8,9 @@ use crate::mem::Region;
 use crate::plan::CpuPlan;
 use crate::{Cpu, topk};
 
-/// Places that are scored while one row is attended, about: measured with heads of width 64 and 32 channels.
-const ROW_PLACES: usize = 6;
+/// Places that are scored while one row is attended, about: measured with heads of width 64 and 32 channels of
+/// four bits.
+const ROW_PLACES: usize = 10;
 
 impl Chooser for Cpu {
     fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
