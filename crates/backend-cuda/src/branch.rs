@@ -19,7 +19,7 @@ use crate::device::Device;
 pub(crate) const LINK_BLOCKS: u32 = 8;
 
 /// How rows are brought over the link, and how much of the device choosing late takes. The usual numbers
-/// were measured (docs/sparse.md); others are for measuring.
+/// were measured (docs/sparse-speed.md); others are for measuring.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkTuning {
     /// Threads of a block that brings rows.

@@ -27,7 +27,7 @@ use near_table::near_table;
 /// file cache that loading fills, and for everybody else.
 const MEMORY_SHARE: f64 = 0.85;
 /// Tokens of one step, unless the user says otherwise, where a prompt's pages may have to come over a GPU's
-/// link once for each of them: 512 took 2.7 times as long for 128K tokens (docs/sparse.md).
+/// link once for each of them: 512 took 2.7 times as long for 128K tokens (docs/sparse-speed.md).
 const FAR_STEP_ROWS: u32 = 4096;
 
 /// A model that is open, with everything decided and nothing loaded.

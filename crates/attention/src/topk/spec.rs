@@ -39,7 +39,7 @@ RETRIEVER[,OPTION=VALUE]...
 
 /// What `auto` stands for: small selections that add up to a tenth of the context, more of it for
 /// important heads, with what follows the best tokens, made again when the query has turned away.
-/// docs/sparse.md has what it was found best by.
+/// docs/sparse-answers.md has what it was found best by.
 pub const AUTO: &str =
     "loki:32,bits=4,k=4%,k_min=64,focus=6,follow=0.5,reuse=qsac(eta=0.9,floor=0.7),working_set=2.5";
 

@@ -115,7 +115,7 @@ const QSAC: Named = Named {
 };
 
 /// Those that the literature has. Of a cache of pages that the CPU manages only the rows that it moves
-/// are brought, 8.4 % of the context at a step (docs/sparse.md), and nothing that a CPU does is counted.
+/// are brought, 8.4 % of the context at a step (docs/sparse-answers.md), and nothing that a CPU does is counted.
 const POLICIES: [Named; 6] = [
     AUTO,
     QSAC,
@@ -146,7 +146,7 @@ struct Part {
 }
 
 /// The parts of LiteCache, taken away one after the other (figures 10 and 12 of the papers). What thresholds
-/// and aggregation do to hits is what they did on a real text (docs/sparse.md): 69, 48 and 35 %.
+/// and aggregation do to hits is what they did on a real text (docs/sparse-answers.md): 69, 48 and 35 %.
 fn parts() -> Vec<Part> {
     let part = |name, turned, of: Named| Part { of: Named { name, ..of }, turned, has_graph: true };
     let now = Named { ahead: &[false], ..QSAC };

@@ -80,7 +80,7 @@ pub(crate) enum TransferArg {
 impl TransferArg {
     /// Threads that bring rows; none if the device does.
     pub(crate) fn n_threads(self) -> u32 {
-        /// More do not bring more: docs/sparse.md.
+        /// More do not bring more: docs/sparse-speed.md.
         const MOST: u32 = 8;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         match self {

@@ -37,7 +37,7 @@ pub struct ForecastRequest {
 }
 
 /// Share of lookups that choose again, and share of the context that then moves: what `auto` does on the
-/// two models of docs/sparse.md.
+/// two models of docs/sparse-answers.md.
 const TURNING: f64 = 0.45;
 const MOVED: f64 = 0.008;
 /// Seconds that deciding, and bringing attention's parts together, add to a layer; measured on an H200.
