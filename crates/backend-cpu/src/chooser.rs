@@ -8,8 +8,8 @@ use crate::mem::Region;
 use crate::plan::CpuPlan;
 use crate::{Cpu, topk};
 
-/// Places that are scored while one row is attended, about: measured with heads of width 64 and 32 channels of
-/// four bits.
+/// Places that are scored while one row is attended, about: measured on two cores of a Sapphire Rapids with heads
+/// of width 64 and 32 channels of four bits (eval/results/2026-11-17-choose4-2core.json).
 const ROW_PLACES: usize = 10;
 
 impl Chooser for Cpu {

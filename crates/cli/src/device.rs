@@ -15,7 +15,7 @@ use nuthatch_engine::{
     Forecast, ForecastRequest, LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes,
     TopKOptions, TopKStats,
 };
-use nuthatch_model::{LoadError, ModelError, ModelFiles, topk_shape};
+use nuthatch_model::{LoadError, ModelError, ModelFiles, NARROW_LEAST, topk_shape};
 use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
 
 use crate::args::DeviceArg;
@@ -162,7 +162,7 @@ impl Device {
             }
         };
         let is_ahead = policies.iter().any(|policy| policy.speculates);
-        Ok(all + if is_ahead { files.deciding_bytes_as(bytes_of)? } else { 0 })
+        Ok(all + if is_ahead { files.deciding_bytes_as(NARROW_LEAST, bytes_of)? } else { 0 })
     }
 
     /// Bytes that it needs to decide about top-k attention by itself, for sequences of `max_context`

@@ -11,7 +11,7 @@ use nuthatch_attention::topk::{
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
-    BatchLimits, LoadError, Model, ModelFiles, Restriction, kv_shape, topk_shape,
+    BatchLimits, LoadError, Model, ModelFiles, NARROW_LEAST, Restriction, kv_shape, topk_shape,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
@@ -117,9 +117,13 @@ impl<B: Backend> LoadedModel<B> {
     /// another shape, or if the device cannot.
     pub fn set_topk(
         &mut self,
+        files: &ModelFiles,
         options: &TopKOptions,
         clock: &SharedClock,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<(), LoadError> {
+        if options.policies.iter().any(|policy| policy.speculates) {
+            self.model.narrow_deciding(files, NARROW_LEAST)?;
+        }
         let shape = topk_shape(self.model.config());
         let mut profile = match &options.profile {
             Some(profile) => Profile::clone(profile),
@@ -139,7 +143,7 @@ impl<B: Backend> LoadedModel<B> {
             self.keep_near(&mut topk, offload, clock)?;
         }
         topk.set_clock(SharedClock::clone(clock));
-        self.model.set_topk(topk, &mut self.store)
+        Ok(self.model.set_topk(topk, &mut self.store)?)
     }
 
     /// Shares near memory, and has the device keep it.
@@ -459,10 +463,7 @@ impl<B: Backend> Engine<Executor<LoadedModel<B>>> {
         };
         let mut loaded = LoadedModel::load(backend, files, sizes)?;
         if let Some(topk) = topk {
-            if topk.policies.iter().any(|policy| policy.speculates) {
-                loaded.model.narrow_deciding(files)?;
-            }
-            loaded.set_topk(topk, &clock)?;
+            loaded.set_topk(files, topk, &clock)?;
         }
         let cache =
             Cache::with_options(sizes.cache(), cache_options).expect("the sizes were checked");

@@ -178,9 +178,10 @@ impl ModelFiles {
     /// Bytes of what `Model::narrow_deciding` makes, likewise.
     pub fn deciding_bytes_as(
         &self,
+        least: usize,
         bytes_of: impl Fn(WeightType, usize, usize) -> usize,
     ) -> Result<u64, ModelError> {
-        narrow_bytes(self, bytes_of)
+        narrow_bytes(self, least, bytes_of)
     }
 
     /// Where the tokenizer is.

@@ -108,9 +108,10 @@ impl<B: Backend> Model<B> {
         Ok(())
     }
 
-    /// Makes the queries that layers are decided about ahead by from weights of eight bits.
-    pub fn narrow_deciding(&mut self, files: &ModelFiles) -> Result<(), LoadError> {
-        self.weights.narrow(&*self.backend, files)
+    /// Makes the queries that layers are decided about ahead by from weights of eight bits, where a layer has
+    /// at least so many of more.
+    pub fn narrow_deciding(&mut self, files: &ModelFiles, least: usize) -> Result<(), LoadError> {
+        self.weights.narrow(&*self.backend, files, least)
     }
 
     /// How heads are rotated.

@@ -24,6 +24,7 @@ pub use files::*;
 pub use forward::{Arrive, BatchLimits, Model, kv_shape, topk_shape};
 pub use gguf::*;
 pub use names::*;
+pub use narrow::NARROW_LEAST;
 pub use probe::Restriction;
 pub use rope::*;
 

@@ -265,7 +265,7 @@ impl Policy {
         (-self.follow.log2() * halving).ceil() as u32
     }
 
-    /// Rows of a working set whose last selection has `k`.
+    /// Rows of a working set to which selections of `k` are added.
     pub fn set_size(&self, k: usize) -> usize {
         (k as f32 * self.working_set).ceil() as usize
     }

@@ -205,7 +205,7 @@ impl TopK {
         self.near.as_ref()
     }
 
-    /// Bytes of the largest selection of an average head, in a context of `n` tokens.
+    /// Bytes of the largest selection of an average head after its first, in a context of `n` tokens.
     pub fn selection_bytes(&self, n: u32, row_bytes: usize) -> u64 {
         let rows = self.policies.iter().map(|rules| rules.policy.budget.rows(n)).max();
         u64::from(rows.unwrap_or(0)) * row_bytes as u64

@@ -100,7 +100,9 @@ impl<'a, B: Backend> LayerHeads<'a, B> {
         let rule = &rules[self.layer_idx * self.topk.shape.n_kv_heads + work.head_idx];
         let n = policy.cut(work.at.kv_len) - policy.sinks;
         let k = policy.budget.weighted_rows(n, rule.weight) as usize;
-        if work.head.has_rows() { k } else { policy.set_size(k).max(k).min(n as usize) }
+        // Pages are cached by their own number.
+        let is_lru = matches!(policy.reuse, Reuse::PageLru { .. });
+        if is_lru || work.head.has_rows() { k } else { policy.set_size(k).max(k).min(n as usize) }
     }
 }
 
@@ -113,7 +115,8 @@ impl<B: Backend> Choosing for LayerHeads<'_, B> {
         }
         let (policy, k) = (&self.topk.policies[work.at.policy].policy, self.n_chosen(work));
         let n_always = policy.sinks + work.at.kv_len - policy.cut(work.at.kv_len);
-        Some(n_always as usize + policy.set_size(k).max(k))
+        let n_most = if work.head.has_rows() { policy.set_size(k).max(k) } else { k };
+        Some((n_always as usize + n_most).min(work.at.kv_len as usize))
     }
 
     fn choose(&self, work: &mut Work, select: impl FnOnce(&Ask, Best, &mut Vec<u32>)) {

@@ -79,7 +79,7 @@ struct Query<'a> {
 /// Query heads that are scored at a time.
 const GROUP_MAX: usize = 4;
 
-/// Pages from the one that is scored to the one that is fetched meanwhile.
+/// Pages from the one that is scored to the one that is fetched meanwhile. Guessed.
 const AHEAD: usize = 12;
 
 /// `raw[g][j]`: what stands for the product of key `j` and query `g`; `pages` are those of the keys. The largest

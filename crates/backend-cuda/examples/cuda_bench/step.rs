@@ -161,10 +161,13 @@ impl Model {
         Ok(Model { shape, layers, table: matrix(shape.vocab, shape.hidden)? })
     }
 
-    /// Has layers decided about ahead by weights in eight bits, as a model is.
+    /// Has layers decided about ahead by weights in eight bits, as a model has if they are large.
     pub(crate) fn narrow_deciding(&mut self, cuda: &Cuda) -> Outcome {
         let Shape { hidden, n_heads, n_kv_heads, head_dim, .. } = self.shape;
         let (rows, cols) = (((n_heads + 2 * n_kv_heads) * head_dim) as usize, hidden);
+        if rows * cols < 4 << 20 {
+            return Ok(());
+        }
         // A small unit, and numbers.
         let block = [&[0x80, 0x04][..], &[3, 250, 7, 240].repeat(8)].concat();
         let bytes = block.repeat(rows * cols / 32);

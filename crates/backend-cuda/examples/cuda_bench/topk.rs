@@ -93,7 +93,7 @@ const SIGNS: ScoreBy = ScoreBy::Digest(1);
 
 /// `auto`, without what needs a head profile.
 const AUTO: Named = Named {
-    name: "auto (loki:32 bits=4 4% x 2.5)",
+    name: "auto (loki:32 4% x 2.5)",
     by: CHANNELS,
     percent: 4.0,
     working_set: 2.5,

@@ -84,7 +84,7 @@ impl<B: Backend> Runner<B> {
         let clock: SharedClock = Arc::new(SystemClock::start());
         // Where everything is attended to, pages lie as they do without a policy.
         if options.policies.iter().any(|policy| policy.retriever != Retriever::Full) {
-            model.set_topk(options, &clock)?;
+            model.set_topk(files, options, &clock)?;
         }
         let vocab = model.vocab() as usize;
         let mut codecs = Vec::new();

@@ -21,7 +21,7 @@ use crate::golden::{Pool, folder, golden, load_on, request};
 const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
 
 /// What a sequence needs is far from all of it.
-const POLICIES: [&str; 11] = [
+const POLICIES: [&str; 12] = [
     "hata:64,k=12,sinks=4,recent=8",
     "hata:64,k=12,sinks=4,recent=8,refresh=whole",
     "loki:4,k=6,sinks=0,recent=1,working_set=2,refresh=whole",
@@ -33,6 +33,7 @@ const POLICIES: [&str; 11] = [
     "hata:64,k=12,sinks=4,recent=8,reuse=qsac(eta=0.95,floor=0.9,soft=-1)",
     "loki:4,k=6,recent=2,working_set=2,reuse=qsac(eta=1,thresholds=fixed,soft=0.3)",
     "hata:64,k=12,sinks=4,recent=8,reuse=lru(page=4,capacity=2)",
+    "hata:64,k=12,sinks=4,recent=8,working_set=2.5,reuse=lru(page=4,capacity=2)",
 ];
 
 /// Where pages are.

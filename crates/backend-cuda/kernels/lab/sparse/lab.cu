@@ -105,6 +105,8 @@ struct Lab {
             if (look != st[h].lookup || simil != st[h].similarity) { printf("head %u: lookup %u %.9g, should be %u %.9g\n", h, st[h].lookup, st[h].similarity, look, simil); return false; }
             if (look != LOOKUP_HIT) {
                 double wanted = ceil(r.percent * (double)weights[h] * (double)(c - r.sinks) / 100.0); u32 k = std::min(std::min(std::max((u32)wanted, r.k_min), r.k_max), c - r.sinks);
+                // A first selection fills the working set.
+                if (std::all_of(used[h].begin(), used[h].end(), [](u32 u) { return u == 0; })) k = std::min(std::max(k, (u32)ceilf((float)k * r.ws)), c - r.sinks);
                 std::vector<u32> order; for (u32 i = r.sinks; i < c; i++) order.push_back(i); const u32* own = sc.data() + (size_t)h * stride;
                 std::nth_element(order.begin(), order.begin() + std::min<size_t>(k, order.size() - 1), order.end(), [&](u32 x, u32 y) { return own[x] != own[y] ? own[x] > own[y] : x < y; }); order.resize(k);
                 now[h]++; u32 missing = 0; if (r.flags & FLAG_WHOLE && r.ws == 1.0f) std::fill(used[h].begin(), used[h].end(), 0);
