@@ -10,7 +10,9 @@
 
 use nuthatch_backend::topk::{nibbles, query_codes};
 
-use super::numbers::{fetch, fetch_line, largest};
+#[cfg(target_arch = "x86_64")]
+use super::numbers::fetch_line;
+use super::numbers::{fetch, largest};
 use crate::isa::Isa;
 use crate::kv::PAGE;
 use crate::pack::f16_to_f32;

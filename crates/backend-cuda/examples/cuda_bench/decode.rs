@@ -30,7 +30,7 @@ pub(crate) fn decodes(cuda: &Cuda, report: &mut Report, words: &[String]) -> Out
     decode((32, 8, 128, Bf16), &long)?;
     decode((40, 8, 128, F16), &long)?;
     decode((28, 4, 128, F16), &long)?;
-    decode((32, 32, 128, F16), &[(1, 8192), (1, 32768), (32, 8192)])?;
+    decode((32, 32, 128, F16), &long)?;
     decode((9, 3, 64, F16), &long)
 }
 
