@@ -32,6 +32,7 @@ mod topk;
 mod versions;
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{
@@ -47,7 +48,7 @@ pub use isa::Isa;
 pub use kv::CpuKv;
 use kv::PAGE;
 pub use matmul::CpuWeight;
-use matmul::{Product, Target};
+use matmul::{Order, Product, Target};
 use mem::{Region, SharedMut};
 use pack::Packed;
 pub use plan::{CpuPlan, CpuTables};
@@ -72,7 +73,9 @@ pub struct Cpu {
     pool: Pool,
     isa: Isa,
     /// Scratch of the matrix products; one product runs at a time.
-    acts: Mutex<Acts>,
+    acts: Mutex<(Acts, Order)>,
+    /// Weights so far.
+    n_weights: AtomicUsize,
     /// Scores of one layer's questions before they are answers; kept, because clearing memory for
     /// each layer took half as long as the scores.
     scoring: Mutex<topk::Memory>,
@@ -95,9 +98,10 @@ impl Cpu {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
-        let acts = Mutex::new(Acts::empty());
-        let scoring = Mutex::default();
-        Ok(Cpu { pool: Pool::new(threads), isa, acts, scoring, kv_file: None, far_code: None })
+        let acts = Mutex::new((Acts::empty(), Order::default()));
+        let (pool, n_weights, scoring) =
+            (Pool::new(threads), AtomicUsize::new(0), Mutex::default());
+        Ok(Cpu { pool, isa, acts, n_weights, scoring, kv_file: None, far_code: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
@@ -154,8 +158,8 @@ impl Cpu {
         target: Target,
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
-        let mut acts = self.acts.lock().unwrap_or_else(PoisonError::into_inner);
-        Product { isa: self.isa, weight, x, rows, target }.run(&self.pool, &mut acts, out)
+        let (acts, order) = &mut *self.acts.lock().unwrap_or_else(PoisonError::into_inner);
+        Product { isa: self.isa, weight, x, rows, target }.run(&self.pool, (acts, order), out)
     }
 }
 
@@ -192,7 +196,9 @@ impl Backend for Cpu {
         assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
         let packed = parts.iter().map(|part| Packed::new(&self.pool, part));
         let parts = packed.collect::<Result<Vec<_>, _>>()?;
-        Ok(CpuWeight { rows: parts.iter().map(|part| part.rows).sum(), cols: parts[0].cols, parts })
+        let number = self.n_weights.fetch_add(1, Ordering::Relaxed);
+        let rows = parts.iter().map(|part| part.rows).sum();
+        Ok(CpuWeight { number, rows, cols: parts[0].cols, parts })
     }
 
     fn host_reads(&self) -> HostReads {

@@ -41,7 +41,7 @@ pub(super) fn codes(
 
 /// Bytes from what is multiplied to what is fetched meanwhile. One row of activations uses weights faster than
 /// they come, and what fetches lines by itself stops at the end of each page of memory.
-const AHEAD: usize = 2048;
+const AHEAD: usize = 4096;
 
 /// Lets the first cache fetch some bytes.
 #[inline]

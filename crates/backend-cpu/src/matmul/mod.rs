@@ -9,7 +9,10 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod order;
 mod portable;
+
+use std::ops::Range;
 
 use nuthatch_backend::DeviceError;
 
@@ -18,6 +21,7 @@ use crate::isa::Isa;
 use crate::mem::SharedMut;
 use crate::pack::{Float, LANES, Packed};
 use crate::pool::Pool;
+pub(crate) use order::Order;
 
 /// Rows of activations that a vector kernel multiplies at once.
 pub(crate) const MAX_TILE: usize = 8;
@@ -26,6 +30,8 @@ const AMX_MIN_ROWS: usize = 12;
 
 /// One or more matrices with equal columns, multiplied as one.
 pub struct CpuWeight {
+    /// No other weight of the device has it.
+    pub(crate) number: usize,
     pub(crate) parts: Vec<Packed>,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
@@ -53,7 +59,7 @@ impl Product<'_> {
     pub(crate) fn run(
         &self,
         pool: &Pool,
-        acts: &mut Acts,
+        (acts, order): (&mut Acts, &mut Order),
         out: &mut [f32],
     ) -> Result<(), DeviceError> {
         let weight = self.weight;
@@ -66,8 +72,11 @@ impl Product<'_> {
         let n_groups: usize = weight.parts.iter().map(|p| p.rows.div_ceil(LANES)).sum();
         // Pieces small enough to balance, large enough to stream.
         let piece = (n_groups / (pool.n_threads() * 8)).clamp(1, 64);
+        let n_pieces = n_groups.div_ceil(piece);
+        let first = pool.starts(n_pieces).map(|start| self.read_first(start * piece));
+        let ahead = order.begin(weight.number, first);
         let out = SharedMut::new(out);
-        pool.run(n_groups.div_ceil(piece), &|i| {
+        pool.run_apart(n_pieces, ahead, &|i| {
             for group in i * piece..((i + 1) * piece).min(n_groups) {
                 self.group(acts, group, out);
             }
@@ -80,18 +89,31 @@ impl Product<'_> {
     }
 
     /// Computes the 16 outputs of one group for all rows.
-    fn group(&self, acts: &Acts, mut group: usize, out: SharedMut<'_, f32>) {
+    fn group(&self, acts: &Acts, group: usize, out: SharedMut<'_, f32>) {
+        let (part, group, first) = self.part(group).expect("a group of some part");
+        Tile { product: self, part, group, first: first + group * LANES, out }.compute(acts);
+    }
+
+    /// The part that has a group, its number in it, and the part's first output.
+    fn part(&self, mut group: usize) -> Option<(&Packed, usize, usize)> {
         let mut first = 0;
         for part in &self.weight.parts {
             let n_groups = part.rows.div_ceil(LANES);
             if group < n_groups {
-                let tile = Tile { product: self, part, group, first: first + group * LANES, out };
-                return tile.compute(acts);
+                return Some((part, group, first));
             }
             group -= n_groups;
             first += part.rows;
         }
-        unreachable!("group {group} is past the last part");
+        None
+    }
+
+    /// Addresses that are read first from a group on.
+    fn read_first(&self, group: usize) -> Range<usize> {
+        let Some((part, group, _)) = self.part(group) else { return 0..0 };
+        let (start, n_groups) = (part.group(group), part.rows.div_ceil(LANES) - group);
+        let first = start.as_ptr().addr();
+        first..first + (n_groups * start.len()).min(order::AHEAD_BYTES)
     }
 }
 
