@@ -72,9 +72,9 @@ pub struct CpuConfig {
 pub struct Cpu {
     pool: Pool,
     isa: Isa,
-    /// Scratch of the matrix products; one product runs at a time.
-    acts: Mutex<(Acts, Order)>,
-    /// Weights so far.
+    /// Scratch of the matrix products, and their order; one product runs at a time.
+    products: Mutex<(Acts, Order)>,
+    /// Weights loaded so far: the number of the next.
     n_weights: AtomicUsize,
     /// Scores of one layer's questions before they are answers; kept, because clearing memory for
     /// each layer took half as long as the scores.
@@ -98,10 +98,10 @@ impl Cpu {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
         };
-        let acts = Mutex::new((Acts::empty(), Order::default()));
+        let products = Mutex::new((Acts::empty(), Order::default()));
         let (pool, n_weights, scoring) =
             (Pool::new(threads), AtomicUsize::new(0), Mutex::default());
-        Ok(Cpu { pool, isa, acts, n_weights, scoring, kv_file: None, far_code: None })
+        Ok(Cpu { pool, isa, products, n_weights, scoring, kv_file: None, far_code: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
@@ -158,8 +158,8 @@ impl Cpu {
         target: Target,
         out: &mut Region<f32>,
     ) -> Result<(), DeviceError> {
-        let (acts, order) = &mut *self.acts.lock().unwrap_or_else(PoisonError::into_inner);
-        Product { isa: self.isa, weight, x, rows, target }.run(&self.pool, (acts, order), out)
+        let (acts, order) = &mut *self.products.lock().unwrap_or_else(PoisonError::into_inner);
+        Product { isa: self.isa, weight, x, rows, target }.run(&self.pool, acts, order, out)
     }
 }
 

@@ -46,20 +46,22 @@ struct Shared {
     quit: AtomicBool,
 }
 
-/// Next index to hand out, and one past the last. Threads that have different ones share no cache line.
+/// What one thread has: its share of the indices, and what it fetches while it waits. No two share a cache
+/// line.
 #[derive(Default)]
 #[repr(align(128))]
 struct Part {
+    /// Next index to hand out, and one past the last.
     next: AtomicUsize,
     end: AtomicUsize,
-    /// Address and length of what the thread of this number fetches while it waits. If one is written while
-    /// the other is read, the wrong bytes are fetched, which harms nobody.
+    /// Address and length. A thread that has left a loop may read one of them before and one after it is
+    /// written, and then fetches a few wrong bytes; of a start and an end it might be gigabytes.
     ahead: [AtomicUsize; 2],
 }
 
 #[derive(Clone, Copy)]
 struct JobPtr(*const Job);
-// SAFETY: the pointee is `Sync`, and `Pool::run` keeps it alive until no worker uses it.
+// SAFETY: the pointee is `Sync`, and `Pool::run_in_parts` keeps it alive until no worker uses it.
 unsafe impl Send for JobPtr {}
 
 impl Pool {
@@ -101,26 +103,26 @@ impl Pool {
         self.run_in_parts(1, n, body);
     }
 
-    /// As [`Pool::run`], but threads begin at different indices, and those that are done help the others:
-    /// each reads in order what lies in the order of indices. While they wait, threads fetch what lies
-    /// `ahead` of them, for each the addresses that it will read next.
+    /// As [`Pool::run`], but each thread has its share of indices, and helps the others when it is done: if
+    /// indices follow memory, each reads memory in order. While threads wait, also after later loops, each
+    /// fetches what lies `ahead` of it, the addresses that it will read next.
     pub(crate) fn run_apart(
         &self,
         n: usize,
         ahead: &[Range<usize>],
         body: &(dyn Fn(usize) + Sync),
     ) {
-        for (part, ahead) in self.shared.parts.iter().zip(ahead) {
+        for (i, part) in self.shared.parts.iter().enumerate() {
+            let ahead = ahead.get(i).cloned().unwrap_or_default();
             part.ahead[0].store(ahead.start, Ordering::Relaxed);
             part.ahead[1].store(ahead.len(), Ordering::Relaxed);
         }
         self.run_in_parts(self.n_threads(), n, body);
     }
 
-    /// Where threads begin in [`Pool::run_apart`].
-    pub(crate) fn starts(&self, n: usize) -> impl Iterator<Item = usize> {
-        let n_threads = self.n_threads();
-        (0..n_threads).map(move |thread| thread * n / n_threads)
+    /// The shares of [`Pool::run_apart`].
+    pub(crate) fn shares(&self, n: usize) -> impl Iterator<Item = Range<usize>> {
+        shares(self.n_threads(), n)
     }
 
     fn run_in_parts(&self, n_parts: usize, n: usize, body: &(dyn Fn(usize) + Sync)) {
@@ -135,9 +137,9 @@ impl Pool {
         let erased =
             unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const Job>(body) };
         *lock(&shared.job) = Some(JobPtr(erased));
-        for (i, part) in shared.parts[..n_parts].iter().enumerate() {
-            part.next.store(i * n / n_parts, Ordering::Relaxed);
-            part.end.store((i + 1) * n / n_parts, Ordering::Relaxed);
+        for (part, share) in shared.parts.iter().zip(shares(n_parts, n)) {
+            part.next.store(share.start, Ordering::Relaxed);
+            part.end.store(share.end, Ordering::Relaxed);
         }
         shared.n_parts.store(n_parts, Ordering::Relaxed);
         shared.busy.store(self.workers.len(), Ordering::Relaxed);
@@ -163,6 +165,11 @@ impl Pool {
             body(&mut item[0]);
         });
     }
+}
+
+/// Cuts `0..n` into parts.
+fn shares(n_parts: usize, n: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..n_parts).map(move |i| i * n / n_parts..(i + 1) * n / n_parts)
 }
 
 /// Waits for the workers when dropped, also when the caller's own share panicked.
@@ -192,7 +199,7 @@ fn fetch_line(ahead: &mut Range<usize>) -> bool {
         // SAFETY: a prefetch changes nothing and cannot fault, and every x86-64 has it.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(std::ptr::without_provenance(ahead.start)) };
     }
-    ahead.start += LINE_BYTES;
+    ahead.start = ahead.start.saturating_add(LINE_BYTES);
     true
 }
 
@@ -209,23 +216,24 @@ pub(crate) fn pause(spins: &mut u32) {
 impl Shared {
     fn drain(&self, thread: usize, body: &(dyn Fn(usize) + Sync)) {
         let n_parts = self.n_parts.load(Ordering::Relaxed);
-        for i in 0..n_parts {
-            let Part { next, end, .. } = &self.parts[(thread + i) % n_parts];
+        for offset in 0..n_parts {
+            let Part { next, end, .. } = &self.parts[(thread + offset) % n_parts];
             let end = end.load(Ordering::Relaxed);
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                if i >= end {
-                    break;
+            // Many threads may look at the same part in the end, and reading alone disturbs nobody.
+            while next.load(Ordering::Relaxed) < end {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                if index < end {
+                    body(index);
                 }
-                body(i);
             }
         }
     }
 
-    /// What a thread fetches while it waits.
+    /// What a thread fetches while it waits: after each loop again, because attention may have pushed it out
+    /// of the cache.
     fn ahead(&self, thread: usize) -> Range<usize> {
         let [start, len] = self.parts[thread].ahead.each_ref().map(|x| x.load(Ordering::Relaxed));
-        start..start + len
+        start..start.saturating_add(len)
     }
 
     fn work(&self, thread: usize) {
@@ -234,7 +242,7 @@ impl Shared {
             seen = epoch;
             let job = *lock(&self.job);
             let Some(JobPtr(job)) = job else { continue };
-            // SAFETY: `run` set the pointer before this epoch and waits for `busy` to reach zero
+            // SAFETY: `run_in_parts` set the pointer before this epoch and waits for `busy` to reach zero
             // before the pointee ends.
             let body = unsafe { &*job };
             let outcome =
@@ -327,6 +335,19 @@ mod tests {
                 assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 2));
             }
         }
+    }
+
+    #[test]
+    fn who_is_done_helps_the_others() {
+        let (pool, n_done) = (Pool::new(2), AtomicUsize::new(0));
+        pool.run_apart(100, &[], &|i| {
+            // The first does not end before all others have run, those of its own share too.
+            while i == 0 && n_done.load(Ordering::Acquire) < 99 {
+                std::thread::yield_now();
+            }
+            n_done.fetch_add(1, Ordering::Release);
+        });
+        assert_eq!(n_done.into_inner(), 100);
     }
 
     #[test]

@@ -40,7 +40,8 @@ pub(super) fn codes(
 }
 
 /// Bytes from what is multiplied to what is fetched meanwhile. One row of activations uses weights faster than
-/// they come, and what fetches lines by itself stops at the end of each page of memory.
+/// they come, and what fetches lines by itself stops at the end of each page of memory. Measured: 2 KB is 2 %
+/// slower in a step.
 const AHEAD: usize = 4096;
 
 /// Lets the first cache fetch some bytes.

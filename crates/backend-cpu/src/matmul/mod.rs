@@ -26,6 +26,7 @@ pub(crate) use order::Order;
 /// Rows of activations that a vector kernel multiplies at once.
 pub(crate) const MAX_TILE: usize = 8;
 /// From this many rows on, filling 16-row tiles beats vectors.
+#[cfg(target_arch = "x86_64")]
 const AMX_MIN_ROWS: usize = 12;
 
 /// One or more matrices with equal columns, multiplied as one.
@@ -59,7 +60,8 @@ impl Product<'_> {
     pub(crate) fn run(
         &self,
         pool: &Pool,
-        (acts, order): (&mut Acts, &mut Order),
+        acts: &mut Acts,
+        order: &mut Order,
         out: &mut [f32],
     ) -> Result<(), DeviceError> {
         let weight = self.weight;
@@ -73,7 +75,8 @@ impl Product<'_> {
         // Pieces small enough to balance, large enough to stream.
         let piece = (n_groups / (pool.n_threads() * 8)).clamp(1, 64);
         let n_pieces = n_groups.div_ceil(piece);
-        let first = pool.starts(n_pieces).map(|start| self.read_first(start * piece));
+        let shares = pool.shares(n_pieces);
+        let first = shares.map(|share| self.read_first(share.start * piece..share.end * piece));
         let ahead = order.begin(weight.number, first);
         let out = SharedMut::new(out);
         pool.run_apart(n_pieces, ahead, &|i| {
@@ -91,7 +94,8 @@ impl Product<'_> {
     /// Computes the 16 outputs of one group for all rows.
     fn group(&self, acts: &Acts, group: usize, out: SharedMut<'_, f32>) {
         let (part, group, first) = self.part(group).expect("a group of some part");
-        Tile { product: self, part, group, first: first + group * LANES, out }.compute(acts);
+        let first = first + group * LANES;
+        Tile { product: self, part, group, first, out }.compute(acts);
     }
 
     /// The part that has a group, its number in it, and the part's first output.
@@ -108,12 +112,13 @@ impl Product<'_> {
         None
     }
 
-    /// Addresses that are read first from a group on.
-    fn read_first(&self, group: usize) -> Range<usize> {
-        let Some((part, group, _)) = self.part(group) else { return 0..0 };
-        let (start, n_groups) = (part.group(group), part.rows.div_ceil(LANES) - group);
-        let first = start.as_ptr().addr();
-        first..first + (n_groups * start.len()).min(order::AHEAD_BYTES)
+    /// Addresses of the first bytes of some groups, at most to the end of the first one's part.
+    fn read_first(&self, groups: Range<usize>) -> Range<usize> {
+        let Some((part, group, _)) = self.part(groups.start) else { return 0..0 };
+        let n_groups = groups.len().min(part.rows.div_ceil(LANES) - group);
+        let bytes = part.group(group);
+        let address = bytes.as_ptr().addr();
+        address..address + (n_groups * bytes.len()).min(order::AHEAD_BYTES)
     }
 }
 

@@ -10,7 +10,7 @@ pub(super) const AHEAD_BYTES: usize = 64 << 10;
 /// Of each weight, by its number, the addresses that threads read first of the one that came next.
 #[derive(Default)]
 pub(crate) struct Order {
-    last: usize,
+    last: Option<usize>,
     next: Vec<Vec<Range<usize>>>,
 }
 
@@ -25,10 +25,10 @@ impl Order {
         if self.next.len() <= number {
             self.next.resize(number + 1, Vec::new());
         }
-        let next_of_last = &mut self.next[self.last];
-        next_of_last.clear();
-        next_of_last.extend(first);
-        self.last = number;
+        if let Some(last) = self.last.replace(number) {
+            self.next[last].clear();
+            self.next[last].extend(first);
+        }
         &self.next[number]
     }
 }
@@ -44,7 +44,7 @@ mod tests {
             let next = order.begin(number, std::iter::once(number..number + 64));
             next.first().map(|next| next.start)
         };
-        for number in [2, 5, 7] {
+        for number in [0, 2, 5, 7] {
             assert_eq!(begin(number), None);
         }
         assert_eq!([begin(2), begin(5), begin(7)], [Some(5), Some(7), Some(2)]);
