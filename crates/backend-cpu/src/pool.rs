@@ -152,9 +152,7 @@ impl Pool {
         drop(finish);
         assert!(!shared.panicked.load(Ordering::Relaxed), "a worker panicked");
     }
-}
 
-impl Pool {
     /// Calls `body` for each item, on all threads.
     pub(crate) fn each<T: Send>(&self, items: &mut [T], body: impl Fn(&mut T) + Sync) {
         let n = items.len();
