@@ -1,6 +1,6 @@
 //! What was measured: records that a later run goes on with, a table, and a plot.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::Context as _;
@@ -111,13 +111,9 @@ impl Results {
 
     /// A row for each policy, a column for each task and length.
     pub(super) fn table(&self, policies: &[String]) -> String {
-        let mut cells: Vec<(String, u32)> = Vec::new();
-        for record in &self.records {
-            let cell = (record.task.clone(), record.length);
-            if !cells.contains(&cell) {
-                cells.push(cell);
-            }
-        }
+        // In order, however processes have shared the prompts.
+        let cells: BTreeSet<(&str, u32)> =
+            self.records.iter().map(|r| (&r.task[..], r.length)).collect();
         let mut columns = vec![("policy".to_owned(), Align::Left)];
         columns.extend(cells.iter().map(|(task, n)| (format!("{task} @ {n}"), Align::Right)));
         for name in ["average", "kl", "hits", "frozen", "late", "attended", "moved", "mass"] {
@@ -131,7 +127,10 @@ impl Results {
             let mut row = vec![policy.clone()];
             for (task, n) in &cells {
                 let is_cell = |r: &Record| (r.task == *task && r.length == *n).then_some(r.score);
-                row.push(number(of(&is_cell), if task == "ppl" { Unit::Ppl } else { Unit::Score }));
+                row.push(number(
+                    of(&is_cell),
+                    if *task == "ppl" { Unit::Ppl } else { Unit::Score },
+                ));
             }
             row.push(number(of(&|r| (r.task != "ppl").then_some(r.score)), Unit::Score));
             row.push(number(of(&|r| r.kl), Unit::Small));
@@ -246,13 +245,15 @@ mod tests {
         let path = dir.path().join("results.json");
         let new = Results { fingerprint: "ab".to_owned(), seed: 1, ..Results::default() };
         let mut results = Results::resume(&path, new.clone()).unwrap();
-        results.records.extend([record("full", 0, 1.0), record("full", 1, 0.5)]);
+        let longer = Record { length: 4096, ..record("full", 0, 0.75) };
+        results.records.extend([longer, record("full", 0, 1.0), record("full", 1, 0.5)]);
         results.save(&path).unwrap();
         let again = Results::resume(&path, new.clone()).unwrap();
         assert_eq!(again.records, results.records);
         assert!(again.has("vt", 2048, 1, "full") && !again.has("vt", 2048, 1, "quest"));
         let table = again.table(&["full".to_owned()]);
         assert!(table.contains("| full ") && table.contains(" 75.0 |"), "{table}");
+        assert!(table.find("vt @ 2048") < table.find("vt @ 4096"), "{table}");
         assert!(table.contains("12.5 %"), "{table}");
         assert!(Results::resume(&path, Results { seed: 2, ..new }).is_err());
     }
