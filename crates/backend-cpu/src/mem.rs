@@ -41,6 +41,24 @@ unsafe impl<T: Copy + Send + 'static> Send for Region<T> {}
 // SAFETY: as above; shared access only reads.
 unsafe impl<T: Copy + Sync + 'static> Sync for Region<T> {}
 
+/// Lets the first cache, or the second, fetch the line of an address.
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
+#[inline(always)]
+pub(crate) fn fetch_line<const FIRST: bool>(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch changes nothing and cannot fault, and every x86-64 has it.
+        unsafe {
+            if FIRST {
+                _mm_prefetch::<_MM_HINT_T0>(address.cast());
+            } else {
+                _mm_prefetch::<_MM_HINT_T1>(address.cast());
+            }
+        }
+    }
+}
+
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 impl<T: Plain> Region<T> {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-use crate::mem::SharedMut;
+use crate::mem::{SharedMut, fetch_line};
 
 /// Waiting is done in three stages. A pause takes about 60 ns on recent Intel cores, so this is a
 /// few microseconds, the usual gap between two loops of a step.
@@ -177,7 +177,7 @@ impl Drop for Finish<'_> {
     fn drop(&mut self) {
         let (mut spins, mut ahead) = (0, self.0.ahead(0));
         while self.0.busy.load(Ordering::Acquire) > 0 {
-            if !fetch_line(&mut ahead) {
+            if !fetch_next(&mut ahead) {
                 pause(&mut spins);
             }
         }
@@ -186,17 +186,12 @@ impl Drop for Finish<'_> {
 
 /// Lets the second-level cache fetch the first line of a range of addresses, and leaves the others; false if
 /// there is none.
-fn fetch_line(ahead: &mut Range<usize>) -> bool {
+fn fetch_next(ahead: &mut Range<usize>) -> bool {
     const LINE_BYTES: usize = 64;
     if ahead.start >= ahead.end || !cfg!(target_arch = "x86_64") {
         return false;
     }
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a prefetch changes nothing and cannot fault, and every x86-64 has it.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(std::ptr::without_provenance(ahead.start)) };
-    }
+    fetch_line::<false>(std::ptr::without_provenance(ahead.start));
     ahead.start = ahead.start.saturating_add(LINE_BYTES);
     true
 }
@@ -263,7 +258,7 @@ impl Shared {
             if epoch != seen {
                 return Some(epoch);
             }
-            if fetch_line(&mut ahead) {
+            if fetch_next(&mut ahead) {
                 continue;
             }
             if spins < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP {

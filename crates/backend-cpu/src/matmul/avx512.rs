@@ -9,6 +9,7 @@ use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
 use crate::acts::Acts;
+use crate::mem::fetch_line;
 use crate::pack::{BLOCK, Float, Format, LANES, QUAD_BYTES, QUADS, Scales, with_format};
 
 type Sums = [[f32; LANES]; MAX_TILE];
@@ -48,8 +49,7 @@ const AHEAD: usize = 4096;
 #[inline]
 fn fetch(start: *const u8, n: usize) {
     for line in (0..n).step_by(64) {
-        // SAFETY: a prefetch changes nothing and cannot fault, and every x86-64 has it.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(line).cast()) };
+        fetch_line::<true>(start.wrapping_add(line));
     }
 }
 

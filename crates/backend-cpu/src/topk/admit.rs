@@ -5,8 +5,8 @@ use nuthatch_backend::WorkingSet;
 use crate::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use {
-    super::numbers::fetch_line,
     super::select::{count, span},
+    crate::mem::fetch_line,
     nuthatch_backend::AGE_MAX,
     std::arch::x86_64::*,
     std::cell::RefCell,

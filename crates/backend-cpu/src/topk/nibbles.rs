@@ -10,11 +10,11 @@
 
 use nuthatch_backend::topk::{nibbles, query_codes};
 
-#[cfg(target_arch = "x86_64")]
-use super::numbers::fetch_line;
 use super::numbers::{fetch, largest};
 use crate::isa::Isa;
 use crate::kv::PAGE;
+#[cfg(target_arch = "x86_64")]
+use crate::mem::fetch_line;
 use crate::pack::f16_to_f32;
 
 /// Channels of a line.

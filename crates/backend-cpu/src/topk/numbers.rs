@@ -2,6 +2,7 @@
 
 use crate::isa::Isa;
 use crate::kv::PAGE;
+use crate::mem::fetch_line;
 use crate::pack::f16_to_f32;
 #[cfg(target_arch = "x86_64")]
 use crate::versions::exps_to_88;
@@ -79,25 +80,6 @@ fn few_scores<'a>(
 /// machine to see where the next one lies.
 pub(super) fn fetch(page: &[u8]) {
     page.chunks(64).for_each(|line| fetch_line::<true>(line.as_ptr()));
-}
-
-/// Lets the first cache, or the second, fetch the line of an address.
-#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
-#[inline(always)]
-pub(super) fn fetch_line<const FIRST: bool>(address: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-        #[expect(unsafe_code, reason = "a prefetch takes a raw pointer")]
-        // SAFETY: a prefetch changes nothing and cannot fault, and every x86-64 has it.
-        unsafe {
-            if FIRST {
-                _mm_prefetch::<_MM_HINT_T0>(address.cast());
-            } else {
-                _mm_prefetch::<_MM_HINT_T1>(address.cast());
-            }
-        }
-    }
 }
 
 versions! {
