@@ -42,6 +42,7 @@ thread_local! {
 }
 
 /// Entries `start..end` of a pick's list.
+#[derive(Clone, Copy)]
 pub(super) struct PickChunk<'a> {
     pick: Pick<'a>,
     start: usize,
@@ -191,35 +192,57 @@ impl Attention<'_> {
         &at[..n]
     }
 
-    /// Where the rows of a chunk are: near, if some are kept there, or in the arena, or in `stored`.
+    /// Where the rows of a chunk are: in the arena, or near, or, if they belong there and are not, in `stored`.
     fn chunk_addresses<'b>(
         &self,
-        PickChunk { pick, start, end }: &PickChunk<'_>,
+        chunk: &PickChunk<'_>,
         (at, stored): (&'b mut [*const u8; CHUNK], &mut Vec<u8>),
     ) -> &'b [*const u8] {
         assert!(self.kv.by_rows, "an arena with digests");
+        let PickChunk { pick, start, end } = chunk;
         let seq = &self.plan.seqs[pick.seq as usize];
         let head = self.kv.head_number(self.layer, pick.head as usize);
+        let Some(near) = &self.kv.near else {
+            self.arena_addresses(chunk, (seq, head), at);
+            return &at[..end - start];
+        };
         let row_bytes = self.kv.row_bytes(head);
         stored.resize(CHUNK * row_bytes, 0);
         let buffers = stored.chunks_exact_mut(row_bytes);
-        let rows = self.kv.head_rows(head);
         for ((at, i), buffer) in at.iter_mut().zip(*start..*end).zip(buffers) {
             let brought = i.checked_sub(pick.n_first as usize).and_then(|i| pick.rows.get(i));
-            *at = match (&self.kv.near, brought) {
-                (Some(near), Some(&row)) => near.chosen(near.part(seq.table_row, head), row),
-                (Some(near), None) => {
+            *at = match brought {
+                Some(&row) => near.chosen(near.part(seq.table_row, head), row),
+                None => {
                     let of = (head, place(pick, i));
                     self.kv.resolve(near, (self.plan, seq), of, buffer)
-                }
-                (None, _) => {
-                    let rows = rows.as_ref().expect("pages are in memory where nothing is near");
-                    let place = place(pick, i);
-                    rows.address(self.plan.slot(seq, place), place % PAGE)
                 }
             };
         }
         &at[..end - start]
+    }
+
+    /// The same of rows that are all in the arena. First places, picked ones and the tail have a loop each:
+    /// which of them a place is would take longer than its address.
+    fn arena_addresses(
+        &self,
+        &PickChunk { pick, start, end }: &PickChunk<'_>,
+        (seq, head): (&PlanSeq, usize),
+        at: &mut [*const u8; CHUNK],
+    ) {
+        let rows = self.kv.head_rows(head).expect("pages are in memory where nothing is near");
+        let slots = &self.plan.slots[seq.first_slot..];
+        let mut at = at.iter_mut();
+        let mut add = |place: usize| {
+            let at = at.next().expect("no more than a chunk");
+            *at = rows.address(slots[place / PAGE] as usize, place % PAGE);
+        };
+        let n_first = pick.n_first as usize;
+        let n_before = n_first + pick.places.len();
+        let [picked, end_picked] = [start, end].map(|i| i.clamp(n_first, n_before) - n_first);
+        (start..end.min(n_first)).for_each(&mut add);
+        pick.places[picked..end_picked].iter().for_each(|&place| add(place as usize));
+        (start.max(n_before)..end).for_each(|i| add(pick.tail as usize + i - n_before));
     }
 
     /// One chunk of a pick; `target` is `[group][D + 2]`: output, maximum, sum.
