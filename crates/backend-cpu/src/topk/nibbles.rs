@@ -16,6 +16,8 @@ use crate::kv::PAGE;
 #[cfg(target_arch = "x86_64")]
 use crate::mem::fetch_line;
 use crate::pack::f16_to_f32;
+#[cfg(target_arch = "x86_64")]
+use crate::versions::exps_to_88;
 
 /// Channels of a line.
 const LINE: usize = 8;
@@ -116,9 +118,13 @@ fn few_queries<'a, const N: usize>(
     let queries: [Query<'_>; N] = std::array::from_fn(|i| codes.query(first + i));
     match isa {
         #[cfg(target_arch = "x86_64")]
-        #[expect(unsafe_code, reason = "target features")]
-        // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
-        Isa::Avx512 | Isa::Amx => return unsafe { avx512::<N>(pages, &queries, raw, maxima) },
+        Isa::Avx512 | Isa::Amx => {
+            #[expect(unsafe_code, reason = "target features")]
+            // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+            let found = unsafe { avx512::<N>(pages, &queries, raw, None) };
+            maxima.iter_mut().zip(found).for_each(|(max, (found, _))| *max = found);
+            return;
+        }
         #[cfg(target_arch = "x86_64")]
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: as above.
@@ -180,6 +186,70 @@ fn plain(page: &[u8], query: &Query<'_>) -> [f32; PAGE] {
     })
 }
 
+/// Pages whose scores say what is subtracted from all of a piece before its exponentials are taken,
+#[cfg(target_arch = "x86_64")]
+const FIRST: usize = 4;
+/// and how much larger a score may be: their sums are still numbers then.
+#[cfg(target_arch = "x86_64")]
+const MOST: f32 = 60.0;
+
+/// The same with exponentials of the scores instead, and for each query what was subtracted from its scores, and
+/// the sum. In one pass: exponentials are taken of some pages while others come. False, and nothing done, on
+/// machines that have no vectors for it.
+pub(super) fn nibble_exponentials<'a>(
+    isa: Isa,
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    codes: &Codes,
+    raw: &mut [f32],
+    sums: &mut [(f32, f32)],
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(isa, Isa::Avx512 | Isa::Amx) {
+        let n = raw.len() / sums.len();
+        let queries = raw.chunks_mut(GROUP_MAX * n).zip(sums.chunks_mut(GROUP_MAX));
+        for (i, (raw, sums)) in queries.enumerate() {
+            let (pages, first) = (pages.clone(), i * GROUP_MAX);
+            match sums.len() {
+                4 => few_exponentials::<4>(pages, (codes, first), raw, sums),
+                3 => few_exponentials::<3>(pages, (codes, first), raw, sums),
+                2 => few_exponentials::<2>(pages, (codes, first), raw, sums),
+                _ => few_exponentials::<1>(pages, (codes, first), raw, sums),
+            }
+        }
+        return true;
+    }
+    false
+}
+
+/// The machine has AVX-512.
+#[cfg(target_arch = "x86_64")]
+fn few_exponentials<'a, const N: usize>(
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    (codes, first): (&Codes, usize),
+    raw: &mut [f32],
+    sums: &mut [(f32, f32)],
+) {
+    let queries: [Query<'_>; N] = std::array::from_fn(|i| codes.query(first + i));
+    let mut score = |n_pages: usize, from| {
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: the caller has seen that the machine has them.
+        unsafe {
+            avx512::<N>(pages.clone().take(n_pages), &queries, raw, from)
+        }
+    };
+    // All are no numbers: whatever is subtracted, they stay so.
+    let or_zero = |(max, _)| if max == f32::NEG_INFINITY { 0.0 } else { max };
+    let mut from = score(FIRST, None).map(or_zero);
+    let mut found = score(usize::MAX, Some(from));
+    if found.iter().zip(&from).any(|((max, _), from)| max - from > MOST) {
+        from = found.map(or_zero);
+        found = score(usize::MAX, Some(from));
+    }
+    for ((sum, (_, total)), from) in sums.iter_mut().zip(found).zip(from) {
+        *sum = (from, total);
+    }
+}
+
 /// The same with vectors of eight tokens: bytes are multiplied in pairs, then pairs are added.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
@@ -225,20 +295,22 @@ fn avx2<'a, const N: usize>(
     });
 }
 
-/// The same with vectors of sixteen tokens: one instruction multiplies a line's half and adds it up.
+/// The same with vectors of sixteen tokens: one instruction multiplies a line's half and adds it up. If it is
+/// known what to subtract, `raw` has the exponentials of the scores instead, and their sums come with the maxima.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 fn avx512<'a, const N: usize>(
     pages: impl Iterator<Item = &'a [u8]> + Clone,
     queries: &[Query<'_>; N],
     raw: &mut [f32],
-    maxima: &mut [f32],
-) {
+    from: Option<[f32; N]>,
+) -> [(f32, f32); N] {
     use std::arch::x86_64::*;
     let n = raw.len() / N;
     let n_lines = queries[0].words.len();
-    assert!(queries.iter().all(|query| query.words.len() == n_lines) && maxima.len() == N);
+    assert!(queries.iter().all(|query| query.words.len() == n_lines));
     let mut most = [_mm512_set1_ps(f32::NEG_INFINITY); N];
+    let mut totals = [_mm512_setzero_ps(); N];
     let mut ahead = pages.clone();
     ahead.by_ref().take(AHEAD).for_each(fetch);
     for (start, page) in (0..n).step_by(PAGE).zip(pages) {
@@ -253,23 +325,36 @@ fn avx512<'a, const N: usize>(
         };
         let units = _mm512_cvtph_ps(units);
         let mask = (0xffff_u32 >> (PAGE - PAGE.min(n - start))) as __mmask16;
+        let mut out = [_mm512_setzero_ps(); N];
         for q in 0..N {
             let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums[q][0], sums[q][1]));
-            let scores =
-                _mm512_mul_ps(_mm512_mul_ps(sum, units), _mm512_set1_ps(queries[q].factor));
+            out[q] = _mm512_mul_ps(_mm512_mul_ps(sum, units), _mm512_set1_ps(queries[q].factor));
             // A number that is none is not larger than any.
-            most[q] = _mm512_mask_max_ps(most[q], mask, scores, most[q]);
+            most[q] = _mm512_mask_max_ps(most[q], mask, out[q], most[q]);
+        }
+        if let Some(from) = from {
+            for q in 0..N {
+                out[q] = _mm512_sub_ps(out[q], _mm512_set1_ps(from[q]));
+            }
+            out = exps_to_88(out);
+            for q in 0..N {
+                totals[q] = _mm512_mask_add_ps(totals[q], mask, totals[q], out[q]);
+            }
+        }
+        for (q, x) in out.into_iter().enumerate() {
             #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
             // SAFETY: the mask has as many bits as the row has places from here on, sixteen at most, and
             // there are `N` rows of `n`.
             unsafe {
-                _mm512_mask_storeu_ps(raw.as_mut_ptr().add(q * n + start), mask, scores);
+                _mm512_mask_storeu_ps(raw.as_mut_ptr().add(q * n + start), mask, x);
             }
         }
     }
-    for (max, most) in maxima.iter_mut().zip(most) {
-        *max = _mm512_reduce_max_ps(most);
+    let mut out = [(0.0, 0.0); N];
+    for q in 0..N {
+        out[q] = (_mm512_reduce_max_ps(most[q]), _mm512_reduce_add_ps(totals[q]));
     }
+    out
 }
 
 /// Products of a page's keys with a few queries, while another page is fetched. Low and high halves are added up
@@ -319,6 +404,51 @@ mod tests {
 
     use super::*;
 
+    fn check_exponentials<'a>(
+        isa: Isa,
+        pages: impl Iterator<Item = &'a [u8]> + Clone,
+        codes: &Codes,
+        scores: &[f32],
+    ) {
+        let group = codes.of_queries.len();
+        let (mut raw, mut sums) = (vec![0.0; scores.len()], vec![(0.0, 0.0); group]);
+        if !nibble_exponentials(isa, pages, codes, &mut raw, &mut sums) {
+            return;
+        }
+        let n = scores.len() / group;
+        for ((raw, scores), (from, total)) in
+            raw.chunks_exact(n).zip(scores.chunks_exact(n)).zip(sums)
+        {
+            let expected = |score: &f32| f64::from(score - from).exp();
+            for (&got, score) in raw.iter().zip(scores) {
+                let off = (f64::from(got) - expected(score)).abs();
+                assert!(off <= 1e-6 * expected(score) + 1e-37, "{got} of {score} from {from}");
+            }
+            let sum: f64 = scores.iter().map(expected).sum();
+            assert!((f64::from(total) - sum).abs() <= 1e-5 * sum, "{total} of {sum}");
+        }
+    }
+
+    #[test]
+    fn scores_may_grow_by_much_after_the_first_pages() {
+        let (width, n) = (8usize, 100usize);
+        let page_bytes = PAGE * (width / 2 + 2);
+        let mut bytes = vec![0; n.div_ceil(PAGE) * page_bytes];
+        for place in 0..n {
+            let size = if place < 80 { 0.001 } else { place as f32 };
+            let page = &mut bytes[place / PAGE * page_bytes..][..page_bytes];
+            write(&[size; 8], place % PAGE, page);
+        }
+        let codes = Codes::new(&[[1.0; 8], [-1.0; 8]].concat(), width, 1.0);
+        let pages = || bytes.chunks_exact(page_bytes);
+        for isa in Isa::ALL.into_iter().filter(|&isa| isa <= Isa::detect()) {
+            let (mut raw, mut maxima) = (vec![0.0; 2 * n], [0.0; 2]);
+            nibble_scores(isa, pages(), &codes, &mut raw, &mut maxima);
+            assert!(maxima[0] > 700.0 && maxima[1] < 0.0, "{maxima:?}");
+            check_exponentials(isa, pages(), &codes, &raw);
+        }
+    }
+
     #[test]
     fn every_instruction_set_scores_as_the_reference_does() {
         let mut state = 5u32;
@@ -354,6 +484,7 @@ mod tests {
                 let rows = expected.chunks_exact(n);
                 let largest = rows.map(|row| row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
                 assert_eq!(maxima, largest.collect::<Vec<f32>>(), "{isa}: {group} queries");
+                check_exponentials(isa, bytes.chunks_exact(page_bytes), &codes, &expected);
             }
         }
     }

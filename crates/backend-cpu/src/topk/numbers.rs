@@ -238,10 +238,8 @@ fn largest_inner<const FUSED: bool>(row: &[f32]) -> f32 {
     maxima.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
 }
 
-/// Turns a row into `exp(x - max)`, and returns what was subtracted and the sum. Meanwhile the second cache
-/// fetches what is needed next.
-#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to do it with"))]
-pub(super) fn exponentials(isa: Isa, row: &mut [f32], max: f32, next: &[u8]) -> (f32, f32) {
+/// Turns a row into `exp(x - max)`, and returns what was subtracted and the sum.
+pub(super) fn exponentials(isa: Isa, row: &mut [f32], max: f32) -> (f32, f32) {
     // All are NaN: whatever is subtracted, they stay so.
     let max = if max == f32::NEG_INFINITY { 0.0 } else { max };
     let mut sums = [0.0; PAGE];
@@ -251,7 +249,7 @@ pub(super) fn exponentials(isa: Isa, row: &mut [f32], max: f32, next: &[u8]) -> 
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
         unsafe {
-            block_exponentials(blocks, max, next, &mut sums);
+            block_exponentials(blocks, max, &mut sums);
         }
         row_exponentials(isa, rest, max, &mut sums);
         return (max, sum16(&sums));
@@ -266,23 +264,14 @@ const BLOCK: usize = 4;
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn block_exponentials(
-    blocks: &mut [[f32; BLOCK * PAGE]],
-    max: f32,
-    next: &[u8],
-    sums: &mut [f32; PAGE],
-) {
+fn block_exponentials(blocks: &mut [[f32; BLOCK * PAGE]], max: f32, sums: &mut [f32; PAGE]) {
     use std::arch::x86_64::*;
     let most = _mm512_set1_ps(max);
-    // As many lines with each block: all at once, the block would wait for them.
-    let n_lines = next.len().div_ceil(64).div_ceil(blocks.len().max(1));
-    let mut next = next.chunks(64);
     #[expect(unsafe_code, reason = "vector loads and stores use raw pointers")]
     // SAFETY: sixteen sums are read and written, and each block has as many numbers as vectors of it.
     unsafe {
         let mut total = _mm512_loadu_ps(sums.as_ptr());
         for block in blocks {
-            next.by_ref().take(n_lines).for_each(|line| fetch_line::<false>(line.as_ptr()));
             let x: [__m512; BLOCK] = std::array::from_fn(|i| {
                 _mm512_sub_ps(_mm512_loadu_ps(block.as_ptr().add(i * PAGE)), most)
             });
@@ -361,7 +350,7 @@ mod tests {
             let max = row.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
             let bits = |isa| {
                 let mut row = row.clone();
-                let (_, sum) = exponentials(isa, &mut row, max, &[1; 100]);
+                let (_, sum) = exponentials(isa, &mut row, max);
                 (row.iter().map(|x| x.to_bits()).collect::<Vec<u32>>(), sum.to_bits())
             };
             let fused: Vec<Isa> = Isa::ALL
@@ -370,7 +359,7 @@ mod tests {
                 .collect();
             assert!(fused.windows(2).all(|pair| bits(pair[0]) == bits(pair[1])), "{n} numbers");
             let (mut one, mut all) = (row.clone(), row.clone());
-            exponentials(Isa::Scalar, &mut all, max, &[]);
+            exponentials(Isa::Scalar, &mut all, max);
             let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
             one.iter_mut().for_each(|x| *x = (*x - shift).exp());
             for (a, b) in all.iter().zip(&one) {

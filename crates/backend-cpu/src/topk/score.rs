@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use nuthatch_backend::{Ask, Best, DigestKind, ScoreBy};
 
 use super::agree::agreements;
-use super::nibbles::{Codes, nibble_scores};
+use super::nibbles::{Codes, nibble_exponentials, nibble_scores};
 use super::numbers::{bound, channel_scores, combine, exponentials, largest};
 use super::select::select_combined;
 use super::{DigestPages, signs};
@@ -158,8 +158,7 @@ impl Scoring<'_> {
             match queries {
                 Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
                 Queries::Floats(_) | Queries::Codes(_) => {
-                    let next = pool.is_none().then_some(first_page + PIECE_PAGES);
-                    self.exponentials(ask, queries, (first_page, next), raw, sums);
+                    self.exponentials(ask, queries, first_page, raw, sums);
                 }
             }
         });
@@ -175,25 +174,28 @@ impl Scoring<'_> {
         Weighed { pieces, raw, factors, group }
     }
 
-    /// The exponentials of a piece, and the maximum and the sum of each row. Meanwhile the digests from page
-    /// `next` on are fetched.
+    /// The exponentials of a piece, and of each row what was subtracted before, and the sum.
     fn exponentials(
         &self,
         ask: &Ask,
         queries: &Queries,
-        (first_page, next): (usize, Option<usize>),
+        first_page: usize,
         raw: &mut [f32],
         sums: &mut [(f32, f32)],
     ) {
-        let group = sums.len();
+        let (isa, group) = (self.attention.isa, sums.len());
+        let n = raw.len() / group;
+        if let (Queries::Codes(codes), Some(digest)) = (queries, self.digest(ask)) {
+            let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
+            if nibble_exponentials(isa, pages, codes, raw, sums) {
+                return;
+            }
+        }
         let mut maxima = [0.0; MAX_GROUP];
         let maxima = &mut maxima[..group];
         self.raw_scores(ask, queries, first_page, (raw, maxima));
-        let next = next.map_or(&[][..], |page| self.next_piece(ask, page));
-        let mut next = next.chunks(next.len().div_ceil(group).max(1));
-        let rows = raw.chunks_exact_mut(raw.len() / group);
-        for ((row, sum), &mut max) in rows.zip(sums).zip(maxima) {
-            *sum = exponentials(self.attention.isa, row, max, next.next().unwrap_or(&[]));
+        for ((row, sum), &mut max) in raw.chunks_exact_mut(n).zip(sums).zip(maxima) {
+            *sum = exponentials(isa, row, max);
         }
     }
 
@@ -298,16 +300,6 @@ impl Scoring<'_> {
     fn slots(&self, ask: &Ask, first_page: usize, n_pages: usize) -> &[u32] {
         let first_slot = self.attention.plan.seqs[ask.seq as usize].first_slot;
         &self.attention.plan.slots[first_slot + first_page..][..n_pages]
-    }
-
-    /// The digests of a piece that begins with a page, if a question has such a page: pages mostly lie one behind
-    /// the other.
-    fn next_piece(&self, ask: &Ask, page: usize) -> &[u8] {
-        let n_pages = (ask.n as usize).div_ceil(PAGE).saturating_sub(page).min(PIECE_PAGES);
-        let Some(digest) = self.digest(ask).filter(|_| n_pages > 0) else { return &[] };
-        let (slot, page_bytes) = (self.slots(ask, page, 1)[0], digest.encoder.page_bytes);
-        let bytes = &digest.of_head(self.head_number(ask))[slot as usize * page_bytes..];
-        &bytes[..bytes.len().min(n_pages * page_bytes)]
     }
 
     /// The digests of `n_pages` pages of a question.
