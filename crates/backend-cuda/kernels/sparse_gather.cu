@@ -94,6 +94,9 @@ DEVICE Way way_at(const GatherRowsParams& p, const u32* firsts, u32 index, bool 
     return way_of<CODES>(p.pages, p.codes, all, index - firsts[low], staged);
 }
 
+// Of a warp: few blocks should have many rows on their way, and this kernel has no other use for the room.
+#define GATHER_RING_BYTES (2 * RING_BYTES)
+
 // All of it, for rows as they are or in eight bits.
 template <bool CODES>
 DEVICE void gather(const GatherRowsParams& p) {
@@ -101,13 +104,13 @@ DEVICE void gather(const GatherRowsParams& p) {
     __shared__ u64 barriers[GATHER_THREADS / 32 * RING_MOST];
     extern __shared__ __align__(128) u32 shared_words[];
     u8* room = (u8*)shared_words;
-    u32* firsts = shared_words + GATHER_THREADS / 32 * RING_BYTES / 4;
+    u32* firsts = shared_words + GATHER_THREADS / 32 * GATHER_RING_BYTES / 4;
     const u32 n_all = count_moves(p, firsts);
     bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
     if (is_staged) is_staged = have_come(p);
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, n_warps = gridDim.x * GATHER_THREADS / 32;
     bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.codes.kind,
-                      Ring<CODES>(room, barriers),
+                      Ring<CODES, GATHER_RING_BYTES>(room, barriers),
                       [&](u32 index) { return way_at<CODES>(p, firsts, index, is_staged); });
 }
 

@@ -81,19 +81,19 @@ DEVICE void put_down(const u8* row, u8* target, u32 tokens, u32 kind) {
 }
 
 // Where rows of a warp come to.
-template <bool CODES>
+template <bool CODES, u32 BYTES = RING_BYTES>
 struct Ring {
     static const u32 HALF = CODES ? CODE_WIDTH : ROW_BYTES;
-    static const u32 N = RING_BYTES / (2 * HALF) < RING_MOST ? RING_BYTES / (2 * HALF) : RING_MOST;
+    static const u32 N = BYTES / (2 * HALF) < RING_MOST ? BYTES / (2 * HALF) : RING_MOST;
     u8* rows;
     u32 barriers;  // one for each row
     u32 phases;    // of these, a bit each
 
-    // Of a block that has memory for RING_BYTES, and RING_MOST barriers, for each warp. What was there is
+    // Of a block that has memory for BYTES, and RING_MOST barriers, for each warp. What was there is
     // read no more.
     __device__ Ring(u8* room, u64* all_barriers) {
         const u32 warp = threadIdx.x / 32;
-        rows = room + warp * RING_BYTES;
+        rows = room + warp * BYTES;
         barriers = shared_address(all_barriers + warp * RING_MOST), phases = 0;
 #if HAS_BULK
         if (threadIdx.x % 32 < N) barrier_init(barriers + threadIdx.x % 32 * 8);
@@ -131,9 +131,9 @@ struct Ring {
 };
 
 // Brings up to 32 rows whose ways the lanes know.
-template <bool CODES>
-DEVICE void pass_rows(Ring<CODES>& ring, const Way& way, u32 n_rows, u32 half_bytes, u32 kind) {
-    const u32 N = Ring<CODES>::N, n_lanes = 32 / at_once<CODES>();
+template <bool CODES, u32 BYTES>
+DEVICE void pass_rows(Ring<CODES, BYTES>& ring, const Way& way, u32 n_rows, u32 half_bytes, u32 kind) {
+    const u32 N = Ring<CODES, BYTES>::N, n_lanes = 32 / at_once<CODES>();
     const auto send = [&](u32 row) {
         const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, row % 32);
         if (row < n_rows) ring.send(row % N, source, half_bytes);
@@ -154,8 +154,8 @@ DEVICE void pass_rows(Ring<CODES>& ring, const Way& way, u32 n_rows, u32 half_by
 
 // Brings `n_all` rows, whose ways `find` finds, by `n_warps` warps, of which this is one; `half_bytes` are from
 // a key to its value, unless they are coded, side by side. Each takes runs of up to 32 rows, as long as those of the others.
-template <bool CODES, typename Find>
-DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES> ring,
+template <bool CODES, u32 BYTES, typename Find>
+DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES, BYTES> ring,
                        const Find& find) {
     if (n_all == 0) return;
     const u32 lane = threadIdx.x % 32, n_runs = (n_all + 32 * n_warps - 1) / (32 * n_warps) * n_warps;
@@ -169,6 +169,6 @@ DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kin
         first += n_warps * run;
         // Known before it is needed: a chain of loads.
         if (lane < run && first + lane < n_all) next = find(first + lane);
-        pass_rows<CODES>(ring, way, n_rows, CODES ? CODE_WIDTH : half_bytes, kind);
+        pass_rows(ring, way, n_rows, CODES ? CODE_WIDTH : half_bytes, kind);
     }
 }

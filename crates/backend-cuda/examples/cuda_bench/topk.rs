@@ -454,7 +454,7 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             let bytes = (8 * n * row_bytes) as f64;
             let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
             let share = 256 / number(words, "gather_threads").unwrap_or(256) as u32;
-            for blocks in [4, 8, 16].map(|n| n * share) {
+            for blocks in [4, 6, 8, 16].map(|n| n * share) {
                 let seconds = time(cuda, |i| {
                     Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &places, blocks)?)
                 })?;

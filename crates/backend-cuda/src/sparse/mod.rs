@@ -173,7 +173,8 @@ impl SparseKernels {
             cuda.device.load(cuda.cubin(&Program::sparse(attend, limit, cuda.tuning))?)?;
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
         let threads = cuda.tuning.threads;
-        let rings = threads as usize / 32 * ring_bytes(attend.page);
+        // GATHER_RING_BYTES of the kernel, for each warp.
+        let rings = threads as usize / 32 * 2 * ring_bytes(attend.page);
         let gather = |name, rings| {
             let kernel = kernel(name, Gather::shared_bytes(rings, MAX_NUMBERS))?;
             Ok::<_, DeviceError>(Gather { kernel, threads, rings })

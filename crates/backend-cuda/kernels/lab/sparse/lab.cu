@@ -79,7 +79,7 @@ struct Lab {
     void put_row(u32 len) { SparseRow row = {0, len, 0, 0, marks, pages}; CHECK(cudaMemcpyAsync(rows, &row, sizeof row, cudaMemcpyHostToDevice, s)); CHECK(cudaStreamSynchronize(s)); }
     void k_decide(u32 more = 0) { dp.done = more || apart ? nullptr : done; dp.n_bringing = more ? 0 : bringing; dp.flags = r.flags | more | (apart ? 0 : FLAG_TOGETHER); dp.score.qkv = more ? asked : qkv, dp.score.q_stride = more ? H * W : sp.q_stride; launch(decide, apart ? dim3(blocks, G) : dim3(std::min<u32>(blocks * G, G * (stride / PIECE))), SCORE_THREADS, shared, dp, s); }
     bool apart = false;
-    void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, GATHER_THREADS / 32 * RING_BYTES + 4 * (G + 1), gp, s); }
+    void k_gather() { launch(sparse_gather, dim3(gather_blocks), GATHER_THREADS, GATHER_THREADS / 32 * GATHER_RING_BYTES + 4 * (G + 1), gp, s); }
     void k_attend() { ap.done = apart ? nullptr : done, ap.is_early = 1; launch(sparse_attend_8, dim3(132), 32 * ATTEND_WARPS, ATTEND_SHARED, ap, s); }
     void k_merge() { launch(sparse_merge, dim3(1, H), MERGE_THREADS, 0, ap, s); }
     // One step, checked.
