@@ -136,56 +136,6 @@ fn few_queries<'a, const N: usize>(
     }
 }
 
-/// Writes what `score` gives for each page and query, `[query][n]`.
-#[inline(always)]
-fn each_page<'a>(
-    pages: impl Iterator<Item = &'a [u8]> + Clone,
-    raw: &mut [f32],
-    n_queries: usize,
-    score: impl Fn(&[u8], usize) -> [f32; PAGE],
-) {
-    let n = raw.len() / n_queries;
-    let mut ahead = pages.clone().skip(AHEAD);
-    for (i, page) in pages.enumerate() {
-        if let Some(page) = ahead.next() {
-            fetch(page);
-        }
-        for query in 0..n_queries {
-            let row = &mut raw[query * n + i * PAGE..(query + 1) * n];
-            let scores = score(page, query);
-            match row.first_chunk_mut() {
-                Some(row) => *row = scores,
-                None => row.copy_from_slice(&scores[..row.len()]),
-            }
-        }
-    }
-}
-
-/// The units of a page's tokens, behind its lines.
-fn units_of(page: &[u8], n_lines: usize) -> &[u8; 2 * PAGE] {
-    page[n_lines * 4 * PAGE..].first_chunk().expect("units behind the lines")
-}
-
-/// Scores of the sixteen keys of a page.
-fn plain(page: &[u8], query: &Query<'_>) -> [f32; PAGE] {
-    let mut sums = [query.begin; PAGE];
-    let (lines, _) = page.as_chunks::<{ 4 * PAGE }>();
-    for (line, words) in lines.iter().zip(query.words) {
-        let [low, high] = words.map(|word| word.to_le_bytes().map(u8::cast_signed));
-        for (sum, bytes) in sums.iter_mut().zip(line.as_chunks::<4>().0) {
-            for (i, byte) in bytes.iter().enumerate() {
-                *sum += i32::from(byte & 15) * i32::from(low[i]);
-                *sum += i32::from(byte >> 4) * i32::from(high[i]);
-            }
-        }
-    }
-    let (units, _) = units_of(page, query.words.len()).as_chunks::<2>();
-    std::array::from_fn(|token| {
-        let unit = f16_to_f32(u16::from_le_bytes(units[token]));
-        sums[token] as f32 * unit * query.factor
-    })
-}
-
 /// Pages whose scores say what is subtracted from all of a piece before its exponentials are taken,
 #[cfg(target_arch = "x86_64")]
 const FIRST: usize = 4;
@@ -193,7 +143,7 @@ const FIRST: usize = 4;
 #[cfg(target_arch = "x86_64")]
 const MOST: f32 = 60.0;
 
-/// The same with exponentials of the scores instead, and for each query what was subtracted from its scores, and
+/// What [`nibble_scores`] does, with exponentials of the scores instead, and for each query what was subtracted from its scores, and
 /// the sum. In one pass: exponentials are taken of some pages while others come. False, and nothing done, on
 /// machines that have no vectors for it.
 pub(super) fn nibble_exponentials<'a>(
@@ -248,6 +198,56 @@ fn few_exponentials<'a, const N: usize>(
     for ((sum, (_, total)), from) in sums.iter_mut().zip(found).zip(from) {
         *sum = (from, total);
     }
+}
+
+/// Writes what `score` gives for each page and query, `[query][n]`.
+#[inline(always)]
+fn each_page<'a>(
+    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    raw: &mut [f32],
+    n_queries: usize,
+    score: impl Fn(&[u8], usize) -> [f32; PAGE],
+) {
+    let n = raw.len() / n_queries;
+    let mut ahead = pages.clone().skip(AHEAD);
+    for (i, page) in pages.enumerate() {
+        if let Some(page) = ahead.next() {
+            fetch(page);
+        }
+        for query in 0..n_queries {
+            let row = &mut raw[query * n + i * PAGE..(query + 1) * n];
+            let scores = score(page, query);
+            match row.first_chunk_mut() {
+                Some(row) => *row = scores,
+                None => row.copy_from_slice(&scores[..row.len()]),
+            }
+        }
+    }
+}
+
+/// The units of a page's tokens, behind its lines.
+fn units_of(page: &[u8], n_lines: usize) -> &[u8; 2 * PAGE] {
+    page[n_lines * 4 * PAGE..].first_chunk().expect("units behind the lines")
+}
+
+/// Scores of the sixteen keys of a page.
+fn plain(page: &[u8], query: &Query<'_>) -> [f32; PAGE] {
+    let mut sums = [query.begin; PAGE];
+    let (lines, _) = page.as_chunks::<{ 4 * PAGE }>();
+    for (line, words) in lines.iter().zip(query.words) {
+        let [low, high] = words.map(|word| word.to_le_bytes().map(u8::cast_signed));
+        for (sum, bytes) in sums.iter_mut().zip(line.as_chunks::<4>().0) {
+            for (i, byte) in bytes.iter().enumerate() {
+                *sum += i32::from(byte & 15) * i32::from(low[i]);
+                *sum += i32::from(byte >> 4) * i32::from(high[i]);
+            }
+        }
+    }
+    let (units, _) = units_of(page, query.words.len()).as_chunks::<2>();
+    std::array::from_fn(|token| {
+        let unit = f16_to_f32(u16::from_le_bytes(units[token]));
+        sums[token] as f32 * unit * query.factor
+    })
 }
 
 /// The same with vectors of eight tokens: bytes are multiplied in pairs, then pairs are added.

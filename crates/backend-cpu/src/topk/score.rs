@@ -1,8 +1,8 @@
 //! How well places fit the queries of one head.
 //!
 //! Questions are cut into pieces, which threads share. Signs are counted; everything else goes
-//! through a softmax over all places: each piece takes the exponentials against its own maximum, and
-//! in the end pieces are brought to a common one.
+//! through a softmax over all places: each piece takes the exponentials of differences from a number of
+//! its own, and in the end pieces are brought to a common one.
 
 use std::sync::OnceLock;
 
@@ -55,7 +55,7 @@ pub(crate) struct Memory {
     pieces: Vec<Piece>,
     /// Raw scores of all pieces.
     raw: Vec<f32>,
-    /// The maximum and the sum of exponentials of each row, `[piece][group]`, and of all pieces of a question,
+    /// What was subtracted, and the sum of exponentials, of each row, `[piece][group]`, and of all pieces of a question,
     /// `[ask][group]`.
     sums: Vec<(f32, f32)>,
     totals: Vec<(f32, f32)>,
@@ -199,7 +199,7 @@ impl Scoring<'_> {
         }
     }
 
-    /// The maximum and the sum of exponentials of each question's rows, `[ask][group]`, from those of
+    /// What is subtracted and the sum of exponentials of each question's rows, `[ask][group]`, from those of
     /// the pieces.
     fn add_up(
         &self,
