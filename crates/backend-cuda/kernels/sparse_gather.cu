@@ -94,9 +94,6 @@ DEVICE Way way_at(const GatherRowsParams& p, const u32* firsts, u32 index, bool 
     return way_of<CODES>(p.pages, p.codes, all, index - firsts[low], staged);
 }
 
-// Of a warp: few blocks should have many rows on their way, and this kernel has no other use for the room.
-#define GATHER_RING_BYTES (2 * RING_BYTES)
-
 // All of it, for rows as they are or in eight bits.
 template <bool CODES>
 DEVICE void gather(const GatherRowsParams& p) {
@@ -114,12 +111,14 @@ DEVICE void gather(const GatherRowsParams& p) {
                       [&](u32 index) { return way_at<CODES>(p, firsts, index, is_staged); });
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREADS)
-    sparse_gather(GatherRowsParams p) {
+// Beside two blocks of a product with one row there is room for three warps of 40 registers in each quarter
+// of a multiprocessor; what does not fit there makes products, or attention, wait for a second round.
+#define GATHER_BOUNDS __launch_bounds__(GATHER_THREADS, 65536 / 40 / GATHER_THREADS)
+
+extern "C" __global__ void GATHER_BOUNDS sparse_gather(GatherRowsParams p) {
     gather<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1024 / GATHER_THREADS)
-    sparse_gather_codes(GatherRowsParams p) {
+extern "C" __global__ void GATHER_BOUNDS sparse_gather_codes(GatherRowsParams p) {
     gather<true>(p);
 }

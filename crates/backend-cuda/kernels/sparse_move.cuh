@@ -2,11 +2,11 @@
 // that have decided about a head, or by a kernel of its own.
 //
 // A warp finds the ways of 32 moves, one in each lane. Several rows are on their way to its ring in shared
-// memory at a time, because each is for long; what has come is put down, its pieces of sixteen bytes in the
-// order of its new place. Bulk copies need no registers for that, and what else the multiprocessor loads does
-// not wait behind them.
+// memory at a time, because each is for long; whichever has come is put down, its pieces of sixteen bytes in
+// the order of its new place, and another one is sent for. Bulk copies need no registers for that, and what
+// else the multiprocessor loads does not wait behind them.
 
-#define RING_MOST 8  // rows of a warp that are on their way
+#define RING_MOST 16  // rows of a warp that are on their way
 
 // What moves to the working set of a head.
 struct Arrivals {
@@ -80,76 +80,81 @@ DEVICE void put_down(const u8* row, u8* target, u32 tokens, u32 kind) {
     }
 }
 
-// Where rows of a warp come to.
+// Where rows of a warp come to: a slot for each of its first N lanes.
 template <bool CODES, u32 BYTES = RING_BYTES>
 struct Ring {
     static const u32 HALF = CODES ? CODE_WIDTH : ROW_BYTES;
     static const u32 N = BYTES / (2 * HALF) < RING_MOST ? BYTES / (2 * HALF) : RING_MOST;
     u8* rows;
-    u32 barriers;  // one for each row
-    u32 phases;    // of these, a bit each
+    u32 barrier;  // of the lane's slot
+    u32 phase;
 
     // Of a block that has memory for BYTES, and RING_MOST barriers, for each warp. What was there is
     // read no more.
-    __device__ Ring(u8* room, u64* all_barriers) {
-        const u32 warp = threadIdx.x / 32;
+    __device__ Ring(u8* room, u64* barriers) {
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         rows = room + warp * BYTES;
-        barriers = shared_address(all_barriers + warp * RING_MOST), phases = 0;
+        barrier = shared_address(barriers + warp * RING_MOST + lane % RING_MOST), phase = 0;
 #if HAS_BULK
-        if (threadIdx.x % 32 < N) barrier_init(barriers + threadIdx.x % 32 * 8);
+        if (lane < N) barrier_init(barrier);
         __syncwarp();
 #endif
     }
 
     __device__ const u8* row(u32 slot) const { return rows + slot * 2 * HALF; }
 
-    // Has a row come, whose value is `half_bytes` behind its key.
-    __device__ void send(u32 slot, const u8* source, u32 half_bytes) {
-        const u32 to = shared_address(row(slot)), lane = threadIdx.x % 32;
+    // Has rows come to the slots of the lanes that ask, with a value that is `half_bytes` behind its key.
+    __device__ void send(bool asks, const u8* source, u32 half_bytes) {
+        const u32 lane = threadIdx.x % 32;
 #if HAS_BULK
-        if (lane > 0) return;
+        if (!asks) return;
+        const u32 to = shared_address(row(lane));
         bulk_fence();
-        barrier_expect(barriers + slot * 8, 2 * HALF);
-        bulk_copy(to, source, HALF, barriers + slot * 8);
-        bulk_copy(to + HALF, source + half_bytes, HALF, barriers + slot * 8);
+        barrier_expect(barrier, 2 * HALF);
+        bulk_copy(to, source, HALF, barrier);
+        bulk_copy(to + HALF, source + half_bytes, HALF, barrier);
 #else
-        LOOP for (u32 at = lane * 16; at < 2 * HALF; at += 512)
-            copy_async(to + at, source + (at < HALF ? at : at - HALF + half_bytes), 16);
+        LOOP for (u32 left = __ballot_sync(~0u, asks); left; left &= left - 1) {
+            const u32 slot = __ffs(left) - 1, to = shared_address(row(slot));
+            const u8* from = (const u8*)__shfl_sync(~0u, (u64)source, slot);
+            LOOP for (u32 at = lane * 16; at < 2 * HALF; at += 512)
+                copy_async(to + at, from + (at < HALF ? at : at - HALF + half_bytes), 16);
+        }
 #endif
     }
 
-    // Waits for a row; without barriers for the oldest ones, of N that were sent or left out.
-    __device__ void wait(u32 slot) {
+    // Waits until rows have come to slots of the lanes that wait, and gives those; without barriers, all.
+    __device__ u32 wait(bool waits) {
 #if HAS_BULK
-        barrier_wait(barriers + slot * 8, phases >> slot & 1);
-        phases ^= 1 << slot;
-#else
-        copy_wait<CODES ? N - 2 : N - 1>();
+        u32 come;
+        // Others need the multiprocessor meanwhile.
+        while (!(come = __ballot_sync(~0u, waits && barrier_test(barrier, phase)))) __nanosleep(40);
+        phase ^= come >> threadIdx.x % 32 & 1;
         __syncwarp();
+        return come;
+#else
+        copy_commit();
+        copy_wait<0>();
+        __syncwarp();
+        return __ballot_sync(~0u, waits);
 #endif
     }
 };
 
-// Brings up to 32 rows whose ways the lanes know.
+// Puts down what has come to some slots, where the lanes of these know its way.
 template <bool CODES, u32 BYTES>
-DEVICE void pass_rows(Ring<CODES, BYTES>& ring, const Way& way, u32 n_rows, u32 half_bytes, u32 kind) {
-    const u32 N = Ring<CODES, BYTES>::N, n_lanes = 32 / at_once<CODES>();
-    const auto send = [&](u32 row) {
-        const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, row % 32);
-        if (row < n_rows) ring.send(row % N, source, half_bytes);
-        copy_commit();
-    };
-    LOOP for (u32 row = 0; row < N; row++) send(row);
-    LOOP for (u32 row = 0; row < n_rows; row += at_once<CODES>()) {
-        const u32 own = row + threadIdx.x % 32 / n_lanes;
-        u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, own % 32);
-        const u32 tokens = __shfl_sync(~0u, way.tokens, own % 32);
-        ring.wait(row % N);
-        if (CODES && row + 1 < n_rows) ring.wait((row + 1) % N);
-        if (own < n_rows) put_down<CODES>(ring.row(own % N), target, tokens, kind);
-        __syncwarp();
-        LOOP for (u32 i = 0; i < at_once<CODES>(); i++) send(row + N + i);
+DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& way, u32 kind) {
+    const bool is_second = CODES && threadIdx.x % 32 >= 16;
+    LOOP while (come) {
+        const u32 one = __ffs(come) - 1, others = come & come - 1;
+        const bool has_row = !is_second || others;
+        const u32 slot = is_second && others ? __ffs(others) - 1 : one;
+        u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, slot);
+        const u32 tokens = __shfl_sync(~0u, way.tokens, slot);
+        if (has_row) put_down<CODES>(ring.row(slot), target, tokens, kind);
+        come = CODES ? others & others - 1 : others;
     }
+    __syncwarp();
 }
 
 // Brings `n_all` rows, whose ways `find` finds, by `n_warps` warps, of which this is one; `half_bytes` are from
@@ -159,16 +164,33 @@ DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kin
                        const Find& find) {
     if (n_all == 0) return;
     const u32 lane = threadIdx.x % 32, n_runs = (n_all + 32 * n_warps - 1) / (32 * n_warps) * n_warps;
-    const u32 run = (n_all + n_runs - 1) / n_runs;
-    u32 first = warp * run;
-    Way next = {nullptr, nullptr, 0};
-    if (lane < run && first + lane < n_all) next = find(first + lane);
-    while (first < n_all) {
-        const Way way = next;
-        const u32 n_rows = min(n_all - first, run);
-        first += n_warps * run;
+    const u32 run = (n_all + n_runs - 1) / n_runs, stride = n_warps * run;
+    const auto find_own = [&](u32 first, Way& way) {
+        if (lane < run && first + lane < n_all) way = find(first + lane);
+    };
+    u32 first = warp * run, sent = 0;  // of this run
+    Way way = {nullptr, nullptr, 0}, next = way;
+    find_own(first, way);
+    Way own = way;  // of what comes to the lane's slot
+    bool is_coming = false, is_new = true;
+    for (;;) {
+        const u32 open = __ballot_sync(~0u, !is_coming && lane < Ring<CODES, BYTES>::N);
+        const u32 n_rows = first < n_all ? min(n_all - first, run) : 0;
+        const u32 row = sent + __popc(open & ((1u << lane) - 1));
+        const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, row % 32);
+        u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, row % 32);
+        const u32 tokens = __shfl_sync(~0u, way.tokens, row % 32);
+        const bool asks = (open >> lane & 1) && row < n_rows;
+        if (asks) own.target = target, own.tokens = tokens, is_coming = true;
+        ring.send(asks, source, CODES ? CODE_WIDTH : half_bytes);
+        if (!__any_sync(~0u, is_coming)) return;
         // Known before it is needed: a chain of loads.
-        if (lane < run && first + lane < n_all) next = find(first + lane);
-        pass_rows(ring, way, n_rows, CODES ? CODE_WIDTH : half_bytes, kind);
+        if (is_new) find_own(first + stride, next);
+        sent += __popc(open);
+        is_new = n_rows > 0 && sent >= n_rows;
+        if (is_new) way = next, sent = 0, first += stride;
+        const u32 come = ring.wait(is_coming);
+        if (come >> lane & 1) is_coming = false;
+        put_down_all(ring, come, own, kind);
     }
 }

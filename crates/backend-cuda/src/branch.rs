@@ -24,9 +24,11 @@ pub(crate) const LINK_BLOCKS: u32 = 8;
 pub struct LinkTuning {
     /// Threads of a block that brings rows.
     pub threads: u32,
-    /// Such blocks, or blocks that decided and now bring rows, beside which something else runs.
+    /// Such blocks, beside which something else runs.
     pub blocks: u32,
-    /// The same where nothing does.
+    /// The same of blocks that have decided.
+    pub blocks_decided: u32,
+    /// Of both where nothing does.
     pub blocks_alone: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
@@ -39,8 +41,9 @@ pub struct LinkTuning {
 impl Default for LinkTuning {
     fn default() -> Self {
         LinkTuning {
-            threads: 256,
-            blocks: 6,
+            threads: 384,
+            blocks: 4,
+            blocks_decided: 6,
             blocks_alone: 32,
             late_blocks: 64,
             short: 48 * 1024,

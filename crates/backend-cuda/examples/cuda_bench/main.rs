@@ -159,7 +159,7 @@ fn main() -> Outcome {
     Ok(())
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `alone=`, `late_blocks=`, `short=` and `early=` otherwise
+/// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `alone=`, `late_blocks=`, `short=` and `early=` otherwise
 /// than usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
@@ -167,6 +167,7 @@ fn tuning(words: &[String]) -> LinkTuning {
     LinkTuning {
         threads: or("gather_threads", usual.threads),
         blocks: or("blocks", usual.blocks),
+        blocks_decided: or("decided", usual.blocks_decided),
         blocks_alone: or("alone", usual.blocks_alone),
         late_blocks: or("late_blocks", usual.late_blocks),
         short: or("short", usual.short),

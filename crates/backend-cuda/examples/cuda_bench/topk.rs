@@ -415,9 +415,7 @@ pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outc
     let places: Vec<u32> = (0..65_536).map(|i| 3 * i / 2).collect();
     cuda.bring_rows(&far.plan, LayerIdx(0), &far.kv, &places, 8)?;
     let beside = cuda.beside()?;
-    // As many threads as such blocks usually have.
-    let share = 256 / number(words, "gather_threads").unwrap_or(256) as u32;
-    for n_blocks in [0, 4, 6, 8, 16, 0].map(|n| n * share) {
+    for n_blocks in [0, 4, 5, 6, 8, 0] {
         let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
             let layer = LayerIdx(kv.n_layers + i as u32 % 4);
             match n_blocks {
@@ -446,15 +444,14 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         let row_bytes = 4 * head_dim as usize;
         let all = [64, 256, 512, 1024, 2048, 4096, 8192, 16_384];
         let is_short = words.iter().any(|word| word == "short");
-        for n in if is_short { vec![512, 2048, 8192] } else { all.to_vec() } {
+        for n in if is_short { vec![512, 2048, 4096, 8192] } else { all.to_vec() } {
             let mut random = Random(n as u64);
             let mut places: Vec<u32> =
                 (0..n).map(|_| (random.unit() * (DEPTH - 1) as f32) as u32).collect();
             places.sort_unstable();
             let bytes = (8 * n * row_bytes) as f64;
             let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
-            let share = 256 / number(words, "gather_threads").unwrap_or(256) as u32;
-            for blocks in [4, 6, 8, 16].map(|n| n * share) {
+            for blocks in [4, 5, 6, 8] {
                 let seconds = time(cuda, |i| {
                     Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &places, blocks)?)
                 })?;
@@ -466,12 +463,8 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
                     let from = (&rig.plan, &rig.kv);
                     Ok(cuda.bring_by(threads, from, layer(i), &places, 8)?)
                 })?;
-                report.add(
-                    &format!("bring {} rows of {row_bytes}, threads", 8 * n),
-                    seconds,
-                    bytes,
-                    0.0,
-                );
+                let name = format!("bring {} rows of {row_bytes}, threads", 8 * n);
+                report.add(&name, seconds, bytes, 0.0);
             }
             let seconds = time(cuda, |_| Ok(cuda.copy_pages_of(&rig.kv, 8 * n * row_bytes)?))?;
             report.add(&format!("copy engine, {} KiB", bytes / 1024.0), seconds, bytes, 0.0);

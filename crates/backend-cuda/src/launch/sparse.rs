@@ -214,6 +214,7 @@ pub(crate) fn constants(
 ) -> Vec<(&'static str, String)> {
     let mut constants = vec![
         ("GATHER_THREADS", tuning.threads.to_string()),
+        ("GATHER_RING_BYTES", gather_ring_bytes(attend.page).to_string()),
         ("RING_BYTES", ring_bytes(attend.page).to_string()),
         ("MAX_GROUP", MAX_GROUP.to_string()),
         ("N_FOLLOWERS", N_FOLLOWERS.to_string()),
@@ -276,6 +277,11 @@ pub(crate) fn ring_bytes(page: PageShape) -> usize {
     (page.bytes() / PAGE_LEN).max(2048)
 }
 
+/// The same of kernels that only bring rows: as much as there is room for beside two blocks of a product.
+pub(crate) fn gather_ring_bytes(page: PageShape) -> usize {
+    (page.bytes() / PAGE_LEN).max(3584)
+}
+
 /// A kernel that brings rows, or asks for them, threads of its blocks, and bytes of their rings.
 pub(crate) struct Gather {
     pub(crate) kernel: Kernel,
@@ -328,5 +334,25 @@ pub(crate) fn gather_rows(
     // them; whoever made them has seen to that.
     unsafe {
         device.launch_on(on, &kernel, ((n_blocks, 1), gather.threads), params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_backend::WeightType;
+
+    use super::super::matmul_one;
+    use super::*;
+
+    #[test]
+    fn a_block_that_brings_rows_finds_room_beside_two_of_a_product() {
+        // Of a multiprocessor, less what every block takes by itself, and fixed arrays: sums of two products,
+        // and sixteen barriers of each warp.
+        let warps = LinkTuning::default().threads as usize / 32;
+        let room = 228 * 1024 - 3 * 1024 - 2 * 128 - warps * 16 * 8;
+        let product = matmul_one::shared_bytes(WeightType::BF16) - matmul_one::ROW_BYTES + 4096 * 2;
+        let page = PageShape { dtype: KvDtype::F16, head_dim: 128 };
+        let rings = warps * gather_ring_bytes(page);
+        assert!(2 * product + Gather::shared_bytes(rings, 8) <= room);
     }
 }

@@ -31,7 +31,7 @@ use crate::launch::attend::{AttendKernels, Attention};
 use crate::launch::attend_shape::AttendShape;
 use crate::launch::sparse::{
     Gather, GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads,
-    SparsePages, SparseRow, gather_rows, kind_number, read_keys, ring_bytes,
+    SparsePages, SparseRow, gather_ring_bytes, gather_rows, kind_number, read_keys,
 };
 use crate::launch::sparse_attend::{
     MAX_NUMBERS, SparseAttend, SparseParams, SparseShape, attend, max_tasks,
@@ -173,8 +173,7 @@ impl SparseKernels {
             cuda.device.load(cuda.cubin(&Program::sparse(attend, limit, cuda.tuning))?)?;
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
         let threads = cuda.tuning.threads;
-        // GATHER_RING_BYTES of the kernel, for each warp.
-        let rings = threads as usize / 32 * 2 * ring_bytes(attend.page);
+        let rings = threads as usize / 32 * gather_ring_bytes(attend.page);
         let gather = |name, rings| {
             let kernel = kernel(name, Gather::shared_bytes(rings, MAX_NUMBERS))?;
             Ok::<_, DeviceError>(Gather { kernel, threads, rings })

@@ -63,7 +63,7 @@ inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p
 template <class T> T __ldcg(const T* p) { return *(const volatile T*)p; }
 inline float2 __ldcg(const float2* p) { return *p; } inline uint2 __ldcg(const uint2* p) { return *p; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); } inline float __fmul_rn(float a, float b) { return a * b; } inline float __fadd_rn(float a, float b) { return a + b; } inline float __fdiv_rn(float a, float b) { return a / b; } inline float __fsqrt_rn(float a) { return sqrtf(a); } inline double __dmul_rn(double a, double b) { return a * b; } inline double __ddiv_rn(double a, double b) { return a / b; }
-inline int __float2int_rn(float x) { return (int)rintf(x); } inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; } inline int __popc(unsigned x) { return __builtin_popcount(x); } inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; } inline float __int_as_float(int x) { return __uint_as_float(x); } inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
+inline int __float2int_rn(float x) { return (int)rintf(x); } inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; } inline int __ffs(unsigned x) { return __builtin_ffs(x); } inline int __popc(unsigned x) { return __builtin_popcount(x); } inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; } inline float __int_as_float(int x) { return __uint_as_float(x); } inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
 template <class A, class B> auto min(A a, B b) { using T = std::common_type_t<A, B>; return (T)a < (T)b ? (T)a : (T)b; } template <class A, class B> auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
 typedef unsigned char u8; typedef signed char i8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 #define DEVICE static inline
@@ -89,12 +89,13 @@ DEVICE void mma_s8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     emu::sync_warp(); for (int e = 0; e < 4; e++) c[e] = out[e];
 }
 DEVICE void emu_ldmatrix(uint4& b, const void* row, bool turned) { emu::Warp* w = emu::cur->warp; u32 l = emu::cur->tid % 32; w->ptr[l] = row; emu::sync_warp(); u32 g = l / 4, t = l % 4, r[4]; for (int m = 0; m < 4; m++) { u16 x, y; memcpy(&x, (const char*)w->ptr[m * 8 + (turned ? 2 * t : g)] + (turned ? g : 2 * t) * 2, 2); memcpy(&y, (const char*)w->ptr[m * 8 + (turned ? 2 * t + 1 : g)] + (turned ? g : 2 * t + 1) * 2, 2); r[m] = x | (u32)y << 16; } emu::sync_warp(); b = uint4{r[0], r[1], r[2], r[3]}; }
+DEVICE void emu_ldmatrix(uint4& b, u32 row, bool turned) { emu_ldmatrix(b, (const void*)(emu::dynamic_base + row), turned); }
 DEVICE void allow_next() {} DEVICE void wait_for_previous() {} DEVICE void begin() {}
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - emu::dynamic_base); }
 DEVICE void copy_async(u32 s, const void* g, u32 n) { memset(emu::dynamic_base + s, 0, 16); memcpy(emu::dynamic_base + s, g, n); } DEVICE void copy_commit() {} template <int N> void copy_wait() {}
 #ifndef HAS_BULK
 #define HAS_BULK 1
 #endif
-DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_fence() {} DEVICE void bulk_fence_all() {} DEVICE void bulk_prefetch(const void*, u32) {}
+DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE bool barrier_test(u32, u32) { return true; } inline void __nanosleep(unsigned) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_fence() {} DEVICE void bulk_fence_all() {} DEVICE void bulk_prefetch(const void*, u32) {}
 DEVICE void store_zeros(u32 s) { memset(emu::dynamic_base + s, 0, 16); }
 DEVICE float warp_sum(float x) { for (int s = 16; s > 0; s /= 2) x += __shfl_xor_sync(~0u, x, s); return x; } DEVICE float warp_max(float x) { for (int s = 16; s > 0; s /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, s)); return x; }
