@@ -480,6 +480,7 @@ DEVICE void decide_all(const DecideParams& p) {
     }
     __syncthreads();
     // Nobody needs scores and bins any more.
+    static_assert(SCORE_WARPS * RING_MOST * sizeof(u64) <= sizeof(bins), "barriers of all warps fit where bins were");
     u8* rows = (u8*)shared_words;
     if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
     else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));

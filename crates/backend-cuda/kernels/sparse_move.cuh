@@ -144,6 +144,7 @@ struct Ring {
 // Puts down what has come to some slots, where the lanes of these know its way.
 template <bool CODES, u32 BYTES>
 DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& way, u32 kind) {
+    // Two at a time if they are coded: see `at_once`.
     const bool is_second = CODES && threadIdx.x % 32 >= 16;
     LOOP while (come) {
         const u32 one = __ffs(come) - 1, others = come & come - 1;
