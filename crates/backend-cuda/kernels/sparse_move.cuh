@@ -159,24 +159,25 @@ DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& wa
 }
 
 // Brings `n_all` rows, whose ways `find` finds, by `n_warps` warps, of which this is one; `half_bytes` are from
-// a key to its value, unless they are coded, side by side. Each takes runs of up to 32 rows, as long as those of the others.
+// a key to its value, unless they are coded, side by side. Each warp has a share of rows that follow each other:
+// the host's memory gives rows that are far apart faster than so many neighbours.
 template <bool CODES, u32 BYTES, typename Find>
 DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES, BYTES> ring,
                        const Find& find) {
     if (n_all == 0) return;
-    const u32 lane = threadIdx.x % 32, n_runs = (n_all + 32 * n_warps - 1) / (32 * n_warps) * n_warps;
-    const u32 run = (n_all + n_runs - 1) / n_runs, stride = n_warps * run;
+    const u32 lane = threadIdx.x % 32, share = (n_all + n_warps - 1) / n_warps;
+    u32 first = warp * share, sent = 0;  // of 32 rows
+    const u32 end = min(first + share, n_all);
     const auto find_own = [&](u32 first, Way& way) {
-        if (lane < run && first + lane < n_all) way = find(first + lane);
+        if (first + lane < end) way = find(first + lane);
     };
-    u32 first = warp * run, sent = 0;  // of this run
     Way way = {nullptr, nullptr, 0}, next = way;
     find_own(first, way);
     Way own = way;  // of what comes to the lane's slot
     bool is_coming = false, is_new = true;
     for (;;) {
         const u32 open = __ballot_sync(~0u, !is_coming && lane < Ring<CODES, BYTES>::N);
-        const u32 n_rows = first < n_all ? min(n_all - first, run) : 0;
+        const u32 n_rows = first < end ? min(end - first, 32) : 0;
         const u32 row = sent + __popc(open & ((1u << lane) - 1));
         const u8* source = (const u8*)__shfl_sync(~0u, (u64)way.source, row % 32);
         u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, row % 32);
@@ -186,10 +187,10 @@ DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kin
         ring.send(asks, source, CODES ? CODE_WIDTH : half_bytes);
         if (!__any_sync(~0u, is_coming)) return;
         // Known before it is needed: a chain of loads.
-        if (is_new) find_own(first + stride, next);
+        if (is_new) find_own(first + 32, next);
         sent += __popc(open);
         is_new = n_rows > 0 && sent >= n_rows;
-        if (is_new) way = next, sent = 0, first += stride;
+        if (is_new) way = next, sent = 0, first += 32;
         const u32 come = ring.wait(is_coming);
         if (come >> lane & 1) is_coming = false;
         put_down_all(ring, come, own, kind);

@@ -12,7 +12,7 @@
 //! on the host; `breakdown` also times
 //! steps without each of their stages, or the kernels of top-k attention one by one. `eager` records
 //! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
-//! `decode` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
+//! `decode` and `bring` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
 //!
 //! Kernels are queued back to back and timed together, so that short ones show what queuing costs; for
 //! `decode`, attention of as many layers as a model of that shape has, or of `layers=N`, is one recorded pass,
@@ -23,6 +23,7 @@
 
 mod chunks;
 mod decode;
+mod link;
 mod rig;
 mod start;
 mod step;
@@ -144,10 +145,10 @@ fn main() -> Outcome {
         chunks::chunks(&cuda, &mut report, &words)?;
     }
     if has("bring") {
-        topk::bring(&cuda, &mut report, &words)?;
+        link::bring(&cuda, &mut report, &words)?;
     }
     if has("beside") {
-        topk::beside(&cuda, &mut report, &words)?;
+        link::beside(&cuda, &mut report, &words)?;
     }
     if let Some(path) = std::env::args().nth(1) {
         let (device, kernels) = (cuda.name(), report.text);

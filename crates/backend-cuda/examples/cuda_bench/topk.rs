@@ -9,11 +9,11 @@ use std::collections::BTreeMap;
 use nuthatch_backend::topk::{Found, HeadNumbers, Mix, ReuseRule};
 use nuthatch_backend::{Backend, Deciding, Digest, DigestKind, Pass, Rules, ScoreBy};
 use nuthatch_backend_cuda::Cuda;
-use nuthatch_types::{Clock as _, KvDtype, KvShape, LayerIdx, SystemClock};
+use nuthatch_types::{Clock as _, KvDtype, KvShape, SystemClock};
 
 use crate::rig::Rig;
 use crate::step::{self, Acts, Buf, Model, Shape};
-use crate::{Outcome, Report, number, random, time};
+use crate::{Outcome, Report, number, random};
 
 /// Steps that are timed.
 const STEPS: usize = 24;
@@ -23,10 +23,10 @@ const STAYS: f32 = 0.995;
 const TURNS: f32 = 0.7;
 
 /// Small numbers that their seed determines.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn unit(&mut self) -> f32 {
+    pub(crate) fn unit(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (self.0 >> 40) as f32 / (1 << 24) as f32
     }
@@ -114,6 +114,9 @@ const QSAC: Named = Named {
     ..AUTO
 };
 
+/// The same, if all heads choose at each step.
+const ALWAYS: Named = Named { name: "auto, always", reuses: false, ahead: &[true], ..AUTO };
+
 /// Those that the literature has. Of a cache of pages that the CPU manages only the rows that it moves
 /// are brought, 8.4 % of the context at a step (docs/sparse-answers.md), and nothing that a CPU does is counted.
 const POLICIES: [Named; 6] = [
@@ -138,17 +141,27 @@ const POLICIES: [Named; 6] = [
     },
 ];
 
-/// One line of the ablation: what decides, and how many heads in a hundred turn.
+/// One line of a table: what decides, and how many heads in a hundred turn, to which cosine.
 struct Part {
     of: Named,
     turned: u32,
+    cosine: f32,
     has_graph: bool,
+}
+
+/// Steps that choose at each layer, with more and more to bring, and at first and at last nothing.
+fn moving() -> Vec<Part> {
+    let part = |cosine| Part { of: ALWAYS, turned: 100, cosine, has_graph: true };
+    [1.0, 0.9999, 0.9995, 0.999, 0.995, 0.98, 1.0].map(part).into()
 }
 
 /// The parts of LiteCache, taken away one after the other (figures 10 and 12 of the papers). What thresholds
 /// and aggregation do to hits is what they did on a real text (docs/sparse-answers.md): 69, 48 and 35 %.
-fn parts() -> Vec<Part> {
-    let part = |name, turned, of: Named| Part { of: Named { name, ..of }, turned, has_graph: true };
+fn parts(cosine: f32) -> Vec<Part> {
+    let part = |name, turned, of: Named| {
+        let of = Named { name, ..of };
+        Part { of, turned, cosine, has_graph: true }
+    };
     let now = Named { ahead: &[false], ..QSAC };
     let whole = Named { is_whole: true, ..now };
     vec![
@@ -205,8 +218,9 @@ pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
 /// rates, or, with `turn=N`, at that one; with channels of `bits=8`; with `wide` by queries from weights as
-/// wide as the model's; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts are taken away one by one; with
-/// `breakdown`, kernels are also timed one by one.
+/// wide as the model's; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts
+/// are taken away one by one; with `moves` all heads choose, and more and more rows move; with `breakdown`,
+/// kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let has = |name: &str| words.iter().any(|word| word == name);
     let n_seqs = number(words, "batch").unwrap_or(1);
@@ -218,20 +232,21 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     }
     let shape = &model.shape;
     let percents = number(words, "turn").map_or(vec![100, 45, 25, 10, 0], |n| vec![n as u32]);
-    let lines: Vec<Part> = match (has("ablation"), has("policies")) {
-        (true, _) => parts(),
-        (_, is_all) => {
+    let cosine = number(words, "cosine").map_or(TURNS, |n| n as f32 / 100.0);
+    let lines: Vec<Part> = match has("policies") {
+        _ if has("ablation") => parts(cosine),
+        _ if has("moves") => moving(),
+        is_all => {
             let mut of = POLICIES[..if is_all { POLICIES.len() } else { 1 }].to_vec();
             of.drain(..if has("only") { of.len() } else { 0 });
             of.extend(has("late").then_some(LATE));
             let turns =
                 |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
-            let part = |of: Named| move |turned| Part { of, turned, has_graph: true };
+            let part = |of: Named| move |turned| Part { of, turned, cosine, has_graph: true };
             of.iter().flat_map(|of| turns(of).into_iter().map(part(*of))).collect()
         }
     };
     let n_digests = if lines.iter().any(|line| line.of.by == SIGNS) { 2 } else { 1 };
-    let cosine = number(words, "cosine").map_or(TURNS, |n| n as f32 / 100.0);
     for depth in depths {
         let (free, _) = cuda.memory()?;
         let mut rig = Rig::with(
@@ -253,7 +268,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             cuda.record_passes(line.has_graph);
             for &is_ahead in line.of.ahead {
                 (run.rules, run.is_ahead) = (i as u32, is_ahead);
-                let turn = Turn { percent: line.turned, cosine };
+                let turn = Turn { percent: line.turned, cosine: line.cosine };
                 run.time(&mut rig, report, (line.of.name, turn))?;
             }
         }
@@ -399,76 +414,4 @@ pub(crate) fn kv_of(shape: &Shape) -> KvShape {
         page_len: 16,
         dtype: KvDtype::F16,
     }
-}
-
-/// Times steps of one sequence of 8192 tokens alone, and while rows come over the link; with as many
-/// resident layers as the shape has.
-pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
-    const DEPTH: usize = 98_304;
-    let model = Model::new(cuda, step::named(words))?;
-    let kv = kv_of(&model.shape);
-    // The last ones are far.
-    let all = KvShape { n_layers: kv.n_layers + 4, ..kv };
-    let mut far = Rig::with(cuda, (all, model.shape.n_heads), (1, DEPTH, 1), (false, Some(&[])))?;
-    far.lay_out(&[(0, DEPTH - 1, 1)])?;
-    // 256 MiB, for longer than a step takes.
-    let places: Vec<u32> = (0..65_536).map(|i| 3 * i / 2).collect();
-    cuda.bring_rows(&far.plan, LayerIdx(0), &far.kv, &places, 8)?;
-    let beside = cuda.beside()?;
-    for n_blocks in [0, 4, 5, 6, 8, 0] {
-        let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
-            let layer = LayerIdx(kv.n_layers + i as u32 % 4);
-            match n_blocks {
-                0 => Ok(()),
-                n => Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &places, n)?),
-            }
-        })?;
-        let name = format!("step {}, 1 x 8192, {n_blocks} blocks bring rows", model.shape.name);
-        report.add(&name, seconds, model.bytes(&kv, 8192), 0.0);
-    }
-    Ok(())
-}
-
-/// Times bringing rows of random places, in order, to working sets: by several numbers of blocks, by threads
-/// of the host if there are any (`threads=8`), and copies of as many bytes by the copy engine; rows of 512
-/// bytes, with `widths` also of half and twice. 4096 to 131072 rows are a figure of the CLO paper.
-pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
-    const DEPTH: usize = 131_072;
-    let has_widths = words.iter().any(|word| word == "widths");
-    for head_dim in if has_widths { vec![64, 128, 256] } else { vec![128] } {
-        let kv =
-            KvShape { n_layers: 4, n_kv_heads: 8, head_dim, page_len: 16, dtype: KvDtype::F16 };
-        let mut rig = Rig::with(cuda, (kv, 32), (1, DEPTH, 1), (false, Some(&[])))?;
-        rig.lay_out(&[(0, DEPTH - 1, 1)])?;
-        let threads = cuda.threads(&rig.kv)?;
-        let row_bytes = 4 * head_dim as usize;
-        let all = [64, 256, 512, 1024, 2048, 4096, 8192, 16_384];
-        let is_short = words.iter().any(|word| word == "short");
-        for n in if is_short { vec![512, 2048, 4096, 8192] } else { all.to_vec() } {
-            let mut random = Random(n as u64);
-            let mut places: Vec<u32> =
-                (0..n).map(|_| (random.unit() * (DEPTH - 1) as f32) as u32).collect();
-            places.sort_unstable();
-            let bytes = (8 * n * row_bytes) as f64;
-            let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
-            for blocks in [4, 5, 6, 8] {
-                let seconds = time(cuda, |i| {
-                    Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &places, blocks)?)
-                })?;
-                let name = format!("bring {} rows of {row_bytes}, {blocks} blocks", 8 * n);
-                report.add(&name, seconds, bytes, 0.0);
-            }
-            if let Some(threads) = &threads {
-                let seconds = time(cuda, |i| {
-                    let from = (&rig.plan, &rig.kv);
-                    Ok(cuda.bring_by(threads, from, layer(i), &places, 8)?)
-                })?;
-                let name = format!("bring {} rows of {row_bytes}, threads", 8 * n);
-                report.add(&name, seconds, bytes, 0.0);
-            }
-            let seconds = time(cuda, |_| Ok(cuda.copy_pages_of(&rig.kv, 8 * n * row_bytes)?))?;
-            report.add(&format!("copy engine, {} KiB", bytes / 1024.0), seconds, bytes, 0.0);
-        }
-    }
-    Ok(())
 }

@@ -24,10 +24,9 @@ pub struct Beside(Branch);
 /// Threads of the host that bring rows.
 pub struct Threads(Link);
 
-/// Heads whose working sets are empty, to which so many rows move.
-fn states_of(n_heads: usize, n_pages: usize, n_moves: u32) -> Vec<HeadState> {
-    let empty = |head| HeadState::empty(head * n_pages, n_pages);
-    (0..n_heads).map(|head| HeadState { n_moves, n_gone: n_moves, ..empty(head) }).collect()
+/// A head whose working set is empty, to which so many rows move.
+fn state_of(head: usize, n_pages: usize, n_moves: u32) -> HeadState {
+    HeadState { n_moves, n_gone: n_moves, ..HeadState::empty(head * n_pages, n_pages) }
 }
 
 impl Cuda {
@@ -47,11 +46,11 @@ impl Cuda {
         threads: &Threads,
         (plan, kv): (&CudaPlan, &CudaKv),
         layer: LayerIdx,
-        places: &[u32],
+        lists: &[Vec<u32>],
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
         threads.0.check()?;
-        self.bring(plan, layer, kv, places, (n_blocks, None, Some(&threads.0)))
+        self.bring(plan, layer, kv, lists, (n_blocks, None, Some(&threads.0)))
     }
 
     /// [`Cuda::bring_rows`] of the lists that were last uploaded, beside what comes next.
@@ -60,25 +59,25 @@ impl Cuda {
         beside: &Beside,
         (plan, kv): (&CudaPlan, &CudaKv),
         layer: LayerIdx,
-        places: &[u32],
+        lists: &[Vec<u32>],
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
         assert!(layer.0 > 0, "nothing is uploaded meanwhile");
         let branch = beside.0.fork(&self.device, 0)?;
-        self.bring(plan, layer, kv, places, (n_blocks, Some(branch), None))
+        self.bring(plan, layer, kv, lists, (n_blocks, Some(branch), None))
     }
 
-    /// Brings the rows of some places of the batch's first sequence to working sets, for all heads of a
-    /// layer, by so many blocks. The lists are uploaded when the first layer is brought.
+    /// Brings the rows of some places of the batch's first sequence to working sets, a list of them for each
+    /// head of a layer, by so many blocks. The lists are uploaded when the first layer is brought.
     pub fn bring_rows(
         &self,
         plan: &CudaPlan,
         layer: LayerIdx,
         kv: &CudaKv,
-        places: &[u32],
+        lists: &[Vec<u32>],
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
-        self.bring(plan, layer, kv, places, (n_blocks, None, None))
+        self.bring(plan, layer, kv, lists, (n_blocks, None, None))
     }
 
     fn bring(
@@ -86,18 +85,21 @@ impl Cuda {
         plan: &CudaPlan,
         layer: LayerIdx,
         kv: &CudaKv,
-        places: &[u32],
+        lists: &[Vec<u32>],
         (n_blocks, branch, link): (u32, Option<&CudaStream>, Option<&Link>),
     ) -> Result<(), DeviceError> {
         let sparse = kv.sparse.as_ref().expect("an arena that keeps digests");
         let (n_heads, seq) = (kv.shape.n_kv_heads as usize, &plan.seqs[0]);
-        assert!(places.iter().all(|&place| (place as usize) < seq.kv_len()), "of the sequence");
-        let n_pages = places.len().div_ceil(PAGE_LEN);
+        assert_eq!(lists.len(), n_heads, "a list for each head");
+        let mut places = lists.iter().flatten();
+        assert!(places.all(|&place| (place as usize) < seq.kv_len()), "of the sequence");
+        let longest = lists.iter().map(Vec::len).max().unwrap_or(0);
+        let n_pages = longest.div_ceil(PAGE_LEN);
         let mut scratch = sparse.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let sizes = PickedSizes {
             rows: size_of::<SparseRow>(),
             states: n_heads * size_of::<HeadState>(),
-            moves: n_heads * places.len() * 8,
+            moves: n_heads * longest * 8,
             pages: n_heads * n_pages * kv.page.bytes(),
             partials: 0,
             sums: 0,
@@ -105,10 +107,14 @@ impl Cuda {
         };
         let room = scratch.picked(&self.device, &sizes)?;
         if layer.0 == 0 {
-            let states = states_of(n_heads, n_pages, count(places.len()));
-            let moves: Vec<[u32; 2]> = (0..n_heads)
-                .flat_map(|_| places.iter().copied().zip(0..).map(<[u32; 2]>::from))
-                .collect();
+            let state =
+                |(head, list): (usize, &Vec<u32>)| state_of(head, n_pages, count(list.len()));
+            let states: Vec<HeadState> = lists.iter().enumerate().map(state).collect();
+            let padded = |list: &Vec<u32>| {
+                let rest = std::iter::repeat_n(0, longest - list.len());
+                list.iter().copied().chain(rest).zip(0..).map(<[u32; 2]>::from).collect::<Vec<_>>()
+            };
+            let moves: Vec<[u32; 2]> = lists.iter().flat_map(padded).collect();
             let row = SparseRow {
                 row: 0,
                 kv_len: count(seq.kv_len()),
@@ -139,7 +145,7 @@ impl Cuda {
         };
         let mut params = GatherRowsParams::of_moves(
             (heads, pages),
-            (room.moves.address(), places.len()),
+            (room.moves.address(), longest),
             kv.codes_of(layer.0),
         );
         if let Some(link) = link {
