@@ -159,14 +159,14 @@ DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& wa
 }
 
 // Brings `n_all` rows, whose ways `find` finds, by `n_warps` warps, of which this is one; `half_bytes` are from
-// a key to its value, unless they are coded, side by side. Each warp has a share of rows that follow each other:
-// the host's memory gives rows that are far apart faster than so many neighbours.
+// a key to its value, unless they are coded, side by side. Each warp has a share of rows that follow each other;
+// steps take a little longer if warps take runs of 32 in turns.
 template <bool CODES, u32 BYTES, typename Find>
 DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES, BYTES> ring,
                        const Find& find) {
     if (n_all == 0) return;
     const u32 lane = threadIdx.x % 32, share = (n_all + n_warps - 1) / n_warps;
-    u32 first = warp * share, sent = 0;  // of 32 rows
+    u32 first = warp * share, sent = 0;  // of the 32 rows from there on
     const u32 end = min(first + share, n_all);
     const auto find_own = [&](u32 first, Way& way) {
         if (first + lane < end) way = find(first + lane);

@@ -64,7 +64,7 @@ use nvrtc::Compiler;
 pub use open::CudaConfig;
 pub use plan::{CudaPlan, CudaTables};
 use product::Scratch;
-pub use sparse::{Beside, DecidingShape, Threads, deciding_bytes};
+pub use sparse::{Beside, DecidingShape, ListedRows, Threads, deciding_bytes};
 pub use timing::KernelTime;
 use weight::WeightKernels;
 pub use weight::{CudaWeight, weight_bytes};

@@ -20,23 +20,23 @@ const N_HEADS: u32 = 8;
 /// Times steps of one sequence of 8192 tokens alone, and while rows come over the link; with as many
 /// resident layers as the shape has.
 pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
-    const DEPTH: usize = 98_304;
+    const FAR: usize = 98_304;
     let model = Model::new(cuda, step::named(words))?;
     let kv = kv_of(&model.shape);
     // The last ones are far.
     let all = KvShape { n_layers: kv.n_layers + 4, ..kv };
-    let mut far = Rig::with(cuda, (all, model.shape.n_heads), (1, DEPTH, 1), (false, Some(&[])))?;
-    far.lay_out(&[(0, DEPTH - 1, 1)])?;
+    let mut far = Rig::with(cuda, (all, model.shape.n_heads), (1, FAR, 1), (false, Some(&[])))?;
+    far.lay_out(&[(0, FAR - 1, 1)])?;
     // 256 MiB, for longer than a step takes.
     let lists = vec![(0..65_536).map(|i| 3 * i / 2).collect(); kv.n_kv_heads as usize];
-    cuda.bring_rows(&far.plan, LayerIdx(0), &far.kv, &lists, 8)?;
+    let listed = cuda.list_rows(&far.plan, &far.kv, &lists)?;
     let beside = cuda.beside()?;
     for n_blocks in [0, 4, 5, 6, 8, 0] {
         let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
             let layer = LayerIdx(kv.n_layers + i as u32 % 4);
             match n_blocks {
                 0 => Ok(()),
-                n => Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &lists, n)?),
+                n => Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &listed, n)?),
             }
         })?;
         let name = format!("step {}, 1 x 8192, {n_blocks} blocks bring rows", model.shape.name);
@@ -47,9 +47,9 @@ pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outc
 
 /// Times bringing rows to working sets: by several numbers of blocks, by threads of the host if there are any
 /// (`threads=8`), and copies of as many bytes by the copy engine; rows of 512 bytes, with `widths` also of
-/// half and twice. Their places are random, in order, 4096 to 131072 of them as in a figure of the CLO paper;
-/// or, with `places=FILE`, those of the
-/// selections that `nuthatch eval --record-trace FILE` has written. Pages lie in a scattered order, or `ordered`.
+/// half and twice. Their places are random, in order, of as many rows as a figure of the CLO paper has and fewer;
+/// or, with `places=FILE`, those of the selections that `nuthatch eval --record-trace FILE` wrote for one
+/// policy. Pages lie in a scattered order, or `ordered`.
 pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let has = |name: &str| words.iter().any(|word| word == name);
     let all = match words.iter().find_map(|word| word.strip_prefix("places=")) {
@@ -68,16 +68,17 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             let n: usize = lists.iter().map(Vec::len).sum();
             let bytes = (n * row_bytes) as f64;
             let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
+            let listed = cuda.list_rows(&rig.plan, &rig.kv, lists)?;
             for blocks in [4, 5, 6, 8] {
                 let seconds = time(cuda, |i| {
-                    Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, lists, blocks)?)
+                    Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &listed, blocks)?)
                 })?;
                 let name = format!("bring {n} rows of {row_bytes}{what}, {blocks} blocks");
                 report.add(&name, seconds, bytes, 0.0);
             }
             if let Some(threads) = &threads {
                 let seconds = time(cuda, |i| {
-                    Ok(cuda.bring_by(threads, (&rig.plan, &rig.kv), layer(i), lists, 8)?)
+                    Ok(cuda.bring_by(threads, (&rig.plan, &rig.kv), layer(i), &listed, 8)?)
                 })?;
                 report.add(
                     &format!("bring {n} rows of {row_bytes}{what}, threads"),
@@ -108,16 +109,20 @@ fn made_up(n: usize) -> Selections {
     Selections { lists: vec![places; N_HEADS as usize], what: String::new() }
 }
 
-/// The first selections of a recorded trace, and the last: of as many heads, in a context as long as it was,
-/// twice as long and so on, where the places of one come behind another's.
+/// The first selections of a recorded trace, and the last, whichever layers they are of: one for each head in a
+/// context as long as theirs, and in longer ones several for a head, each one's places behind the other's.
 fn recorded(path: &str) -> Result<Vec<Selections>, Box<dyn Error>> {
     let (mut chosen, mut longest) = (Vec::new(), 0);
     for line in BufReader::new(File::open(path)?).lines() {
         let decision: Value = serde_json::from_str(&line?)?;
         let number = |of: &Value| of.as_u64().and_then(|n| u32::try_from(n).ok());
-        longest = longest.max(number(&decision["kv_len"]).ok_or("a decision without `kv_len`")?);
-        let places = decision["chosen"].as_array();
-        chosen.extend(places.map(|all| all.iter().filter_map(number).collect::<Vec<u32>>()));
+        let kv_len = number(&decision["kv_len"]).filter(|&n| n as usize <= DEPTH);
+        let kv_len = kv_len.ok_or(format!("a decision without `kv_len` of up to {DEPTH}"))?;
+        longest = longest.max(kv_len);
+        let Some(places) = decision["chosen"].as_array() else { continue };
+        let place = |of: &Value| number(of).filter(|&place| place < kv_len);
+        let places: Option<Vec<u32>> = places.iter().map(place).collect();
+        chosen.push(places.ok_or("a selection of other places")?);
     }
     let mut all = Vec::new();
     for n_times in [1, 2, 4, 8, 16].into_iter().filter(|n| n * longest <= DEPTH as u32) {

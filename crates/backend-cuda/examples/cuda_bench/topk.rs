@@ -114,7 +114,7 @@ const QSAC: Named = Named {
     ..AUTO
 };
 
-/// The same, if all heads choose at each step.
+/// `auto`, if all heads choose at each step.
 const ALWAYS: Named = Named { name: "auto, always", reuses: false, ahead: &[true], ..AUTO };
 
 /// Those that the literature has. Of a cache of pages that the CPU manages only the rows that it moves

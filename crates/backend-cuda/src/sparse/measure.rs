@@ -24,6 +24,27 @@ pub struct Beside(Branch);
 /// Threads of the host that bring rows.
 pub struct Threads(Link);
 
+/// Rows that are there to be brought.
+pub struct ListedRows {
+    /// Rows of the longest list.
+    longest: usize,
+}
+
+impl ListedRows {
+    fn sizes(&self, kv: &CudaKv) -> PickedSizes {
+        let n_heads = kv.shape.n_kv_heads as usize;
+        PickedSizes {
+            rows: size_of::<SparseRow>(),
+            states: n_heads * size_of::<HeadState>(),
+            moves: n_heads * self.longest * 8,
+            pages: n_heads * self.longest.div_ceil(PAGE_LEN) * kv.page.bytes(),
+            partials: 0,
+            sums: 0,
+            tasks: 0,
+        }
+    }
+}
+
 /// A head whose working set is empty, to which so many rows move.
 fn state_of(head: usize, n_pages: usize, n_moves: u32) -> HeadState {
     HeadState { n_moves, n_gone: n_moves, ..HeadState::empty(head * n_pages, n_pages) }
@@ -40,44 +61,81 @@ impl Cuda {
         Ok(kv.start_link(&self.device)?.map(Threads))
     }
 
+    /// Says which places of the batch's first sequence [`Cuda::bring_rows`] and the others bring: a list for each
+    /// head. That is a copy, which is not part of what is measured.
+    pub fn list_rows(
+        &self,
+        plan: &CudaPlan,
+        kv: &CudaKv,
+        lists: &[Vec<u32>],
+    ) -> Result<ListedRows, DeviceError> {
+        let sparse = kv.sparse.as_ref().expect("an arena that keeps digests");
+        let (n_heads, seq) = (kv.shape.n_kv_heads as usize, &plan.seqs[0]);
+        assert_eq!(lists.len(), n_heads, "a list for each head");
+        let mut places = lists.iter().flatten();
+        assert!(places.all(|&place| (place as usize) < seq.kv_len()), "of the sequence");
+        let listed = ListedRows { longest: lists.iter().map(Vec::len).max().unwrap_or(0) };
+        let mut scratch = sparse.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = scratch.picked(&self.device, &listed.sizes(kv))?;
+        let state = |(head, list): (usize, &Vec<u32>)| {
+            state_of(head, listed.longest.div_ceil(PAGE_LEN), count(list.len()))
+        };
+        let states: Vec<HeadState> = lists.iter().enumerate().map(state).collect();
+        let padded = |list: &Vec<u32>| {
+            let rest = std::iter::repeat_n(0, listed.longest - list.len());
+            list.iter().copied().chain(rest).zip(0..).map(<[u32; 2]>::from).collect::<Vec<_>>()
+        };
+        let moves: Vec<[u32; 2]> = lists.iter().flat_map(padded).collect();
+        let row = SparseRow {
+            row: 0,
+            kv_len: count(seq.kv_len()),
+            table_row: seq.table_row,
+            state_row: 0,
+            marks: 0,
+            pages: room.pages.address(),
+        };
+        self.device.upload(room.rows, 0, &[row])?;
+        self.device.upload(room.states, 0, &states)?;
+        self.device.upload(room.moves, 0, &moves)?;
+        Ok(listed)
+    }
+
     /// [`Cuda::bring_rows`] by threads of the host.
     pub fn bring_by(
         &self,
         threads: &Threads,
         (plan, kv): (&CudaPlan, &CudaKv),
         layer: LayerIdx,
-        lists: &[Vec<u32>],
+        listed: &ListedRows,
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
         threads.0.check()?;
-        self.bring(plan, layer, kv, lists, (n_blocks, None, Some(&threads.0)))
+        self.bring(plan, layer, kv, listed, (n_blocks, None, Some(&threads.0)))
     }
 
-    /// [`Cuda::bring_rows`] of the lists that were last uploaded, beside what comes next.
+    /// [`Cuda::bring_rows`] beside what comes next.
     pub fn bring_beside(
         &self,
         beside: &Beside,
         (plan, kv): (&CudaPlan, &CudaKv),
         layer: LayerIdx,
-        lists: &[Vec<u32>],
+        listed: &ListedRows,
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
-        assert!(layer.0 > 0, "nothing is uploaded meanwhile");
         let branch = beside.0.fork(&self.device, 0)?;
-        self.bring(plan, layer, kv, lists, (n_blocks, Some(branch), None))
+        self.bring(plan, layer, kv, listed, (n_blocks, Some(branch), None))
     }
 
-    /// Brings the rows of some places of the batch's first sequence to working sets, a list of them for each
-    /// head of a layer, by so many blocks. The lists are uploaded when the first layer is brought.
+    /// Brings the rows that were last listed to working sets, for all heads of a layer, by so many blocks.
     pub fn bring_rows(
         &self,
         plan: &CudaPlan,
         layer: LayerIdx,
         kv: &CudaKv,
-        lists: &[Vec<u32>],
+        listed: &ListedRows,
         n_blocks: u32,
     ) -> Result<(), DeviceError> {
-        self.bring(plan, layer, kv, lists, (n_blocks, None, None))
+        self.bring(plan, layer, kv, listed, (n_blocks, None, None))
     }
 
     fn bring(
@@ -85,54 +143,19 @@ impl Cuda {
         plan: &CudaPlan,
         layer: LayerIdx,
         kv: &CudaKv,
-        lists: &[Vec<u32>],
+        listed: &ListedRows,
         (n_blocks, branch, link): (u32, Option<&CudaStream>, Option<&Link>),
     ) -> Result<(), DeviceError> {
         let sparse = kv.sparse.as_ref().expect("an arena that keeps digests");
-        let (n_heads, seq) = (kv.shape.n_kv_heads as usize, &plan.seqs[0]);
-        assert_eq!(lists.len(), n_heads, "a list for each head");
-        let mut places = lists.iter().flatten();
-        assert!(places.all(|&place| (place as usize) < seq.kv_len()), "of the sequence");
-        let longest = lists.iter().map(Vec::len).max().unwrap_or(0);
-        let n_pages = longest.div_ceil(PAGE_LEN);
+        let n_heads = count(kv.shape.n_kv_heads as usize);
         let mut scratch = sparse.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let sizes = PickedSizes {
-            rows: size_of::<SparseRow>(),
-            states: n_heads * size_of::<HeadState>(),
-            moves: n_heads * longest * 8,
-            pages: n_heads * n_pages * kv.page.bytes(),
-            partials: 0,
-            sums: 0,
-            tasks: 0,
-        };
-        let room = scratch.picked(&self.device, &sizes)?;
-        if layer.0 == 0 {
-            let state =
-                |(head, list): (usize, &Vec<u32>)| state_of(head, n_pages, count(list.len()));
-            let states: Vec<HeadState> = lists.iter().enumerate().map(state).collect();
-            let padded = |list: &Vec<u32>| {
-                let rest = std::iter::repeat_n(0, longest - list.len());
-                list.iter().copied().chain(rest).zip(0..).map(<[u32; 2]>::from).collect::<Vec<_>>()
-            };
-            let moves: Vec<[u32; 2]> = lists.iter().flat_map(padded).collect();
-            let row = SparseRow {
-                row: 0,
-                kv_len: count(seq.kv_len()),
-                table_row: seq.table_row,
-                state_row: 0,
-                marks: 0,
-                pages: room.pages.address(),
-            };
-            self.device.upload(room.rows, 0, &[row])?;
-            self.device.upload(room.states, 0, &states)?;
-            self.device.upload(room.moves, 0, &moves)?;
-        }
+        let room = scratch.picked(&self.device, &listed.sizes(kv))?;
         let heads = SparseHeads {
             rows: room.rows.address(),
             states: room.states.address(),
-            state_stride: count(n_heads),
+            state_stride: n_heads,
             n_rows: 1,
-            n_kv_heads: count(n_heads),
+            n_kv_heads: n_heads,
             group: 1,
         };
         let pages = SparsePages {
@@ -145,7 +168,7 @@ impl Cuda {
         };
         let mut params = GatherRowsParams::of_moves(
             (heads, pages),
-            (room.moves.address(), longest),
+            (room.moves.address(), listed.longest),
             kv.codes_of(layer.0),
         );
         if let Some(link) = link {

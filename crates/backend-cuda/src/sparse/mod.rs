@@ -44,7 +44,7 @@ use crate::plan::{CudaPlan, Seq};
 use crate::program::Program;
 use decide::Decider;
 use digest::DigestArena;
-pub use measure::{Beside, Threads};
+pub use measure::{Beside, ListedRows, Threads};
 pub use room::{DecidingShape, deciding_bytes};
 use scratch::Scratch;
 
