@@ -80,12 +80,8 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
                 let seconds = time(cuda, |i| {
                     Ok(cuda.bring_by(threads, (&rig.plan, &rig.kv), layer(i), &listed, 8)?)
                 })?;
-                report.add(
-                    &format!("bring {n} rows of {row_bytes}{what}, threads"),
-                    seconds,
-                    bytes,
-                    0.0,
-                );
+                let name = format!("bring {n} rows of {row_bytes}{what}, threads");
+                report.add(&name, seconds, bytes, 0.0);
             }
             let seconds = time(cuda, |_| Ok(cuda.copy_pages_of(&rig.kv, n * row_bytes)?))?;
             report.add(&format!("copy engine, {} KiB", bytes / 1024.0), seconds, bytes, 0.0);

@@ -6,7 +6,8 @@
 //! both with keys and values of every type, `draw`,
 //! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
 //! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
-//! depths that are named, and `bring` for bringing rows to working sets, both with pages on the device or,
+//! depths that are named, and `bring` for bringing rows to working sets (random ones, or with `places=FILE`
+//! those of a recorded trace), both with pages on the device or,
 //! with `host`, on the host, from where `threads=N` bring rows instead of the device, and where rows are in eight
 //! bits with `fp8` or `int8`; `chunks` for the time of a long prompt, with copies of `near=N` pages if they are
 //! on the host; `breakdown` also times
