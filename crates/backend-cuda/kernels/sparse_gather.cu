@@ -97,23 +97,25 @@ DEVICE Way way_at(const GatherRowsParams& p, const u32* firsts, u32 index, bool 
 // All of it, for rows as they are or in eight bits.
 template <bool CODES>
 DEVICE void gather(const GatherRowsParams& p) {
-    begin();
     __shared__ u64 barriers[GATHER_THREADS / 32 * RING_MOST];
     extern __shared__ __align__(128) u32 shared_words[];
-    u8* room = (u8*)shared_words;
+    const Ring<CODES, GATHER_RING_BYTES> ring((u8*)shared_words, barriers);
+    // Parameters are far at first: they come while it waits.
+    asm volatile("" ::"l"(p.heads.rows), "l"(p.pages.tables), "l"(p.moves), "l"(p.tickets), "l"(p.codes.rows));
+    begin();
     u32* firsts = shared_words + GATHER_THREADS / 32 * GATHER_RING_BYTES / 4;
     const u32 n_all = count_moves(p, firsts);
     bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
     if (is_staged) is_staged = have_come(p);
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, n_warps = gridDim.x * GATHER_THREADS / 32;
-    bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.codes.kind,
-                      Ring<CODES, GATHER_RING_BYTES>(room, barriers),
+    bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.codes.kind, ring,
                       [&](u32 index) { return way_at<CODES>(p, firsts, index, is_staged); });
 }
 
-// Beside two blocks of a product with one row there is room for three warps of 40 registers in each quarter
-// of a multiprocessor; what does not fit there makes products, or attention, wait for a second round.
-#define GATHER_BOUNDS __launch_bounds__(GATHER_THREADS, 65536 / 40 / GATHER_THREADS)
+// Beside two blocks of a product with one row there is room for two warps of 56 registers in each quarter of a
+// multiprocessor; what does not fit there makes products, or attention, wait for a second round. Two blocks may
+// come to the same one, so a block has four warps.
+#define GATHER_BOUNDS __launch_bounds__(GATHER_THREADS, 65536 / 56 / GATHER_THREADS)
 
 extern "C" __global__ void GATHER_BOUNDS sparse_gather(GatherRowsParams p) {
     gather<false>(p);

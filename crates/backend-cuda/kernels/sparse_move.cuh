@@ -6,7 +6,7 @@
 // the order of its new place, and another one is sent for. Bulk copies need no registers for that, and what
 // else the multiprocessor loads does not wait behind them.
 
-#define RING_MOST 16  // rows of a warp that are on their way
+#define RING_MOST 22  // rows of a warp that are on their way
 
 // What moves to the working set of a head.
 struct Arrivals {

@@ -41,8 +41,8 @@ pub struct LinkTuning {
 impl Default for LinkTuning {
     fn default() -> Self {
         LinkTuning {
-            threads: 384,
-            blocks: 4,
+            threads: 128,
+            blocks: 8,
             blocks_decided: 6,
             blocks_alone: 32,
             late_blocks: 64,

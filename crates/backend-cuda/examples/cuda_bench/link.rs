@@ -17,8 +17,8 @@ use crate::{Outcome, Report, time};
 const DEPTH: usize = 131_072;
 const N_HEADS: u32 = 8;
 
-/// Times steps of one sequence of 8192 tokens alone, and while rows come over the link; with as many
-/// resident layers as the shape has.
+/// Times steps of one sequence of 8192 tokens alone, while the copy engine brings as much as it can, and while
+/// blocks bring rows; with as many resident layers as the shape has.
 pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     const FAR: usize = 98_304;
     let model = Model::new(cuda, step::named(words))?;
@@ -31,18 +31,21 @@ pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outc
     let lists = vec![(0..65_536).map(|i| 3 * i / 2).collect(); kv.n_kv_heads as usize];
     let listed = cuda.list_rows(&far.plan, &far.kv, &lists)?;
     let beside = cuda.beside()?;
-    for n_blocks in [0, 4, 5, 6, 8, 0] {
-        let seconds = model.time_beside(cuda, (kv, 8192), &|i| {
-            let layer = LayerIdx(kv.n_layers + i as u32 % 4);
-            match n_blocks {
-                0 => Ok(()),
-                n => Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &listed, n)?),
-            }
-        })?;
-        let name = format!("step {}, 1 x 8192, {n_blocks} blocks bring rows", model.shape.name);
+    let mut step = |what: &str, begin: &dyn Fn(usize) -> Outcome| {
+        let seconds = model.time_beside(cuda, (kv, 8192), begin)?;
+        let name = format!("step {}, 1 x 8192, {what}", model.shape.name);
         report.add(&name, seconds, model.bytes(&kv, 8192), 0.0);
+        Outcome::Ok(())
+    };
+    step("alone", &|_| Ok(()))?;
+    step("beside the copy engine", &|_| Ok(cuda.copy_beside(&beside, &far.kv, 256 << 20)?))?;
+    for n_blocks in [4, 6, 8] {
+        step(&format!("beside {n_blocks} blocks"), &|i| {
+            let layer = LayerIdx(kv.n_layers + i as u32 % 4);
+            Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &listed, n_blocks)?)
+        })?;
     }
-    Ok(())
+    step("alone again", &|_| Ok(()))
 }
 
 /// Times bringing rows to working sets: by several numbers of blocks, by threads of the host if there are any
@@ -69,7 +72,7 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             let bytes = (n * row_bytes) as f64;
             let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
             let listed = cuda.list_rows(&rig.plan, &rig.kv, lists)?;
-            for blocks in [4, 5, 6, 8] {
+            for blocks in [4, 6, 8] {
                 let seconds = time(cuda, |i| {
                     Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &listed, blocks)?)
                 })?;

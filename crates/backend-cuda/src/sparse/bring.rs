@@ -3,6 +3,7 @@
 
 use std::sync::PoisonError;
 
+use cudarc::driver::CudaStream;
 use nuthatch_backend::{Bring, DeviceError};
 use nuthatch_types::LayerIdx;
 
@@ -66,10 +67,7 @@ impl Cuda {
                 (room.moves.address(), brought.stride),
                 kv.codes_of(layer.0),
             );
-            let blocks = match kv.is_far(layer.0) {
-                true => self.tuning.blocks_alone,
-                false => self.device.n_multiprocessors(),
-            };
+            let blocks = self.n_gathering(kv.is_far(layer.0), None);
             gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, None))?;
         }
         Ok(())
@@ -121,11 +119,16 @@ impl Cuda {
             let params = link.ask(idx, &mut gather);
             post_rows(&self.device, &sparse.kernels.post, &params, branch)?;
         }
-        let blocks = match (is_far, branch) {
+        let blocks = self.n_gathering(is_far, branch);
+        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
+    }
+
+    /// Blocks that only bring rows.
+    fn n_gathering(&self, is_far: bool, branch: Option<&CudaStream>) -> u32 {
+        match (is_far, branch) {
             (true, Some(_)) => self.tuning.blocks,
             (true, None) => self.tuning.blocks_alone,
-            (false, _) => self.device.n_multiprocessors(),
-        };
-        gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
+            (false, _) => 3 * self.device.n_multiprocessors(),
+        }
     }
 }

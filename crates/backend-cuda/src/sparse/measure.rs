@@ -181,6 +181,20 @@ impl Cuda {
     /// Copies the first bytes of the arena to the device by the copy engine: what bringing rows is
     /// measured by.
     pub fn copy_pages_of(&self, kv: &CudaKv, bytes: usize) -> Result<(), DeviceError> {
+        self.copy_on(self.device.main_stream(), kv, bytes)
+    }
+
+    /// [`Cuda::copy_pages_of`] beside what comes next.
+    pub fn copy_beside(
+        &self,
+        beside: &Beside,
+        kv: &CudaKv,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.copy_on(beside.0.fork(&self.device, 0)?, kv, bytes)
+    }
+
+    fn copy_on(&self, stream: &CudaStream, kv: &CudaKv, bytes: usize) -> Result<(), DeviceError> {
         let sparse = kv.sparse.as_ref().expect("an arena that keeps digests");
         let mut scratch = sparse.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let sizes = PickedSizes { pages: bytes, ..PickedSizes::default() };
@@ -191,7 +205,7 @@ impl Cuda {
         #[expect(unsafe_code, reason = "raw device memory")]
         // SAFETY: both ranges are inside live allocations, as asserted, at addresses that the driver knows
         // the kind of.
-        let copied = unsafe { sys::cuMemcpyAsync(target, source, bytes, self.device.stream()) };
+        let copied = unsafe { sys::cuMemcpyAsync(target, source, bytes, stream.cu_stream()) };
         self.device.check(copied.result())
     }
 }
