@@ -49,7 +49,7 @@ pub use kv::CpuKv;
 use kv::PAGE;
 pub use matmul::CpuWeight;
 use matmul::{Order, Product, Target};
-use mem::{Region, SharedMut};
+use mem::{Region, SharedMut, Slab};
 use pack::Packed;
 pub use plan::{CpuPlan, CpuTables};
 use pool::Pool;
@@ -74,6 +74,8 @@ pub struct Cpu {
     isa: Isa,
     /// Scratch of the matrix products, and their order; one product runs at a time.
     products: Mutex<(Acts, Order)>,
+    /// What weights are cut from.
+    slab: Mutex<Slab>,
     /// Weights loaded so far: the number of the next.
     n_weights: AtomicUsize,
     /// Scores of one layer's questions before they are answers; kept, because clearing memory for
@@ -99,9 +101,9 @@ impl Cpu {
             n => n,
         };
         let products = Mutex::new((Acts::empty(), Order::default()));
-        let (pool, n_weights, scoring) =
-            (Pool::new(threads), AtomicUsize::new(0), Mutex::default());
-        Ok(Cpu { pool, isa, products, n_weights, scoring, kv_file: None, far_code: None })
+        let (pool, slab, n_weights, scoring) =
+            (Pool::new(threads), Mutex::default(), AtomicUsize::new(0), Mutex::default());
+        Ok(Cpu { pool, isa, products, slab, n_weights, scoring, kv_file: None, far_code: None })
     }
 
     /// The same with KV pages in a file of this name, or in this folder, instead of in memory.
@@ -194,7 +196,8 @@ impl Backend for Cpu {
 
     fn load(&self, parts: &[HostMatrix<'_>]) -> Result<CpuWeight, DeviceError> {
         assert!(!parts.is_empty() && parts.iter().all(|part| part.cols == parts[0].cols));
-        let packed = parts.iter().map(|part| Packed::new(&self.pool, part));
+        let mut slab = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
+        let packed = parts.iter().map(|part| Packed::new(&self.pool, &mut slab, part));
         let parts = packed.collect::<Result<Vec<_>, _>>()?;
         let number = self.n_weights.fetch_add(1, Ordering::Relaxed);
         let rows = parts.iter().map(|part| part.rows).sum();

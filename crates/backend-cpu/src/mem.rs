@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "anonymous mappings come from the system as raw pointers")]
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use nuthatch_backend::DeviceError;
 
@@ -29,11 +30,13 @@ unsafe impl Plain for u32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 
-/// An owned anonymous mapping of `len` elements, zero at first.
+/// `len` elements of their own, zero at first.
 pub struct Region<T: Copy + 'static> {
     start: NonNull<T>,
     len: usize,
-    mapped_bytes: usize,
+    /// What they lie in; nothing if there are none.
+    #[expect(dead_code, reason = "the last region to go gives the memory back")]
+    mapping: Option<Arc<Mapping>>,
 }
 
 // SAFETY: a region owns its memory like a `Vec` and holds plain numbers.
@@ -59,16 +62,25 @@ pub(crate) fn fetch_line<const FIRST: bool>(address: *const u8) {
     }
 }
 
+const LINE_BYTES: usize = 64;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-impl<T: Plain> Region<T> {
-    /// Maps room for `len` elements; `what` names them in the error.
-    pub(crate) fn zeroed(len: usize, what: &'static str) -> Result<Self, DeviceError> {
-        let bytes = len.checked_mul(size_of::<T>());
-        let bytes = bytes.ok_or(DeviceError::OutOfMemory { bytes: usize::MAX, what })?;
-        if bytes == 0 {
-            return Ok(Region { start: NonNull::dangling(), len: 0, mapped_bytes: 0 });
-        }
+/// Addresses that the system has given.
+struct Mapping {
+    address: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: an address and a length, of memory that belongs to nobody else.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Room for so many bytes; if there is some for huge pages, from the beginning of one on.
+    fn new(bytes: usize, what: &'static str) -> Result<(Arc<Self>, NonNull<u8>), DeviceError> {
+        let skipped = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 0 };
+        let bytes = bytes.saturating_add(skipped);
         // SAFETY: an anonymous private mapping with no address hint has no preconditions.
         let address = unsafe {
             libc::mmap(
@@ -83,12 +95,76 @@ impl<T: Plain> Region<T> {
         if address == libc::MAP_FAILED {
             return Err(DeviceError::OutOfMemory { bytes, what });
         }
-        if bytes >= HUGE_PAGE_BYTES {
+        if skipped > 0 {
             // SAFETY: the range was mapped above. A refusal only costs speed, so it is ignored.
             unsafe { libc::madvise(address, bytes, libc::MADV_HUGEPAGE) };
         }
-        let start = NonNull::new(address.cast::<T>()).expect("mmap never returns null on success");
-        Ok(Region { start, len, mapped_bytes: bytes })
+        let address =
+            NonNull::new(address.cast::<u8>()).expect("mmap never returns null on success");
+        let start = address.as_ptr().align_offset(skipped.max(1)).min(skipped);
+        // SAFETY: at most as many bytes as were added above.
+        let start = unsafe { address.add(start) };
+        Ok((Arc::new(Mapping { address, bytes }), start))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made in `new` with this length and is unmapped once.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Cuts regions from the same memory, so that small ones have huge pages too: the matrices of a small model are
+/// of less than a megabyte each. The memory is given back when the last of its regions is.
+#[derive(Default)]
+pub(crate) struct Slab {
+    /// What is left of the last mapping: where, and how many bytes.
+    rest: Option<(Arc<Mapping>, NonNull<u8>, usize)>,
+}
+
+// SAFETY: what is left belongs to nobody else, as a mapping does.
+unsafe impl Send for Slab {}
+
+impl Slab {
+    /// Only what is touched of it is memory.
+    const BYTES: usize = 64 << 20;
+
+    /// Room for `len` elements, from the beginning of a line of the cache on.
+    pub(crate) fn cut<T: Plain>(
+        &mut self,
+        len: usize,
+        what: &'static str,
+    ) -> Result<Region<T>, DeviceError> {
+        let bytes = len.saturating_mul(size_of::<T>()).saturating_add(LINE_BYTES - 1);
+        let bytes = bytes / LINE_BYTES * LINE_BYTES;
+        if len == 0 || bytes > Slab::BYTES / 4 {
+            return Region::zeroed(len, what);
+        }
+        let (mapping, start, left) = match self.rest.take().filter(|rest| rest.2 >= bytes) {
+            Some(rest) => rest,
+            None => {
+                let (mapping, start) = Mapping::new(Slab::BYTES, what)?;
+                (mapping, start, Slab::BYTES)
+            }
+        };
+        // SAFETY: there are at least as many bytes left.
+        let rest = unsafe { start.add(bytes) };
+        self.rest = Some((Arc::clone(&mapping), rest, left - bytes));
+        Ok(Region { start: start.cast(), len, mapping: Some(mapping) })
+    }
+}
+
+impl<T: Plain> Region<T> {
+    /// Maps room for `len` elements; `what` names them in the error.
+    pub(crate) fn zeroed(len: usize, what: &'static str) -> Result<Self, DeviceError> {
+        let bytes = len.checked_mul(size_of::<T>());
+        let bytes = bytes.ok_or(DeviceError::OutOfMemory { bytes: usize::MAX, what })?;
+        if bytes == 0 {
+            return Ok(Region { start: NonNull::dangling(), len: 0, mapping: None });
+        }
+        let (mapping, start) = Mapping::new(bytes, what)?;
+        Ok(Region { start: start.cast(), len, mapping: Some(mapping) })
     }
 }
 
@@ -109,19 +185,9 @@ impl<T: Copy + 'static> std::ops::DerefMut for Region<T> {
     }
 }
 
-impl<T: Copy + 'static> Drop for Region<T> {
-    fn drop(&mut self) {
-        if self.mapped_bytes > 0 {
-            // SAFETY: the mapping was made in `zeroed` with this length and is unmapped once.
-            unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped_bytes) };
-        }
-    }
-}
-
 /// Room for `len` elements in memory that is kept, from the beginning of a line of the cache on: vectors that
 /// cross lines take twice as long to read and to write.
 pub(crate) fn lines<T: Plain + Default>(memory: &mut Vec<T>, len: usize) -> &mut [T] {
-    const LINE_BYTES: usize = 64;
     if memory.len() < len + LINE_BYTES {
         memory.resize(len + LINE_BYTES, T::default());
     }
@@ -191,6 +257,26 @@ mod tests {
         region[2_999_999] = 1.0;
         assert_eq!(region.last(), Some(&1.0));
         assert!(Region::<u8>::zeroed(0, "test").unwrap().is_empty());
+    }
+
+    #[test]
+    fn regions_of_a_slab_do_not_overlap() {
+        let mut slab = Slab::default();
+        let lens = [1, 1000, 0, 3 << 20, 17 << 20, 5 << 20, 16 << 20, 16 << 20, 15 << 20, 16 << 20];
+        let mut regions: Vec<Region<u8>> =
+            lens.iter().map(|&len| slab.cut(len, "test").unwrap()).collect();
+        drop(slab);
+        for (i, region) in regions.iter_mut().enumerate() {
+            assert!(region.len() == lens[i] && region.iter().all(|&x| x == 0));
+            assert!(lens[i] == 0 || region.as_ptr().addr() % LINE_BYTES == 0);
+            region.fill(i as u8 + 1);
+        }
+        regions.remove(1);
+        regions.remove(2);
+        for (region, i) in regions.iter().zip([0u8, 2, 4, 5, 6, 7, 8, 9]) {
+            assert!(region.iter().all(|&x| x == i + 1));
+        }
+        assert!(Slab::default().cut::<f32>(usize::MAX, "test").is_err());
     }
 
     #[test]

@@ -27,7 +27,7 @@ mod file;
 
 use nuthatch_backend::{DeviceError, HostMatrix, WeightType};
 
-use crate::mem::{Region, SharedMut};
+use crate::mem::{Region, SharedMut, Slab};
 use crate::pool::Pool;
 use file::{RowUnit, unpack_file_unit};
 
@@ -217,7 +217,11 @@ pub(crate) struct Packed {
 
 impl Packed {
     /// Copies a matrix into packed form.
-    pub(crate) fn new(pool: &Pool, matrix: &HostMatrix<'_>) -> Result<Packed, DeviceError> {
+    pub(crate) fn new(
+        pool: &Pool,
+        slab: &mut Slab,
+        matrix: &HostMatrix<'_>,
+    ) -> Result<Packed, DeviceError> {
         let HostMatrix { dtype, rows, cols, bytes, bias } = *matrix;
         let row_bytes = dtype.row_bytes(cols).filter(|_| rows > 0 && cols > 0);
         let expected = row_bytes.and_then(|b| b.checked_mul(rows)).unwrap_or(0);
@@ -230,7 +234,7 @@ impl Packed {
         let group_bytes = with_format!(dtype,
             F => cols / (BLOCK * F::BLOCKS) * F::UNIT_BYTES,
             float => cols * LANES * dtype.block_bytes());
-        let mut packed = Region::<u8>::zeroed(n_groups * group_bytes, "weights")?;
+        let mut packed = slab.cut::<u8>(n_groups * group_bytes, "weights")?;
         let target = SharedMut::new(&mut packed);
         pool.run(n_groups, &|group| {
             #[expect(unsafe_code, reason = "threads write disjoint groups")]
@@ -464,7 +468,7 @@ mod tests {
                     .collect();
                 make_scales_finite(dtype, &mut bytes);
                 let matrix = HostMatrix { dtype, rows, cols, bytes: &bytes, bias: None };
-                let packed = Packed::new(&pool, &matrix).unwrap();
+                let packed = Packed::new(&pool, &mut Slab::default(), &matrix).unwrap();
                 for row in 0..rows {
                     let mut expected = vec![0.0; cols];
                     dequantize_row(dtype, &bytes[row * row_bytes..][..row_bytes], &mut expected);
@@ -518,7 +522,7 @@ mod tests {
             let bytes = vec![0; len];
             let dtype = WeightType::Q4_0;
             let matrix = HostMatrix { dtype, rows, cols, bytes: &bytes, bias: None };
-            assert!(Packed::new(&pool, &matrix).is_err());
+            assert!(Packed::new(&pool, &mut Slab::default(), &matrix).is_err());
         }
     }
 }

@@ -100,8 +100,6 @@ DEVICE void gather(const GatherRowsParams& p) {
     __shared__ u64 barriers[GATHER_THREADS / 32 * RING_MOST];
     extern __shared__ __align__(128) u32 shared_words[];
     const Ring<CODES, GATHER_RING_BYTES> ring((u8*)shared_words, barriers);
-    // Parameters are far at first: they come while it waits.
-    asm volatile("" ::"l"(p.heads.rows), "l"(p.pages.tables), "l"(p.moves), "l"(p.tickets), "l"(p.codes.rows));
     begin();
     u32* firsts = shared_words + GATHER_THREADS / 32 * GATHER_RING_BYTES / 4;
     const u32 n_all = count_moves(p, firsts);

@@ -219,7 +219,7 @@ impl Model {
         Ok(())
     }
 
-    /// Times a step of one sequence, the median of several, after each of which something else has begun.
+    /// Times a step of one sequence, the median of several, before each of which something else has begun.
     pub(crate) fn time_beside(
         &self,
         cuda: &Cuda,
