@@ -116,7 +116,8 @@ impl Drop for Mapping {
 }
 
 /// Cuts regions from the same memory, so that small ones have huge pages too: the matrices of a small model are
-/// of less than a megabyte each. The memory is given back when the last of its regions is.
+/// of less than a megabyte each. A mapping is given back with the last of its regions, and the newest one with the
+/// slab.
 #[derive(Default)]
 pub(crate) struct Slab {
     /// What is left of the last mapping: where, and how many bytes.

@@ -123,7 +123,8 @@ impl Cuda {
         gather_rows(&self.device, &sparse.kernels.gather, &gather, (blocks, branch))
     }
 
-    /// Blocks that only bring rows.
+    /// Blocks that only bring rows: near ones as many as hide what memory takes, twelve warps on each
+    /// multiprocessor.
     fn n_gathering(&self, is_far: bool, branch: Option<&CudaStream>) -> u32 {
         match (is_far, branch) {
             (true, Some(_)) => self.tuning.blocks,
