@@ -47,7 +47,7 @@ fn main() -> Result<(), nuthatch_backend::DeviceError> {
     if wanted("choose") {
         let depth: Option<usize> = std::env::args().nth(3).and_then(|n| n.parse().ok());
         if let Some(depth) = depth {
-            return choose(&cpu, DigestKind::Channels, 32, depth);
+            return choose(&cpu, DigestKind::Nibbles, 32, depth);
         }
         for (kind, width) in [
             (DigestKind::Channels, 16),

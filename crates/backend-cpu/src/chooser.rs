@@ -4,7 +4,7 @@ use nuthatch_backend::{Ask, AttnSpec, Best, Chooser, Choosing, DeviceError, Work
 use nuthatch_types::LayerIdx;
 
 use crate::kv::CpuKv;
-use crate::mem::Region;
+use crate::mem::{Region, fetch_line};
 use crate::plan::CpuPlan;
 use crate::{Cpu, topk};
 
@@ -13,8 +13,19 @@ use crate::{Cpu, topk};
 const ROW_PLACES: usize = 10;
 
 impl Chooser for Cpu {
+    fn cosine(&self, a: &[f32], b: &[f32]) -> f32 {
+        topk::cosine(self.isa, a, b)
+    }
+
     fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
         topk::select(self.isa, scores, best, chosen);
+    }
+
+    fn fetch(&self, set: &WorkingSet) {
+        // Sets are far from the processor, and too short for it to see that they are read from end to end.
+        for line in set.members.chunks(16).chain(set.used.chunks(16)) {
+            fetch_line::<false>(line.as_ptr().cast());
+        }
     }
 
     fn admit(&self, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
@@ -51,5 +62,30 @@ impl Chooser for Cpu {
         }
         self.attention(plan, layer, spec, qkv, kv).run(&self.pool, choosing, heads, out);
         kv.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+
+    #[test]
+    fn every_instruction_set_has_the_same_cosines() {
+        let mut state = 3u32;
+        let mut next = |n: usize| {
+            let mut x = || {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+            };
+            (0..n).map(|_| x()).collect::<Vec<f32>>()
+        };
+        for n in [1, 31, 32, 64, 80, 128, 257] {
+            let (a, b) = (next(n), next(n));
+            let expected = nuthatch_backend::topk::cosine(&a, &b).to_bits();
+            for isa in Isa::ALL.into_iter().filter(|&isa| isa <= Isa::detect()) {
+                assert_eq!(topk::cosine(isa, &a, &b).to_bits(), expected, "{isa}, {n}");
+            }
+        }
     }
 }

@@ -108,6 +108,31 @@ pub(crate) fn exps_to_88<const N: usize>(
     })
 }
 
+/// What the powers of what is behind the point are multiplied by, from the fifth down to none.
+#[cfg(target_arch = "x86_64")]
+const PARTS: [f32; 6] =
+    [1.877_576_7e-3, 8.989_341e-3, 5.582_631_8e-2, 2.401_536_1e-1, 6.931_531e-1, 9.999_999_4e-1];
+
+/// `2^x` of `N` vectors within 2e-7 of it, and 0 where that is subnormal or less: half as many instructions as
+/// [`exps_to_88`] has, for scores that need not be nearer.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq")]
+#[inline]
+pub(crate) fn powers_of_two<const N: usize>(
+    x: [std::arch::x86_64::__m512; N],
+) -> [std::arch::x86_64::__m512; N] {
+    use std::arch::x86_64::*;
+    use std::array::from_fn;
+    let all = _mm512_set1_ps;
+    // Less the next whole number below, which is what `scalef` takes of it.
+    let r: [__m512; N] = from_fn(|i| _mm512_reduce_ps::<_MM_FROUND_TO_NEG_INF>(x[i]));
+    let mut p = [all(PARTS[0]); N];
+    for part in &PARTS[1..] {
+        p = from_fn(|i| _mm512_fmadd_ps(p[i], r[i], all(*part)));
+    }
+    from_fn(|i| _mm512_scalef_ps(p[i], x[i]))
+}
+
 /// Sums sixteen lanes in a fixed order.
 #[inline(always)]
 pub(crate) fn sum16(v: &[f32; 16]) -> f32 {

@@ -9,10 +9,18 @@ use crate::{Ask, AttnSpec, Backend, Best, DeviceError, Pick, WorkingSet, topk};
 /// What a host that chooses for a device leaves to it. Devices that are no part of the host need nothing
 /// of their own here.
 pub trait Chooser: Sized {
-    /// See [`topk::select`], which this does in whatever way is fast here.
+    /// See [`topk::cosine`], which this does in whatever way is fast here.
+    fn cosine(&self, a: &[f32], b: &[f32]) -> f32 {
+        topk::cosine(a, b)
+    }
+
+    /// See [`topk::select`], likewise.
     fn select(&self, scores: &[u32], best: Best, chosen: &mut Vec<u32>) {
         topk::select(scores, best, chosen);
     }
+
+    /// Lets a working set come nearer, which will be admitted to soon.
+    fn fetch(&self, _set: &WorkingSet) {}
 
     /// See [`WorkingSet::admit`], likewise.
     fn admit(&self, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {

@@ -4,7 +4,7 @@ use nuthatch_backend::WorkingSet;
 
 use super::near_rows::NearRows;
 use super::policy::{Policy, Refresh, Reuse};
-use super::reuse::{aggregate, cosine, soft_threshold, threshold};
+use super::reuse::{aggregate, soft_threshold, threshold};
 
 /// What decides about one key/value head, the same for all sequences.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,8 +122,15 @@ impl Head {
         self.age = 0;
     }
 
-    /// Whether the last selection serves the group's queries, `[group][D]`. Changes nothing.
-    pub fn look_up(&self, policy: &Policy, rule: &HeadRule, queries: &[f32]) -> Lookup {
+    /// Whether the last selection serves the group's queries, `[group][D]`, as the cosines say that they have with
+    /// those it was made for. Changes nothing.
+    pub fn look_up(
+        &self,
+        policy: &Policy,
+        rule: &HeadRule,
+        queries: &[f32],
+        cosine: impl Fn(&[f32], &[f32]) -> f32,
+    ) -> Lookup {
         let Reuse::Qsac(qsac) = &policy.reuse else { return Lookup::Always };
         if self.label.is_empty() {
             return Lookup::First;
@@ -139,6 +146,11 @@ impl Head {
             similarity if similarity.unwrap_or(-1.0) >= rule.soft => Lookup::Late(similarity),
             similarity => Lookup::Turned(similarity),
         }
+    }
+
+    /// The rows that stay.
+    pub(super) fn set(&self) -> &WorkingSet {
+        &self.set
     }
 
     /// Goes on with the last selection.
@@ -244,6 +256,7 @@ impl Head {
 mod tests {
     use std::collections::BTreeSet;
 
+    use nuthatch_backend::topk::cosine;
     use proptest::prelude::*;
 
     use super::*;
@@ -257,23 +270,23 @@ mod tests {
         let policy = policy("hata,reuse=qsac(eta=0.8,p=3,max_age=4)");
         let rule = HeadRule::new(&policy, &[1.0]);
         let mut head = Head::default();
-        assert_eq!(head.look_up(&policy, &rule, &[1.0, 0.0]), Lookup::First);
+        assert_eq!(head.look_up(&policy, &rule, &[1.0, 0.0], cosine), Lookup::First);
         assert_eq!(head.refresh(&policy, &[1.0, 0.0], &[3, 4], 9), 2);
         // Two small turns, each of them similar to the one before, but not both together.
         let near = [0.85, 0.527];
-        assert!(head.look_up(&policy, &rule, &near).is_hit());
+        assert!(head.look_up(&policy, &rule, &near, cosine).is_hit());
         head.reuse();
         let far = [0.45, 0.893];
         assert!(cosine(&near, &far) > 0.8);
-        assert!(matches!(head.look_up(&policy, &rule, &far), Lookup::Turned(Some(_))));
-        assert_eq!(head.look_up(&policy, &rule, &[-1.0, 0.0]), Lookup::Turned(None));
+        assert!(matches!(head.look_up(&policy, &rule, &far, cosine), Lookup::Turned(Some(_))));
+        assert_eq!(head.look_up(&policy, &rule, &[-1.0, 0.0], cosine), Lookup::Turned(None));
         assert_eq!(head.refresh(&policy, &far, &[4, 5], 10), 1);
         assert_eq!((head.places(&policy), head.cut()), (&[4, 5][..], 10));
         for _ in 0..3 {
-            assert!(head.look_up(&policy, &rule, &far).is_hit());
+            assert!(head.look_up(&policy, &rule, &far, cosine).is_hit());
             head.reuse();
         }
-        assert_eq!(head.look_up(&policy, &rule, &far), Lookup::Aged);
+        assert_eq!(head.look_up(&policy, &rule, &far, cosine), Lookup::Aged);
     }
 
     #[test]
@@ -281,14 +294,17 @@ mod tests {
         let policy = policy("hata,reuse=qsac(eta=0.8,thresholds=fixed,soft=0.4)");
         let rule = HeadRule::new(&policy, &[1.0]);
         let mut head = Head::default();
-        assert_eq!(head.look_up(&policy, &rule, &[1.0, 0.0]), Lookup::First);
+        assert_eq!(head.look_up(&policy, &rule, &[1.0, 0.0], cosine), Lookup::First);
         head.refresh(&policy, &[1.0, 0.0], &[3, 4], 9);
-        assert!(head.look_up(&policy, &rule, &[0.85, 0.527]).is_hit());
-        assert!(head.look_up(&policy, &rule, &[0.5, 0.866]).is_late());
-        assert!(matches!(head.look_up(&policy, &rule, &[0.3, 0.954]), Lookup::Turned(Some(_))));
-        assert_eq!(head.look_up(&policy, &rule, &[-1.0, 0.0]), Lookup::Turned(None));
+        assert!(head.look_up(&policy, &rule, &[0.85, 0.527], cosine).is_hit());
+        assert!(head.look_up(&policy, &rule, &[0.5, 0.866], cosine).is_late());
+        assert!(matches!(
+            head.look_up(&policy, &rule, &[0.3, 0.954], cosine),
+            Lookup::Turned(Some(_))
+        ));
+        assert_eq!(head.look_up(&policy, &rule, &[-1.0, 0.0], cosine), Lookup::Turned(None));
         let always = HeadRule { soft: -1.0, ..rule };
-        assert_eq!(head.look_up(&policy, &always, &[-1.0, 0.0]), Lookup::Late(None));
+        assert_eq!(head.look_up(&policy, &always, &[-1.0, 0.0], cosine), Lookup::Late(None));
         assert_eq!((head.places(&policy), head.cut()), (&[3, 4][..], 9));
     }
 

@@ -357,7 +357,7 @@ impl Calibration {
         for (row, next) in rows.iter().zip(rows.iter().skip(1)) {
             for head in 0..n_heads {
                 let range = head * d..(head + 1) * d;
-                let cosine = super::reuse::cosine(&row[range.clone()], &next[range]);
+                let cosine = nuthatch_backend::topk::cosine(&row[range.clone()], &next[range]);
                 let (sum, n) = &mut self.similarity[layer * n_heads + head];
                 (*sum, *n) = (*sum + f64::from(cosine), *n + 1);
             }

@@ -2,38 +2,6 @@
 
 use super::policy::{Aggregate, Qsac, Soft};
 
-/// Lanes of a sum: as many as a GPU's warp has, so that its sums have the same bits.
-const LANES: usize = 32;
-
-/// The cosine of the angle between two vectors; 0 if one of them has no direction.
-pub fn cosine(a: &[f32], b: &[f32]) -> f32 {
-    // One after the other: the lanes of three sums are more than any processor has registers.
-    let cosine = dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
-    if cosine.is_finite() { cosine } else { 0.0 }
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (a, b) in a.iter().zip(b) {
-        (0..LANES).for_each(|lane| lanes[lane] += a[lane] * b[lane]);
-    }
-    for (lane, (&a, &b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
-        *lane += a * b;
-    }
-    sum(lanes)
-}
-
-/// The sum of all lanes, by halves.
-fn sum(mut lanes: [f32; LANES]) -> f32 {
-    for half in [16, 8, 4, 2, 1] {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-    }
-    lanes[0]
-}
-
 /// The similarity that a head of this importance must keep.
 ///
 /// An angle between that of `eta`, for importance 1, and that of `floor`, for importance 0, which is
@@ -131,7 +99,6 @@ mod tests {
         assert_eq!(aggregate(&[0.9, 0.0], &[1.0, 0.0], Aggregate::Harmonic), None);
         assert_eq!(aggregate(&[0.9, -0.5], &[1.0, 1.0], Aggregate::Harmonic), None);
         assert_eq!(aggregate(&[0.9, -0.5], &[1.0, 1.0], Aggregate::Min), Some(-0.5));
-        assert_eq!(cosine(&[0.0, 0.0], &[1.0, 0.0]), 0.0);
     }
 
     proptest! {

@@ -127,6 +127,7 @@ impl<B: Backend> Choosing for LayerHeads<'_, B> {
         let Scratch { queries, scores, .. } = &topk.scratch;
         let (cut, k) = (policy.cut(work.at.kv_len), self.n_chosen(work));
         let best = Best { first: policy.sinks, k, fade: policy.fade(group) };
+        self.b.fetch(work.head.set());
         if self.is_scored {
             let scores = &scores[ask.at..ask.at + ask.n as usize];
             self.b.select(scores, best, &mut work.head.chosen);
@@ -206,7 +207,7 @@ impl TopK {
                 let rule = &rules.rules[layer.idx * n_kv_heads + work.head_idx];
                 let start = work.at.query_row * width + work.head_idx * group * head_dim;
                 let queries = &queries[start..start + group * head_dim];
-                work.lookup = work.head.look_up(policy, rule, queries);
+                work.lookup = work.head.look_up(policy, rule, queries, |x, y| b.cosine(x, y));
                 let counts = &mut self.stats.policies[work.at.policy];
                 counts.count_lookup(rule.is_frozen(), work.lookup);
                 if work.lookup.is_hit() {

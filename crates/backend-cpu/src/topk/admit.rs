@@ -6,7 +6,6 @@ use crate::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use {
     super::select::{count, span},
-    crate::mem::fetch_line,
     nuthatch_backend::AGE_MAX,
     std::arch::x86_64::*,
     std::cell::RefCell,
@@ -42,10 +41,6 @@ struct Missing {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,popcnt")]
 fn vectors(isa: Isa, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
-    // Sets are far from the processor, and too short for it to see that they are read from end to end.
-    for line in set.members.chunks(16).chain(set.used.chunks(16)) {
-        fetch_line::<true>(line.as_ptr().cast());
-    }
     set.now += 1;
     MISSING.with_borrow_mut(|Missing { places, before }| {
         let room = places.len().max(wanted.len() + 1);

@@ -210,6 +210,17 @@ pub(crate) fn signs(products: &[f32; 64]) -> u64 {
 }
 
 versions! {
+    /// See [`nuthatch_backend::topk::cosine`].
+    pub(crate) fn cosine(a: &[f32], b: &[f32]) -> f32 = cosine_inner;
+}
+
+/// Products are not added to sums in one rounding: all machines have the same bits.
+#[inline(always)]
+fn cosine_inner<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
+    nuthatch_backend::topk::cosine(a, b)
+}
+
+versions! {
     /// `out[i][r] = sum over e of frame[e][r] x[i][e]`.
     fn project(frame: &[f32], width: usize, x: &[f32], out: &mut [f32]) = project_inner;
 }

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 use nuthatch_backend::{Ask, Best, DigestKind, ScoreBy};
 
 use super::agree::agreements;
-use super::nibbles::{Codes, nibble_exponentials, nibble_scores};
-use super::numbers::{bound, channel_scores, combine, exponentials, largest};
+use super::nibbles::{AHEAD, Codes, nibble_exponentials, nibble_scores};
+use super::numbers::{bound, channel_scores, combine, exponentials, fetch, largest};
 use super::select::select_combined;
 use super::{DigestPages, signs};
 use crate::attend::{Attention, MAX_GROUP, Rows, row_scores};
@@ -186,7 +186,9 @@ impl Scoring<'_> {
         let (isa, group) = (self.attention.isa, sums.len());
         let n = raw.len() / group;
         if let (Queries::Codes(codes), Some(digest)) = (queries, self.digest(ask)) {
-            let pages = self.pages(ask, digest, first_page, n.div_ceil(PAGE));
+            // To the question's end, so that the next piece's pages come while the last ones are scored.
+            let n_pages = (ask.n as usize).div_ceil(PAGE) - first_page;
+            let pages = self.pages(ask, digest, first_page, n_pages);
             if nibble_exponentials(isa, pages, codes, raw, sums) {
                 return;
             }
@@ -272,9 +274,8 @@ impl Scoring<'_> {
     fn queries_of(&self, ask: &Ask) -> Queries {
         let (q, isa) = (self.queries(ask), self.attention.isa);
         let scaled = || q.iter().map(|x| x * self.attention.scale).collect::<Vec<f32>>();
-        let Some(DigestPages { encoder, .. }) = self.digest(ask) else {
-            return Queries::Floats(scaled());
-        };
+        let Some(digest) = self.digest(ask) else { return Queries::Floats(scaled()) };
+        let encoder = &digest.encoder;
         if encoder.kind == DigestKind::Bounds {
             return Queries::Floats(scaled());
         }
@@ -286,6 +287,9 @@ impl Scoring<'_> {
                 Queries::Floats(products)
             }
             DigestKind::Nibbles => {
+                // They come while queries meet the frame.
+                let n_pages = AHEAD.min((ask.n as usize).div_ceil(PAGE));
+                self.pages(ask, digest, 0, n_pages).for_each(fetch);
                 encoder.project_queries(isa, head, q, &mut products);
                 Queries::Codes(Codes::new(&products, encoder.width, self.attention.scale))
             }

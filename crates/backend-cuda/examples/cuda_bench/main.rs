@@ -4,8 +4,8 @@
 //!
 //! The words say what: `start`, `matmul` and `decode` (with `short`, little of them), `prefill`, `coded` for
 //! both with keys and values of every type, `draw`,
-//! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all),
-//! which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
+//! `prompt` for whole prompts, and `step` for whole decode steps (of the models that are named, or all, at the
+//! depths that are named, or some), which take up to 120 GB of the device; `topk` for decode steps about which the device decides, at the
 //! depths that are named, and `bring` for bringing rows to working sets (random ones, or with `places=FILE`
 //! those of a recorded trace), both with pages on the device or,
 //! with `host`, on the host, from where `threads=N` bring rows instead of the device, and where rows are in eight

@@ -7,7 +7,7 @@ use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{Clock as _, KvDtype, KvShape, LayerIdx, SystemClock};
 
 use crate::rig::{Rig, spec};
-use crate::{Outcome, Report, random, time};
+use crate::{Outcome, Report, number, random, time};
 
 /// What decides the cost of a step.
 #[derive(Clone, Copy)]
@@ -84,7 +84,7 @@ pub(crate) struct Model {
     table: Weight,
 }
 
-/// Times decode steps of models at several depths and batches.
+/// Times decode steps of models at several depths and batches, or at the depths among the words.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
     let llama = [(1, 8192), (1, 32768), (1, 131_072), (8, 8192), (16, 8192), (32, 8192)];
     let runs: [(Shape, &[(usize, usize)]); 4] = [
@@ -95,7 +95,11 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     ];
     let is_named = |(shape, _): &&(Shape, _)| words.iter().any(|word| word == shape.name);
     let has_names = runs.iter().any(|run| is_named(&run));
+    let depths = words.iter().filter_map(|word| word.parse().ok());
+    let n_seqs = number(words, "batch").unwrap_or(1);
+    let asked: Vec<(usize, usize)> = depths.map(|depth| (n_seqs, depth)).collect();
     for (shape, batches) in runs.iter().filter(|run| !has_names || is_named(run)) {
+        let batches = if asked.is_empty() { *batches } else { &asked };
         Model::new(cuda, *shape)?.time(cuda, report, batches)?;
     }
     Ok(())
