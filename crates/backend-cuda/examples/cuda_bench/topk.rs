@@ -1,8 +1,8 @@
 //! Whole decode steps about which the device decides, and what each of their kernels takes.
 //!
-//! Queries are made up: those of a key/value head stay near their label, or turn away from it, at the
-//! rate that is asked for. All layers have the same queries, and keys are random, so what a turned query
-//! chooses has little in common with what was chosen before: more rows move than for a real text.
+//! Queries are made up: those of a key/value head stay near the one before, or turn away from it, at the
+//! rate that is asked for, or they lie around a centre, as those of a text do. All layers have the same
+//! queries, and keys are random.
 
 use std::collections::BTreeMap;
 
@@ -21,6 +21,8 @@ const STEPS: usize = 24;
 /// `cosine=PERCENT` says another.
 const STAYS: f32 = 0.995;
 const TURNS: f32 = 0.7;
+/// The cosine of two queries around a centre, if neither is far from it.
+const CALM: f32 = 0.93;
 
 /// Small numbers that their seed determines.
 pub(crate) struct Random(pub(crate) u64);
@@ -36,11 +38,13 @@ impl Random {
     }
 }
 
-/// How queries change from step to step: so many heads in a hundred turn away, to this cosine.
+/// How queries change from step to step: so many heads in a hundred turn away, to this cosine, from the query
+/// before or, for one step, from those around their centre.
 #[derive(Clone, Copy)]
 struct Turn {
     percent: u32,
     cosine: f32,
+    is_around: bool,
 }
 
 /// The queries of one row.
@@ -48,6 +52,9 @@ struct Queries {
     random: Random,
     /// `[G][group D]`
     heads: Vec<Vec<f32>>,
+    centres: Vec<Vec<f32>>,
+    /// Cosines of queries with those before, added up, and how many.
+    adjacent: (f64, u32),
 }
 
 impl Queries {
@@ -55,19 +62,27 @@ impl Queries {
         let mut random = Random(9 + 1000 * seq as u64);
         let group = (shape.n_heads / shape.n_kv_heads * shape.head_dim) as usize;
         let heads = (0..shape.n_kv_heads).map(|_| (0..group).map(|_| random.bell()).collect());
-        let heads = heads.collect();
-        Queries { random, heads }
+        let heads: Vec<Vec<f32>> = heads.collect();
+        Queries { random, centres: heads.clone(), heads, adjacent: (0.0, 0) }
     }
 
     /// The next step's.
     fn next(&mut self, turn: Turn) -> Vec<f32> {
-        for head in &mut self.heads {
+        for (head, centre) in self.heads.iter_mut().zip(&self.centres) {
             let turns = self.random.unit() * 100.0 < turn.percent as f32;
-            let cosine = if turns { turn.cosine } else { STAYS };
+            let before = head.clone();
+            let (from, cosine) = match (turn.is_around, turns) {
+                (false, false) => (&before, STAYS),
+                (false, true) => (&before, turn.cosine),
+                (true, false) => (centre, CALM.sqrt()),
+                (true, true) => (centre, turn.cosine / CALM.sqrt()),
+            };
             let sine = (1.0 - cosine * cosine).sqrt();
-            for x in head.iter_mut() {
-                *x = cosine * *x + sine * self.random.bell();
+            for (x, from) in head.iter_mut().zip(from) {
+                *x = cosine * from + sine * self.random.bell();
             }
+            let adjacent = nuthatch_backend::topk::cosine(head, &before);
+            self.adjacent = (self.adjacent.0 + f64::from(adjacent), self.adjacent.1 + 1);
         }
         self.heads.concat()
     }
@@ -114,6 +129,16 @@ const QSAC: Named = Named {
     ..AUTO
 };
 
+/// Selections of each step that keep nothing but themselves: what moves is what one has not in common with the
+/// one before.
+const OVERLAP: Named = Named {
+    name: "each step (loki:32 4%)",
+    working_set: 1.0,
+    reuses: false,
+    soft: f32::INFINITY,
+    ..LATE
+};
+
 /// `auto`, if all heads choose at each step.
 const ALWAYS: Named = Named { name: "auto, always", reuses: false, ahead: &[true], ..AUTO };
 
@@ -144,24 +169,27 @@ const POLICIES: [Named; 6] = [
 /// One line of a table: what decides, and how many heads in a hundred turn, to which cosine.
 struct Part {
     of: Named,
-    turned: u32,
-    cosine: f32,
+    turn: Turn,
     has_graph: bool,
+}
+
+impl Part {
+    fn new(of: Named, percent: u32, cosine: f32) -> Self {
+        Part { of, turn: Turn { percent, cosine, is_around: false }, has_graph: true }
+    }
 }
 
 /// Steps that choose at each layer, with more and more to bring, and at first and at last nothing.
 fn moving() -> Vec<Part> {
-    let part = |cosine| Part { of: ALWAYS, turned: 100, cosine, has_graph: true };
-    [1.0, 0.9999, 0.9995, 0.999, 0.995, 0.98, 1.0].map(part).into()
+    [1.0, 0.999, 0.995, 0.98, 0.95, 0.9, 0.8, 1.0]
+        .map(|cosine| Part::new(ALWAYS, 100, cosine))
+        .into()
 }
 
 /// The parts of LiteCache, taken away one after the other (figures 10 and 12 of the papers). What thresholds
 /// and aggregation do to hits is what they did on a real text (docs/sparse-answers.md): 69, 48 and 35 %.
 fn parts(cosine: f32) -> Vec<Part> {
-    let part = |name, turned, of: Named| {
-        let of = Named { name, ..of };
-        Part { of, turned, cosine, has_graph: true }
-    };
+    let part = |name, turned, of: Named| Part::new(Named { name, ..of }, turned, cosine);
     let now = Named { ahead: &[false], ..QSAC };
     let whole = Named { is_whole: true, ..now };
     vec![
@@ -217,8 +245,8 @@ pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
-/// rates, or, with `turn=N`, at that one; with channels of `bits=8`; with `wide` by queries from weights as
-/// wide as the model's; with `late` also late, or, with `only`, so only. With `ablation` LiteCache's parts
+/// rates, or, with `turn=N`, at that one, and with `around` for a step only; with channels of `bits=8`; with `wide` by queries from weights as
+/// wide as the model's; with `late` also late, with `overlap` also at each step, or, with `only`, so only. With `ablation` LiteCache's parts
 /// are taken away one by one; with `moves` all heads choose, and more and more rows move; with `breakdown`,
 /// kernels are also timed one by one.
 pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outcome {
@@ -240,9 +268,12 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             let mut of = POLICIES[..if is_all { POLICIES.len() } else { 1 }].to_vec();
             of.drain(..if has("only") { of.len() } else { 0 });
             of.extend(has("late").then_some(LATE));
+            of.extend(has("overlap").then_some(OVERLAP));
             let turns =
                 |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
-            let part = |of: Named| move |turned| Part { of, turned, cosine, has_graph: true };
+            let is_around = has("around");
+            let turn = move |percent| Turn { percent, cosine, is_around };
+            let part = |of: Named| move |percent| Part { of, turn: turn(percent), has_graph: true };
             of.iter().flat_map(|of| turns(of).into_iter().map(part(*of))).collect()
         }
     };
@@ -268,8 +299,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             cuda.record_passes(line.has_graph);
             for &is_ahead in line.of.ahead {
                 (run.rules, run.is_ahead) = (i as u32, is_ahead);
-                let turn = Turn { percent: line.turned, cosine: line.cosine };
-                run.time(&mut rig, report, (line.of.name, turn))?;
+                run.time(&mut rig, report, (line.of.name, line.turn))?;
             }
         }
     }
@@ -332,9 +362,15 @@ impl Run<'_> {
         let hits = 100.0 * n_hits as f64 / n_lookups as f64;
         let moved = 100.0 * n_moved as f64 / n_lookups as f64 / self.depth as f64;
         let ahead = if self.is_ahead { ", ahead" } else { "" };
+        let adjacent = queries.iter().map(|queries| queries.adjacent);
+        let (sum, n) = adjacent.fold((0.0, 0), |sums, x| (sums.0 + x.0, sums.1 + x.1));
         let name = format!(
-            "topk {}, {name}{ahead}, {} x {}, {} turn: {hits:.0} % hits, {moved:.2} % moved",
-            shape.name, self.n_seqs, self.depth, turn.percent
+            "topk {}, {name}{ahead}, {} x {}, {} turn: {hits:.0} % hits, {moved:.2} % moved, cosine {:.3}",
+            shape.name,
+            self.n_seqs,
+            self.depth,
+            turn.percent,
+            sum / f64::from(n)
         );
         report.add(&name, median, self.model.bytes(&kv_of(shape), 0), 0.0);
         if self.is_ahead || !self.has_kernels {
