@@ -279,14 +279,14 @@ impl Model {
         self.pass_with(cuda, rig, acts, (without, None, false))
     }
 
-    /// The same; with queries, the device decides what they see, and before a layer's turn if it is to
+    /// The same; with queries, of each layer, the device decides what they see, and before a layer's turn if it is to
     /// decide ahead.
     pub(crate) fn pass_with(
         &self,
         cuda: &Cuda,
         rig: &mut Rig<'_>,
         acts: &mut Acts,
-        (without, queries, is_ahead): (Option<Stage>, Option<&Buf>, bool),
+        (without, queries, is_ahead): (Option<Stage>, Option<&[Buf]>, bool),
     ) -> Outcome {
         let Shape { hidden, ff, n_heads, head_dim, .. } = self.shape;
         let spec = spec(n_heads, head_dim);
@@ -303,6 +303,7 @@ impl Model {
                 let weight = next.deciding.as_ref().unwrap_or(&next.qkv);
                 cuda.norm_matmul_first(&of, weight, n_queries, n, h, ahead)?;
                 cuda.rope_queries(&rig.plan, next_at, &spec, ahead, &mut rig.kv)?;
+                let queries = &queries[i + 1];
                 cuda.decide_ahead(&rig.plan, (i + 1, next_at), &spec, queries, &rig.kv)?;
             }
             if has(Stage::Qkv) {
@@ -320,6 +321,7 @@ impl Model {
             }
             match queries {
                 Some(queries) if has(Stage::Attention) => {
+                    let queries = &queries[i];
                     cuda.attend_deciding(&rig.plan, (i, at), &spec, queries, &rig.kv, attended)?;
                 }
                 None if has(Stage::Attention) && !is_whole => {
