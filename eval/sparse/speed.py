@@ -1,9 +1,10 @@
 """Puts together what `cuda_bench FILE.json topk WORDS` wrote, and draws it.
 
-    python3 speed.py --commit HASH --machine "one H200, ..." --out results.json [--svg steps.svg] FILE...
+    python3 speed.py --commit HASH --machine "one H200, ..." --out results.json [--svg steps.svg] [--bars bars.svg] FILE...
 
-A file may hold the reports of several runs, one behind the other. The plot has milliseconds of a step
-against the length of the context, a line for each policy, way over the link, and share of heads that turn.
+A file may hold the reports of several runs, one behind the other, also those of `step`, which attend to everything.
+The plot has milliseconds of a step against the length of the context, a line for each policy, way over the link, and
+share of heads that turn; `--bars` has a bar for each policy, by residents, of the longest context.
 """
 import argparse
 import json
@@ -11,6 +12,7 @@ import math
 import re
 
 STEP = re.compile(r"topk (\S+), (.+?)(, ahead)?, (\d+) x (\d+), (\d+) turn: (\d+) % hits, ([\d.]+) % moved")
+FULL = re.compile(r"step (\S+), (\d+) x (\d+)$")
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
 
 
@@ -25,14 +27,22 @@ def reports(path):
 def steps(report):
     words = report["words"]
     way = next((word for word in words if word.startswith("threads=")), "blocks")
+    rows = next((word + " rows, " for word in words if word in ("fp8", "int8")), "")
+    resident = next((int(word[9:]) for word in words if word.startswith("resident=")), 0)
     for kernel in report["kernels"]:
-        found = STEP.match(kernel["name"])
+        found, full = STEP.match(kernel["name"]), FULL.match(kernel["name"])
+        if full:
+            yield {
+                "shape": full[1], "policy": "full attention", "ahead": False, "sequences": int(full[2]),
+                "tokens": int(full[3]), "pages": "device", "way": way, "resident": 0, "heads_turn_percent": 0,
+                "ms": round(kernel["us"] / 1e3, 3),
+            }
         if not found:
             continue
         shape, policy, ahead, n, tokens, turn, hits, moved = found.groups()
         yield {
             "shape": shape, "policy": policy, "ahead": bool(ahead), "sequences": int(n),
-            "tokens": int(tokens), "pages": "host" if "host" in words else "device", "way": way,
+            "tokens": int(tokens), "pages": "host" if "host" in words else "device", "way": rows + way, "resident": resident,
             "heads_turn_percent": int(turn), "hits_percent": int(hits), "moved_percent": float(moved),
             "ms": round(kernel["us"] / 1e3, 3),
         }
@@ -40,7 +50,10 @@ def steps(report):
 
 def name_of(step):
     ahead = ", ahead" if step["ahead"] else ""
+    if step["policy"] == "full attention":
+        return f"{step['sequences']} x {step['shape']}, full attention, device"
     way = "" if step["pages"] == "device" else f", {step['way']}"
+    way += f", {step['resident']} layers whole" if step["resident"] else ""
     of = f"{step['sequences']} x {step['shape']}, {step['policy']}{ahead}"
     return f"{of}, {step['pages']}{way}, {step['heads_turn_percent']} % turn"
 
@@ -76,6 +89,30 @@ def svg(found):
     return "\n".join(out + ["</svg>\n"])
 
 
+def bars(found):
+    """A bar for each policy, in the order of the files, beside one with residents."""
+    longest = max(step["tokens"] for step in found)
+    found = [step for step in found if step["tokens"] == longest]
+    label = lambda step: step["policy"] + (", ahead" if step["ahead"] else "")
+    names = list(dict.fromkeys(map(label, found)))
+    residents = sorted({step["resident"] for step in found})
+    most, height = max(step["ms"] for step in found), 14 * len(residents) + 8
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {60 + height * len(names)}" '
+           'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>',
+           f'<text x="10" y="18">milliseconds of a step, {longest // 1024}K tokens</text>']
+    for i, resident in enumerate(residents):
+        out.append(f'<rect x="{300 + 160 * i}" y="9" width="12" height="10" fill="{COLORS[i]}"/>'
+                   f'<text x="{318 + 160 * i}" y="18">{resident or "no"} layers whole</text>')
+    for step in found:
+        i = residents.index(step["resident"])
+        y, width = 32 + height * names.index(label(step)) + 14 * i, 480 * step["ms"] / most
+        out.append(f'<rect x="240" y="{y}" width="{width:.1f}" height="12" fill="{COLORS[i]}"/>'
+                   f'<text x="{246 + width:.1f}" y="{y + 10}">{step["ms"]:.2f}</text>')
+    for i, name in enumerate(names):
+        out.append(f'<text x="232" y="{32 + height * i + height / 2}" text-anchor="end">{name}</text>')
+    return "\n".join(out + ["</svg>\n"])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", required=True)
@@ -83,6 +120,7 @@ def main():
     parser.add_argument("--note", default="")
     parser.add_argument("--out", required=True)
     parser.add_argument("--svg")
+    parser.add_argument("--bars")
     parser.add_argument("files", nargs="+")
     args = parser.parse_args()
     all_reports = [report for path in args.files for report in reports(path)]
@@ -98,6 +136,9 @@ def main():
     if drawn:
         with open(args.svg, "w") as file:
             file.write(drawn)
+    if args.bars:
+        with open(args.bars, "w") as file:
+            file.write(bars(found))
 
 
 if __name__ == "__main__":

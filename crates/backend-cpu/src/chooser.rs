@@ -21,10 +21,11 @@ impl Chooser for Cpu {
         topk::select(self.isa, scores, best, chosen);
     }
 
-    fn fetch(&self, set: &WorkingSet) {
-        // Sets are far from the processor, and too short for it to see that they are read from end to end.
-        for line in set.members.chunks(16).chain(set.used.chunks(16)) {
-            fetch_line::<false>(line.as_ptr().cast());
+    fn fetch<T>(&self, values: &[T]) {
+        // What a head remembers is far from the processor, and too short for it to see that it is read from end to
+        // end.
+        for line in (0..size_of_val(values)).step_by(64) {
+            fetch_line::<true>(values.as_ptr().cast::<u8>().wrapping_add(line));
         }
     }
 

@@ -19,8 +19,8 @@ pub trait Chooser: Sized {
         topk::select(scores, best, chosen);
     }
 
-    /// Lets a working set come nearer, which will be admitted to soon.
-    fn fetch(&self, _set: &WorkingSet) {}
+    /// Lets values come nearer, which will be needed soon.
+    fn fetch<T>(&self, _values: &[T]) {}
 
     /// See [`WorkingSet::admit`], likewise.
     fn admit(&self, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {

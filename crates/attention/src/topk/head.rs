@@ -148,6 +148,11 @@ impl Head {
         }
     }
 
+    /// The queries that the selection was made for.
+    pub(super) fn label(&self) -> &[f32] {
+        &self.label
+    }
+
     /// The rows that stay.
     pub(super) fn set(&self) -> &WorkingSet {
         &self.set

@@ -127,7 +127,8 @@ impl<B: Backend> Choosing for LayerHeads<'_, B> {
         let Scratch { queries, scores, .. } = &topk.scratch;
         let (cut, k) = (policy.cut(work.at.kv_len), self.n_chosen(work));
         let best = Best { first: policy.sinks, k, fade: policy.fade(group) };
-        self.b.fetch(work.head.set());
+        self.b.fetch(&work.head.set().members);
+        self.b.fetch(&work.head.set().used);
         if self.is_scored {
             let scores = &scores[ask.at..ask.at + ask.n as usize];
             self.b.select(scores, best, &mut work.head.chosen);
@@ -187,8 +188,10 @@ impl TopK {
         let Scratch { queries, asks, .. } = &mut self.scratch;
         let has_label =
             |work: &&Work| matches!(self.policies[work.at.policy].policy.reuse, Reuse::Qsac(_));
-        let n_rows = works.iter().filter(has_label).map(|work| work.at.query_row + 1).max();
-        queries.resize(n_rows.unwrap_or(0) * width, 0.0);
+        works.iter().for_each(|work| b.fetch(work.head.label()));
+        // Of the last row only queries.
+        let n_values = |work: &Work| work.at.query_row * width + n_kv_heads * group * head_dim;
+        queries.resize(works.iter().filter(has_label).map(n_values).max().unwrap_or(0), 0.0);
         if !queries.is_empty() {
             b.read(buf, queries)?;
         }
