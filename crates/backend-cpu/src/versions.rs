@@ -130,7 +130,9 @@ pub(crate) fn powers_of_two<const N: usize>(
     for part in &PARTS[1..] {
         p = from_fn(|i| _mm512_fmadd_ps(p[i], r[i], all(*part)));
     }
-    from_fn(|i| _mm512_scalef_ps(p[i], x[i]))
+    // Subnormal numbers would be slow wherever they go.
+    let counts = |x| _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, all(-126.0));
+    from_fn(|i| _mm512_maskz_scalef_ps(counts(x[i]), p[i], x[i]))
 }
 
 /// Sums sixteen lanes in a fixed order.
