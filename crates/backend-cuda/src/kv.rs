@@ -6,11 +6,11 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{DeviceError, NearCounts, PageLayout, RowCode};
-use nuthatch_types::{KvDtype, KvShape, KvSlots, PageImage, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerSet, PageImage, Slot};
 
 use crate::device::{Device, Memory};
 use crate::door::Door;
-use crate::launch::{CodeRows, NearPages};
+use crate::launch::{CodeRows, NearPages, count};
 use crate::link::Link;
 use crate::near::{ChosenRows, Codes, Near};
 use crate::pinned::PinnedMemory;
@@ -75,14 +75,35 @@ pub(crate) fn refuse_rows(dtype: KvDtype) -> DeviceError {
     DeviceError::Fault(fault)
 }
 
+/// Whether there are kernels for pages of this shape.
+fn check(shape: &KvShape, is_far: bool) -> Result<(), DeviceError> {
+    if shape.page_len as usize != PAGE_LEN {
+        let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
+        return Err(DeviceError::Fault(fault));
+    }
+    if let Some(layer) = shape.dtype.wide_layers().layers().find(|&l| l >= shape.n_layers) {
+        let fault =
+            format!("layer {layer} of the KV cache cannot be f16: there are {}", shape.n_layers);
+        return Err(DeviceError::Fault(fault));
+    }
+    if is_far && shape.dtype.is_coded() {
+        return Err(refuse_rows(shape.dtype));
+    }
+    if !shape.head_dim.is_multiple_of(8) {
+        let fault = format!("heads of width {}; this device needs a multiple of 8", shape.head_dim);
+        return Err(DeviceError::Fault(fault));
+    }
+    Ok(())
+}
+
 /// Pages are far, in memory of the host, which kernels read and write over the link: for top-k attention,
 /// whose working sets are on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FarPages {
     /// Pages that have copies on the device.
     pub n_near: u32,
-    /// First layers whose pages are on the device.
-    pub n_resident: u32,
+    /// Layers whose pages are on the device.
+    pub resident: LayerSet,
     /// Threads of the host that bring rows; if none, the device reads them over the link by itself.
     pub n_threads: u32,
     /// What rows are brought as: half the bytes, if in eight bits. Pages are as they are, and there is half as
@@ -94,10 +115,11 @@ pub struct FarPages {
 
 /// Where the pages of the device tier are.
 struct Arena {
-    /// Of the first layers, or of all.
+    /// Of resident layers, or of all.
     device: Memory,
     /// Of the others.
     far: Option<PinnedMemory>,
+    resident: LayerSet,
     /// Heads on the device.
     n_resident: usize,
     /// Threads that bring rows of the others.
@@ -150,23 +172,7 @@ impl CudaKv {
         slots: KvSlots,
         far: Option<FarPages>,
     ) -> Result<Self, DeviceError> {
-        if shape.page_len as usize != PAGE_LEN {
-            let fault = format!("pages of {} tokens; this device has {PAGE_LEN}", shape.page_len);
-            return Err(DeviceError::Fault(fault));
-        }
-        if let Some(layer) = shape.dtype.wide_layers().layers().find(|&l| l >= shape.n_layers) {
-            let n = shape.n_layers;
-            let fault = format!("layer {layer} of the KV cache cannot be f16: there are {n}");
-            return Err(DeviceError::Fault(fault));
-        }
-        if far.is_some() && shape.dtype.is_coded() {
-            return Err(refuse_rows(shape.dtype));
-        }
-        if !shape.head_dim.is_multiple_of(8) {
-            let fault =
-                format!("heads of width {}; this device needs a multiple of 8", shape.head_dim);
-            return Err(DeviceError::Fault(fault));
-        }
+        check(&shape, far.is_some())?;
         let page = PageShape::of_layer(&shape, 0);
         let layers = (0..shape.n_layers).flat_map(|layer| vec![layer; shape.n_kv_heads as usize]);
         let mut starts = vec![0];
@@ -175,8 +181,9 @@ impl CudaKv {
         }
         let heads = starts.len() - 1;
         let bytes = |n_slots: u32| starts[heads].saturating_mul(n_slots as usize);
-        let all_layers = far.map_or(shape.n_layers, |far| far.n_resident.min(shape.n_layers));
-        let n_resident = all_layers as usize * shape.n_kv_heads as usize;
+        let stays = |layer: &u32| far.is_none_or(|far| far.resident.contains(*layer));
+        let n_whole = (0..shape.n_layers).filter(stays).count();
+        let n_resident = n_whole * shape.n_kv_heads as usize;
         let here = starts[n_resident].saturating_mul(slots.device as usize);
         let n_far = heads - n_resident;
         let arena = Arena {
@@ -185,20 +192,21 @@ impl CudaKv {
                 0 => None,
                 n => Some(PinnedMemory::new(device, n, "the KV cache on the host")?),
             },
+            resident: far.map_or(LayerSet::NONE, |far| far.resident),
             n_resident,
             n_threads: far.map_or(0, |far| far.n_threads),
             fails_after: far.and_then(|far| far.fails_after),
         };
         let near = match (far, &arena.far) {
             (Some(far), Some(pages)) => {
-                let layers = (page.bytes() * n_far, shape.n_layers - all_layers);
+                let layers = (page.bytes() * n_far, shape.n_layers - count(n_whole));
                 Some(Near::new(device, layers, (slots.device, far.n_near), pages)?)
             }
             _ => None,
         };
         let code = far.and_then(|far| far.code).filter(|_| arena.far.is_some());
-        let codes = code.map(|code| Codes::new(device, code, page, (n_far, slots.device)));
-        let codes = codes.transpose()?;
+        let codes_of = |code| Codes::new(device, code, page, (n_far, slots.device));
+        let codes = code.map(codes_of).transpose()?;
         let host = match slots.host {
             0 => None,
             n => Some(PinnedMemory::new(device, bytes(n), "the host's KV pages")?),
@@ -223,12 +231,14 @@ impl CudaKv {
 
     /// Threads that bring rows of pages that are far, if that is how they come.
     pub(crate) fn start_link(&self, device: &Device) -> Result<Option<Link>, DeviceError> {
-        let (Some(run), true) = (self.far_run(), self.arena.n_threads > 0) else { return Ok(None) };
+        let (Some((first, n)), true) = (self.far_heads(), self.arena.n_threads > 0) else {
+            return Ok(None);
+        };
         let half_page = self.page.bytes() / 2;
-        let (pages, sizes) = match self.codes.as_ref().map(|codes| codes.all(run.n)) {
+        let (pages, sizes) = match self.codes.as_ref().map(|codes| codes.all(n)) {
             Some((codes, width)) => (codes, (width, width)),
             None => {
-                let pages = run.address..run.address + self.head_bytes() * run.n as u64;
+                let pages = first..first + self.head_bytes() * n as u64;
                 (pages, (half_page / PAGE_LEN, half_page))
             }
         };
@@ -341,7 +351,7 @@ impl CudaKv {
             let (page, n) = (self.page_of(layer), self.shape.n_kv_heads as usize);
             let first = layer as usize * n;
             match runs.last_mut() {
-                Some(run) if run.page == page && first != self.arena.n_resident => run.n += n,
+                Some(run) if run.page == page && !self.turns_at(layer) => run.n += n,
                 _ => {
                     let (address, before) = (self.head_address(first), self.starts[first]);
                     runs.push(HeadRun { first, n, address, page, before });
@@ -351,34 +361,51 @@ impl CudaKv {
         runs.into_iter()
     }
 
-    /// Heads whose pages are far.
-    pub(crate) fn far_run(&self) -> Option<HeadRun> {
-        let is_far = |run: &HeadRun| run.first == self.arena.n_resident;
-        self.runs().find(|run| is_far(run) && self.arena.far.is_some())
+    /// Where the pages of all heads are that are far, and how many these are.
+    pub(crate) fn far_heads(&self) -> Option<(u64, usize)> {
+        let far = self.arena.far.as_ref()?;
+        Some((far.address(), self.n_heads() - self.arena.n_resident))
     }
 
     /// Whether the pages of a layer are far.
     pub(crate) fn is_far(&self, layer: u32) -> bool {
-        (layer * self.shape.n_kv_heads) as usize >= self.arena.n_resident
+        self.arena.far.is_some() && !self.arena.resident.contains(layer)
+    }
+
+    /// Whether the pages of a layer are elsewhere than those of the one before it.
+    fn turns_at(&self, layer: u32) -> bool {
+        layer > 0 && self.is_far(layer) != self.is_far(layer - 1)
+    }
+
+    /// How many layers before this one are where it is.
+    pub(crate) fn rank(&self, layer: u32) -> u32 {
+        count((0..layer).filter(|&other| self.is_far(other) == self.is_far(layer)).count())
+    }
+
+    /// The next layer whose pages are far.
+    pub(crate) fn far_after(&self, layer: u32) -> Option<u32> {
+        (layer + 1..self.shape.n_layers).find(|&layer| self.is_far(layer))
     }
 
     /// Where the pages of a head are, counting all layers' heads.
     pub(crate) fn head_address(&self, head: usize) -> u64 {
-        let n_resident = self.arena.n_resident;
-        let (memory, first) = match &self.arena.far {
-            Some(far) if head >= n_resident => (far.address(), n_resident),
-            _ => (self.arena.device.address(), 0),
+        let Some(far) = &self.arena.far else {
+            let before = self.starts[head] as u64 * u64::from(self.slots.device);
+            return self.arena.device.address() + before;
         };
-        let before = self.starts[head] - self.starts[first];
-        memory + before as u64 * u64::from(self.slots.device)
+        let n = self.shape.n_kv_heads as usize;
+        let layer = count(head / n);
+        let before = u64::from(self.rank(layer)) * n as u64 + (head % n) as u64;
+        let is_far = self.is_far(layer);
+        let memory = if is_far { far.address() } else { self.arena.device.address() };
+        memory + before * self.head_bytes()
     }
 
     /// Where the copies of a layer's pages are.
     pub(crate) fn near_pages(&self, layer: u32) -> NearPages {
         let none = NearPages { frames: 0, layer: 0, head_bytes: 0 };
         let Some(near) = self.near.as_ref().filter(|_| self.is_far(layer)) else { return none };
-        let n_resident = self.arena.n_resident as u32 / self.shape.n_kv_heads;
-        near.of_layer((layer, layer - n_resident), self).unwrap_or(none)
+        near.of_layer((layer, self.rank(layer)), self).unwrap_or(none)
     }
 
     /// Rows in eight bits beside a layer's pages.
@@ -386,7 +413,7 @@ impl CudaKv {
         let Some(codes) = self.codes.as_ref().filter(|_| self.is_far(layer)) else {
             return CodeRows::NONE;
         };
-        codes.starting_at((layer * self.shape.n_kv_heads) as usize - self.arena.n_resident)
+        codes.starting_at((self.rank(layer) * self.shape.n_kv_heads) as usize)
     }
 
     /// These pages were written, but not their copies on the device.

@@ -15,6 +15,7 @@ use std::sync::OnceLock;
 use nuthatch_backend::conformance::{self, Check, checks};
 use nuthatch_backend::{Backend as _, DeviceError, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
+use nuthatch_types::LayerSet;
 
 /// The ways to open the device: whether it is exact, and which pages are far.
 const WAYS: [(bool, Option<FarPages>); 4] = [
@@ -22,11 +23,23 @@ const WAYS: [(bool, Option<FarPages>); 4] = [
     (true, None),
     (
         false,
-        Some(FarPages { n_near: 2, n_resident: 0, n_threads: 0, code: None, fails_after: None }),
+        Some(FarPages {
+            n_near: 2,
+            resident: LayerSet::NONE,
+            n_threads: 0,
+            code: None,
+            fails_after: None,
+        }),
     ),
     (
         false,
-        Some(FarPages { n_near: 7, n_resident: 1, n_threads: 0, code: None, fails_after: None }),
+        Some(FarPages {
+            n_near: 7,
+            resident: LayerSet::first(1),
+            n_threads: 0,
+            code: None,
+            fails_after: None,
+        }),
     ),
 ];
 

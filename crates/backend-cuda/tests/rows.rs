@@ -13,7 +13,7 @@ use nuthatch_backend::{
     RowCode, narrow, widen,
 };
 use nuthatch_backend_cuda::{Cuda, FarPages};
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, PageCopy, Slot};
+use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, PageCopy, Slot};
 
 use gpu::open;
 
@@ -124,7 +124,9 @@ fn attend(
 #[test]
 fn rows_in_eight_bits_are_those_of_the_reference() {
     let far = |n_near, code| {
-        open(Some(FarPages { n_near, n_resident: 1, n_threads: 0, code, fails_after: None }))
+        // The layer that is looked at is the only one on the host, between two that are not.
+        let resident = LayerSet::of(&[0, 2]).unwrap();
+        open(Some(FarPages { n_near, resident, n_threads: 0, code, fails_after: None }))
     };
     let Some(here) = open(None) else { return };
     let attend = |cuda: &Cuda, kv, tokens: &[Vec<f32>], places: &[u32]| {

@@ -16,7 +16,9 @@ use nuthatch_engine::{
     TopKOptions, TopKStats,
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles, NARROW_LEAST, topk_shape};
-use nuthatch_types::{ColdKv, HostReads, KvShape, PageImage, SeqId, Slot, StepPlan, StepResult};
+use nuthatch_types::{
+    ColdKv, HostReads, KvShape, LayerSet, PageImage, SeqId, Slot, StepPlan, StepResult,
+};
 
 use crate::args::DeviceArg;
 use crate::host;
@@ -249,14 +251,16 @@ impl Device {
         })))
     }
 
-    /// Pages are far; nobody else has the device yet.
-    pub(crate) fn keep_far(&mut self, near: &NearSizes, way: &FarWay) {
+    /// Pages are far, but for those of the first few of these layers; nobody else has the device yet.
+    pub(crate) fn keep_far(&mut self, near: &NearSizes, layers: &[u32], way: &FarWay) {
+        let layers = &layers[..layers.len().min(near.n_layers as usize)];
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
         {
             cuda.keep_far(FarPages {
                 n_near: near.n_pages,
-                n_resident: near.n_layers,
+                // Sets have no layers behind the 128th, and nobody can need all of so many.
+                resident: LayerSet::of(layers).unwrap_or_default(),
                 n_threads: way.n_threads,
                 code: way.code,
                 fails_after: None,

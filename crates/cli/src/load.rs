@@ -153,7 +153,9 @@ impl Prepared {
                 config.sparse.kv_file().is_none(),
                 "--kv-offload disk: a GPU reads pages from the host's memory only"
             );
-            device.keep_far(near, &config.sparse.far_way());
+            let shape = nuthatch_model::topk_shape(files.config());
+            let layers = topk.as_ref().map(|topk| topk.hardest_layers(&shape));
+            device.keep_far(near, &layers.unwrap_or_default(), &config.sparse.far_way());
         }
         let slow = slow_options(config)?;
         let (options, is_disk_optional) = (config.options, false);

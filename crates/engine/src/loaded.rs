@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nuthatch_attention::topk::{
     Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse,
-    Stats, TopK, TopKShape, digest_page_bytes, prefetchable_heads, working_rows,
+    Stats, TopK, TopKShape, digest_page_bytes, hardest_layers, prefetchable_heads, working_rows,
 };
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
@@ -41,6 +41,12 @@ impl TopKOptions {
     pub fn working_rows(&self, shape: &TopKShape, n: u32) -> u64 {
         let empty = Profile::empty(shape);
         working_rows(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty), n)
+    }
+
+    /// Layers of the model, those first that should stay on a device where not all can.
+    pub fn hardest_layers(&self, shape: &TopKShape) -> Vec<u32> {
+        let empty = Profile::empty(shape);
+        hardest_layers(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty))
     }
 
     /// The same for a device that reads far pages over a link and keeps what it needs near by itself: only

@@ -65,6 +65,11 @@ impl LayerSet {
     /// No layer.
     pub const NONE: LayerSet = LayerSet(0);
 
+    /// The first `n` layers, or all that sets can have.
+    pub const fn first(n: u32) -> Self {
+        if n < u128::BITS { LayerSet((1 << n) - 1) } else { LayerSet(u128::MAX) }
+    }
+
     /// The set of these layers; `None` if there is one that sets cannot have.
     pub fn of(layers: &[u32]) -> Option<Self> {
         let bit = |&layer: &u32| 1u128.checked_shl(layer);
@@ -262,6 +267,9 @@ mod tests {
         let wide = LayerSet::of(&[1, 127]).unwrap();
         assert_eq!(wide.layers().collect::<Vec<_>>(), [1, 127]);
         assert!(LayerSet::of(&[128]).is_none() && !wide.contains(128));
+        assert_eq!(LayerSet::first(3).layers().collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(LayerSet::first(0), LayerSet::NONE);
+        assert!(LayerSet::first(128).contains(127) && LayerSet::first(999).contains(127));
         let dtype = KvDtype::Fp8(wide);
         let shape = KvShape { n_layers: 3, n_kv_heads: 2, head_dim: 64, page_len: 16, dtype };
         assert_eq!([0, 1, 2].map(|layer| shape.row_bytes(layer)), [136, 256, 136]);

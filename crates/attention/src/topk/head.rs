@@ -140,8 +140,8 @@ impl Head {
         }
         let d = queries.len() / rule.importances.len();
         let pairs = queries.chunks_exact(d).zip(self.label.chunks_exact(d));
-        let similarities: Vec<f32> = pairs.map(|(a, b)| cosine(a, b)).collect();
-        match aggregate(&similarities, &rule.importances, qsac.aggregate) {
+        let similarities = pairs.map(|(a, b)| cosine(a, b));
+        match aggregate(similarities, &rule.importances, qsac.aggregate) {
             Some(similarity) if similarity > rule.threshold => Lookup::Hit(similarity),
             similarity if similarity.unwrap_or(-1.0) >= rule.soft => Lookup::Late(similarity),
             similarity => Lookup::Turned(similarity),

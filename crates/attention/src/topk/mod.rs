@@ -41,7 +41,7 @@ pub use policy::{
 pub use profile::{Calibration, Profile, ProfileError};
 pub use residency::prefetchable_heads;
 pub use reuse::{aggregate, soft_threshold, threshold};
-pub use run::{TopK, TopKLayer, TopKShape, working_rows};
+pub use run::{TopK, TopKLayer, TopKShape, hardest_layers, working_rows};
 pub use spec::{AUTO, GRAMMAR, SpecError};
 pub use stats::{Counts, Stats};
 pub use trace::Decision;

@@ -46,6 +46,19 @@ pub(super) fn residency(
     first.chain(order).chain(left).collect()
 }
 
+/// The layers in the order in which they should stay where layers stay or go as a whole: those first of which
+/// most rows come, because their heads are difficult and choose much. `heads` are `[layer][G]`: threshold, average
+/// similarity and share of the rows.
+pub(super) fn hardest_layers(n_kv_heads: usize, heads: &[(f32, f32, f32)]) -> Vec<u32> {
+    let rows = |&(threshold, similarity, weight): &(f32, f32, f32)| {
+        weight * (threshold - (similarity - MARGIN)).max(0.0)
+    };
+    let sums = heads.chunks(n_kv_heads.max(1)).map(|heads| heads.iter().map(rows).sum::<f32>());
+    let mut layers: Vec<(u32, f32)> = (0..).zip(sums).collect();
+    layers.sort_by(|a, b| b.1.total_cmp(&a.1));
+    layers.into_iter().map(|(layer, _)| layer).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -57,6 +70,15 @@ mod tests {
         assert_eq!(prefetchable_heads(105e-6, 50e9, head_bytes), 0);
         assert_eq!(prefetchable_heads(140e-6, 50e9, head_bytes), 1);
         assert_eq!(prefetchable_heads(1.0, 1.0, 0.0), u32::MAX);
+    }
+
+    #[test]
+    fn layers_stay_whose_heads_turn_and_choose_much() {
+        let easy = (0.7, 0.9, 1.0);
+        let heads = [easy, (0.9, 0.8, 1.0), easy, (0.9, 0.8, 2.0), easy, easy];
+        assert_eq!(hardest_layers(2, &heads), [1, 0, 2]);
+        assert_eq!(hardest_layers(3, &heads), [1, 0]);
+        assert_eq!(hardest_layers(2, &[(0.8, 0.0, 1.0); 6]), [0, 1, 2], "nothing was measured");
     }
 
     #[test]

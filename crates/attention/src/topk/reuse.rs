@@ -34,23 +34,28 @@ fn between(importance: f32, p: f32, (floor, eta): (f32, f32)) -> f32 {
 /// One similarity of a group's, or nothing where one of them is not above 0 and the mean is
 /// harmonic: queries that have turned by a right angle have nothing in common, and a harmonic mean
 /// of such numbers means nothing.
-pub fn aggregate(similarities: &[f32], importances: &[f32], how: Aggregate) -> Option<f32> {
+pub fn aggregate(
+    similarities: impl ExactSizeIterator<Item = f32>,
+    importances: &[f32],
+    how: Aggregate,
+) -> Option<f32> {
     match how {
-        Aggregate::Min => similarities.iter().copied().reduce(f32::min),
+        Aggregate::Min => similarities.reduce(f32::min),
         Aggregate::Mean => {
-            Some(similarities.iter().sum::<f32>() / similarities.len().max(1) as f32)
+            let n = similarities.len().max(1) as f32;
+            Some(similarities.sum::<f32>() / n)
         }
         Aggregate::Harmonic => {
-            if similarities.iter().any(|&similarity| similarity <= 0.0) {
-                return None;
-            }
             // Heads that matter to nobody weigh the same.
             let total: f32 = importances.iter().sum();
-            let weight = |i: usize| if total > 0.0 { importances[i] / total } else { 1.0 };
+            let weight = |importance: f32| if total > 0.0 { importance / total } else { 1.0 };
             let (mut weights, mut sum) = (0.0, 0.0);
-            for (i, &similarity) in similarities.iter().enumerate() {
-                weights += weight(i);
-                sum += weight(i) / similarity;
+            for (similarity, &importance) in similarities.zip(importances) {
+                if similarity <= 0.0 {
+                    return None;
+                }
+                weights += weight(importance);
+                sum += weight(importance) / similarity;
             }
             Some(weights / sum)
         }
@@ -96,9 +101,9 @@ mod tests {
 
     #[test]
     fn a_right_angle_is_a_miss_and_no_number() {
-        assert_eq!(aggregate(&[0.9, 0.0], &[1.0, 0.0], Aggregate::Harmonic), None);
-        assert_eq!(aggregate(&[0.9, -0.5], &[1.0, 1.0], Aggregate::Harmonic), None);
-        assert_eq!(aggregate(&[0.9, -0.5], &[1.0, 1.0], Aggregate::Min), Some(-0.5));
+        assert_eq!(aggregate([0.9, 0.0].into_iter(), &[1.0, 0.0], Aggregate::Harmonic), None);
+        assert_eq!(aggregate([0.9, -0.5].into_iter(), &[1.0, 1.0], Aggregate::Harmonic), None);
+        assert_eq!(aggregate([0.9, -0.5].into_iter(), &[1.0, 1.0], Aggregate::Min), Some(-0.5));
     }
 
     proptest! {
@@ -107,6 +112,8 @@ mod tests {
             pairs in prop::collection::vec((0.01f32..1.0, 0.0f32..1.0), 1..8)
         ) {
             let (sims, weights): (Vec<f32>, Vec<f32>) = pairs.into_iter().unzip();
+            let aggregate =
+                |sims: &[f32], weights: &[f32], how| aggregate(sims.iter().copied(), weights, how);
             let harmonic = aggregate(&sims, &weights, Aggregate::Harmonic).unwrap();
             let least = aggregate(&sims, &weights, Aggregate::Min).unwrap();
             let most = sims.iter().copied().fold(0.0, f32::max);

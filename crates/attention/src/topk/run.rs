@@ -11,6 +11,7 @@ use super::head::{Head, HeadRule};
 use super::near::{NearError, NearNeeds, NearPlan, NearRequest};
 use super::policy::{Policy, Retriever};
 use super::profile::Profile;
+use super::residency;
 use super::stats::{Counts, Stats};
 use super::trace::Decision;
 use super::work::{LayerHeads, When, Work};
@@ -80,7 +81,7 @@ pub(super) struct Row {
     /// Whether the device is to forget what it remembers.
     pub(super) is_new: bool,
     /// `[layer][G]`; empty before the first step that needs them.
-    heads: Vec<Vec<Head>>,
+    pub(super) heads: Vec<Vec<Head>>,
 }
 
 /// A sequence of the running step.
@@ -138,6 +139,17 @@ pub fn working_rows(shape: &TopKShape, policies: &[Policy], profile: &Profile, n
         rules.iter().map(|rule| u64::from(policy.rows_max(n, rule.weight))).sum()
     };
     policies.iter().map(rows).max().unwrap_or(0)
+}
+
+/// The model's layers, those first that should stay on the device where not all can: by the first policy.
+pub fn hardest_layers(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
+    let Some(policy) = policies.first() else { return (0..shape.n_layers as u32).collect() };
+    let similarities = profile.similarities();
+    let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
+    let rules = rules_of(shape, policy, profile);
+    let head = |(i, rule): (usize, &HeadRule)| (rule.threshold, similarity(i), rule.weight);
+    let heads: Vec<(f32, f32, f32)> = rules.iter().enumerate().map(head).collect();
+    residency::hardest_layers(shape.n_kv_heads, &heads)
 }
 
 impl TopK {

@@ -188,7 +188,6 @@ impl TopK {
         let Scratch { queries, asks, .. } = &mut self.scratch;
         let has_label =
             |work: &&Work| matches!(self.policies[work.at.policy].policy.reuse, Reuse::Qsac(_));
-        works.iter().for_each(|work| b.fetch(work.head.label()));
         // Of the last row only queries.
         let n_values = |work: &Work| work.at.query_row * width + n_kv_heads * group * head_dim;
         queries.resize(works.iter().filter(has_label).map(n_values).max().unwrap_or(0), 0.0);
@@ -223,6 +222,11 @@ impl TopK {
             asks.push(ask);
             (work.ask, work.is_open) = (Some(ask), true);
             n_scores += cut as usize;
+        }
+        // Those of the layer after come while this one attends.
+        for at in &self.active {
+            let heads = self.rows[at.row as usize].heads.get(layer.idx + 1);
+            heads.into_iter().flatten().for_each(|head| b.fetch(head.label()));
         }
         self.stats.select_nanos += self.nanos_since(begin);
         Ok(())

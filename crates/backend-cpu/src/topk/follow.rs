@@ -8,7 +8,7 @@ use nuthatch_backend::Best;
 use nuthatch_backend::topk::N_FOLLOWERS;
 
 #[cfg(target_arch = "x86_64")]
-use super::select::{load, store};
+use super::select::{kth, lanes, load, store};
 use crate::isa::Isa;
 use crate::versions::versions;
 
@@ -139,6 +139,89 @@ pub(super) fn combine_following<'a>(
     place
 }
 
+/// Blocks of sixteen of a sample, about, and at most.
+#[cfg(target_arch = "x86_64")]
+const SAMPLE: (usize, usize) = (32, 48);
+
+/// A score that is probably reached by `k` of many and by not many more, from blocks of what [`combine_following`]
+/// would write; nothing where that is not known.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+pub(super) fn probable_floor<'a>(
+    isa: Isa,
+    pieces: impl Iterator<Item = (&'a [f32], &'a [f32])>,
+    best: Best,
+    n_all: usize,
+) -> Option<u32> {
+    let stride = n_all / (16 * SAMPLE.0);
+    let mut sample = [0; 16 * SAMPLE.1];
+    let (mut n_blocks, mut place, mut next) = (0, 0, 16);
+    for (rows, factors) in pieces.take(if stride < 2 { 0 } else { usize::MAX }) {
+        let n = rows.len() / factors.len();
+        let n_none = (best.first as usize).saturating_sub(place);
+        while next + 16 <= place + n && n_blocks < SAMPLE.1 {
+            let at = next - place;
+            next += 16 * stride;
+            // What comes before a piece is in another.
+            if at >= 16 {
+                let mut following = Following::new(best.fade);
+                let [before] = sums::<1>(rows, factors, (n, at - 16));
+                following.pass(after(before, n_none.saturating_sub(at - 16)));
+                let [x] = sums::<1>(rows, factors, (n, at));
+                let x = following.pass(after(x, n_none.saturating_sub(at)));
+                store(&mut sample[16 * n_blocks..], x);
+                n_blocks += 1;
+            }
+        }
+        place += n;
+    }
+    // As many as there should be among them, and eight standard deviations: what follows a place is near to it.
+    let mean = (best.k * 16 * n_blocks) as f32 / n_all as f32;
+    let rank = (mean + 8.0 * mean.sqrt() + 2.0) as usize;
+    (rank < 16 * n_blocks).then(|| kth(isa, &sample[..16 * n_blocks], rank).0)
+}
+
+/// Writes the places that reach `floor` of those that [`combine_following`] would write, and their scores, and
+/// returns how many there are. There is room for all, and for sixteen more.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,popcnt")]
+pub(super) fn gather_following<'a>(
+    pieces: impl Iterator<Item = (&'a [f32], &'a [f32])>,
+    (best, floor): (Best, u32),
+    (places, scores): (&mut [u32], &mut [u32]),
+) -> usize {
+    let (mut following, least) =
+        (Following::new(best.fade), _mm512_set1_epi32(floor.cast_signed()));
+    let (mut n_found, mut place) = (0, 0);
+    for (rows, factors) in pieces {
+        let n = rows.len() / factors.len();
+        let n_none = (best.first as usize).saturating_sub(place);
+        let mut write = |x: __m512i, at: usize| {
+            let n_not = n_none.saturating_sub(at).min(16);
+            let x = following.pass(after(x, n_not));
+            let counts = (0xffff_u32 >> (16 - 16.min(n - at))) & (0xffff << n_not);
+            let mask = _mm512_mask_cmpge_epu32_mask(counts as u16, x, least);
+            let at = _mm512_add_epi32(_mm512_set1_epi32((place + at) as i32), lanes());
+            store(&mut places[n_found..], _mm512_maskz_compress_epi32(mask, at));
+            store(&mut scores[n_found..], _mm512_maskz_compress_epi32(mask, x));
+            n_found += mask.count_ones() as usize;
+        };
+        let whole = n / 64 * 64;
+        for at in (0..whole).step_by(64) {
+            let sums = sums::<4>(rows, factors, (n, at));
+            for (i, x) in sums.into_iter().enumerate() {
+                write(x, at + 16 * i);
+            }
+        }
+        for at in (whole..n).step_by(16) {
+            let [x] = sums::<1>(rows, factors, (n, at));
+            write(x, at);
+        }
+        place += n;
+    }
+    n_found
+}
+
 /// Sums of the rows of `[group][n]` from place `at` on, each times its factor, as [`combine`](super::numbers::combine) has
 /// them.
 #[cfg(target_arch = "x86_64")]
@@ -187,7 +270,10 @@ mod tests {
             (state >> 8) as f32 / (1 << 24) as f32
         };
         let (mut expected, mut got) = (Vec::new(), Vec::new());
-        for (sizes, group) in [(vec![64, 128, 30], 3), (vec![2048, 77], 1), (vec![5], 2)] {
+        let many = vec![2048, 2048, 2048, 1899];
+        for (sizes, group) in
+            [(vec![64, 128, 30], 3), (vec![2048, 77], 1), (vec![5], 2), (many, 3), (vec![4096], 1)]
+        {
             let mut pieces = sizes.iter().map(|n| {
                 let mut rows: Vec<f32> = (0..n * group).map(|_| next().powi(9)).collect();
                 rows.iter_mut().step_by(13).for_each(|x| *x = f32::NAN);
@@ -204,7 +290,9 @@ mod tests {
                     combine(isa, rows, factors, &mut scores[place..place + n]);
                     place += n;
                 }
-                for (first, k, fade) in [(0, 9, 0), (3, 20, 1 << 23), (40, 50, 99), (16, n, 1)] {
+                let few =
+                    [(0, 9, 0), (3, 20, 1 << 23), (40, 50, 99), (16, n, 1), (16, n / 25, 1 << 23)];
+                for (first, k, fade) in few {
                     let best = Best { first, k, fade };
                     topk::select(&scores, best, &mut expected);
                     select_combined(isa, pieces(), best, &mut vec![8; n], &mut got);

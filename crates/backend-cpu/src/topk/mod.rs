@@ -15,6 +15,7 @@
 
 mod admit;
 mod agree;
+mod cosine;
 mod follow;
 mod nibbles;
 mod numbers;
@@ -37,6 +38,7 @@ use crate::pool::Pool;
 use crate::versions::{fma, versions};
 
 pub(crate) use admit::admit;
+pub(crate) use cosine::cosine;
 pub(crate) use score::{Memory, Scoring};
 pub(crate) use select::select;
 
@@ -207,17 +209,6 @@ pub(crate) fn signs(products: &[f32; 64]) -> u64 {
         word |= u64::from(x > 0.0) << bit;
     }
     word
-}
-
-versions! {
-    /// See [`nuthatch_backend::topk::cosine`].
-    pub(crate) fn cosine(a: &[f32], b: &[f32]) -> f32 = cosine_inner;
-}
-
-/// Products are not added to sums in one rounding: all machines have the same bits.
-#[inline(always)]
-fn cosine_inner<const FUSED: bool>(a: &[f32], b: &[f32]) -> f32 {
-    nuthatch_backend::topk::cosine(a, b)
 }
 
 versions! {

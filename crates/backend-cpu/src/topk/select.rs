@@ -7,9 +7,9 @@ use std::cell::RefCell;
 
 use nuthatch_backend::Best;
 
-#[cfg(target_arch = "x86_64")]
-use super::follow::combine_following;
 use super::follow::follow;
+#[cfg(target_arch = "x86_64")]
+use super::follow::{combine_following, gather_following, probable_floor as floor_of_pieces};
 use super::numbers::combine;
 use crate::isa::Isa;
 use crate::mem::lines;
@@ -52,7 +52,7 @@ pub(crate) fn select(isa: Isa, scores: &[u32], best: Best, chosen: &mut Vec<u32>
 /// sums go to `scores`, or what follows from them does. If there are no pieces, the scores are there.
 pub(super) fn select_combined<'a>(
     isa: Isa,
-    pieces: impl Iterator<Item = (&'a [f32], &'a [f32])>,
+    pieces: impl Iterator<Item = (&'a [f32], &'a [f32])> + Clone,
     best: Best,
     scores: &mut [u32],
     chosen: &mut Vec<u32>,
@@ -62,13 +62,28 @@ pub(super) fn select_combined<'a>(
         && best.fade > 0
         && (1..scores.len().saturating_sub(best.first as usize)).contains(&best.k)
     {
+        // What is probably too little is not written.
         #[expect(unsafe_code, reason = "target features")]
         // SAFETY: `Cpu::new` refuses an instruction set that the machine does not have.
+        let floor = unsafe { floor_of_pieces(isa, pieces.clone(), best, scores.len()) };
+        let is_chosen = floor.is_some_and(|floor| {
+            CANDIDATES.with_borrow_mut(|(places, left)| {
+                let both = room(places, left, scores.len());
+                #[expect(unsafe_code, reason = "target features")]
+                // SAFETY: as above.
+                let n = unsafe { gather_following(pieces.clone(), (best, floor), both) };
+                n >= best.k && choose(isa, (places, &left[..n]), best.k, chosen)
+            })
+        });
+        if is_chosen {
+            return;
+        }
+        #[expect(unsafe_code, reason = "target features")]
+        // SAFETY: as above.
         let n = unsafe { combine_following(pieces, best, scores) };
         if n == 0 {
             return select(isa, scores, best, chosen);
         }
-        chosen.clear();
         let middle = &scores[best.first as usize..];
         return select_middle(isa, middle, (best.first, best.k), chosen);
     }
@@ -85,20 +100,42 @@ pub(super) fn select_combined<'a>(
 fn select_middle(isa: Isa, middle: &[u32], (first, k): (u32, usize), chosen: &mut Vec<u32>) {
     let floor = probable_floor(isa, middle, k);
     CANDIDATES.with_borrow_mut(|(places, left)| {
-        // Sixteen more, because vectors are written before it is known how much of them counts.
-        if places.len() < middle.len() + 16 {
-            places.resize(middle.len() + 16, 0);
-            left.resize(middle.len() + 16, 0);
-        }
+        let (places, left) = room(places, left, middle.len());
         let mut n = gather(isa, middle, (first, floor), places, left);
         if n < k {
             // The sample was not like the rest.
             n = gather(isa, middle, (first, 0), places, left);
         }
-        let (threshold, n_above) = kth(isa, &left[..n], k);
-        write(isa, &left[..n], Choice { threshold, n_equal: k - n_above }, places);
-        chosen.extend_from_slice(&places[..k]);
+        choose(isa, (places, &left[..n]), k, chosen);
     });
+}
+
+/// Room for `n` places and their scores, and for sixteen more, because vectors are written before it is known how
+/// much of them counts.
+fn room<'a>(
+    places: &'a mut Vec<u32>,
+    scores: &'a mut Vec<u32>,
+    n: usize,
+) -> (&'a mut [u32], &'a mut [u32]) {
+    if places.len() < n + 16 {
+        places.resize(n + 16, 0);
+        scores.resize(n + 16, 0);
+    }
+    (places, scores)
+}
+
+/// Writes the `k` best of places, which there are; true.
+fn choose(
+    isa: Isa,
+    (places, scores): (&mut [u32], &[u32]),
+    k: usize,
+    chosen: &mut Vec<u32>,
+) -> bool {
+    let (threshold, n_above) = kth(isa, scores, k);
+    write(isa, scores, Choice { threshold, n_equal: k - n_above }, places);
+    chosen.clear();
+    chosen.extend_from_slice(&places[..k]);
+    true
 }
 
 /// A score that is probably reached by k of many, and by not many more.
@@ -119,7 +156,7 @@ fn probable_floor(isa: Isa, scores: &[u32], k: usize) -> u32 {
 
 /// A number that no more than k scores are above and at least k reach, and how many are above it; k is from
 /// 1 to the number of scores.
-fn kth(isa: Isa, scores: &[u32], k: usize) -> (u32, usize) {
+pub(super) fn kth(isa: Isa, scores: &[u32], k: usize) -> (u32, usize) {
     // At least k scores reach `low`, and `n_above`, fewer than k, are above `high`.
     let ((mut low, mut high), mut n_above) = (span(isa, scores), 0);
     while low < high {
@@ -274,7 +311,7 @@ fn write_avx512(scores: &[u32], mut choice: Choice, places: &mut [u32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn lanes() -> __m512i {
+pub(super) fn lanes() -> __m512i {
     _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
 }
 

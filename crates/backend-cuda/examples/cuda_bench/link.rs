@@ -8,9 +8,10 @@ use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{KvDtype, KvShape, LayerIdx};
 use serde_json::Value;
 
+use crate::queries::Random;
 use crate::rig::Rig;
 use crate::step::{self, Model};
-use crate::topk::{Random, kv_of};
+use crate::topk::kv_of;
 use crate::{Outcome, Report, time};
 
 /// Tokens from which rows are brought.

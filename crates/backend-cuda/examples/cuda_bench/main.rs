@@ -25,6 +25,7 @@
 mod chunks;
 mod decode;
 mod link;
+mod queries;
 mod rig;
 mod start;
 mod step;
@@ -95,11 +96,11 @@ fn main() -> Outcome {
     let cache_dir = Some(std::env::temp_dir().join("nuthatch-test-kernels"));
     let l2_prefetch = if has("l2") { 3 } else { 0 };
     let (is_eager, kv_virtual) = (has("eager"), has("virtual"));
-    let n_resident = number(&words, "resident").unwrap_or(0) as u32;
+    let resident = resident(&words)?;
     let n_threads = number(&words, "threads").unwrap_or(0) as u32;
     let code = RowCode::ALL.into_iter().find(|code| has(&code.to_string()));
     let n_near = number(&words, "near").map_or(NEAR_PAGES, |n| n as u32);
-    let far = FarPages { n_near, n_resident, n_threads, code, fails_after: None };
+    let far = FarPages { n_near, resident, n_threads, code, fails_after: None };
     let far = has("host").then_some(far);
     let is_exact = false;
     let tuning = tuning(&words);
@@ -159,6 +160,14 @@ fn main() -> Outcome {
         std::fs::write(path, text)?;
     }
     Ok(())
+}
+
+/// The layers that stay on the device: the first `resident=N`, or, of a trace, those of which most rows come.
+fn resident(words: &[String]) -> Result<LayerSet, Box<dyn Error>> {
+    let n = number(words, "resident").unwrap_or(0);
+    let Some(traced) = topk::traced(words)? else { return Ok(LayerSet::first(n as u32)) };
+    let layers = traced.hardest(&step::named(words));
+    Ok(LayerSet::of(&layers[..n.min(layers.len())]).unwrap_or_default())
 }
 
 /// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `alone=`, `late_blocks=`, `short=` and `early=` otherwise

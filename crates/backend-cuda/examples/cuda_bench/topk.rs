@@ -1,92 +1,21 @@
-//! Whole decode steps about which the device decides, and what each of their kernels takes.
-//!
-//! Queries are made up: those of a key/value head stay near the one before, or turn away from it, at the
-//! rate that is asked for, or they lie around a centre, as those of a text do. Keys are random.
+//! Whole decode steps about which the device decides, and what each of their kernels takes. Queries are made
+//! up (see `queries.rs`), and keys are random.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 
 use nuthatch_backend::topk::{Found, HeadNumbers, Mix, ReuseRule};
 use nuthatch_backend::{Backend, Deciding, Digest, DigestKind, Pass, Rules, ScoreBy};
 use nuthatch_backend_cuda::Cuda;
 use nuthatch_types::{Clock as _, KvDtype, KvShape, SystemClock};
 
+use crate::queries::{Queries, SEEN, TRACED_THRESHOLD, TURNS, Traced, Turn, Way, unevenness};
 use crate::rig::Rig;
 use crate::step::{self, Acts, Buf, Model, Shape};
 use crate::{Outcome, Report, number, random};
 
 /// Steps that are timed.
-const STEPS: usize = 24;
-/// A query that stays has this cosine with the one before, and one that turns away this one, unless
-/// `cosine=PERCENT` says another.
-const STAYS: f32 = 0.995;
-const TURNS: f32 = 0.7;
-/// The cosine of two queries around a centre, if neither is far from it.
-const CALM: f32 = 0.98;
-
-/// Small numbers that their seed determines.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn unit(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (self.0 >> 40) as f32 / (1 << 24) as f32
-    }
-
-    fn bell(&mut self) -> f32 {
-        (0..12).map(|_| self.unit()).sum::<f32>() - 6.0
-    }
-}
-
-/// How queries change from step to step: so many heads in a hundred turn away, to this cosine, from the query
-/// before or, for one step, from those around their centre.
-#[derive(Clone, Copy)]
-struct Turn {
-    percent: u32,
-    cosine: f32,
-    is_around: bool,
-}
-
-/// The queries of one row in one layer.
-struct Queries {
-    random: Random,
-    /// `[G][group D]`
-    heads: Vec<Vec<f32>>,
-    centres: Vec<Vec<f32>>,
-    /// Cosines of queries with those before, added up, and how many.
-    adjacent: (f64, u32),
-}
-
-impl Queries {
-    fn new(shape: &Shape, (layer, seq): (usize, usize)) -> Self {
-        let mut random = Random((9 + 1000 * seq + 1_000_000 * layer) as u64);
-        let group = (shape.n_heads / shape.n_kv_heads * shape.head_dim) as usize;
-        let heads = (0..shape.n_kv_heads).map(|_| (0..group).map(|_| random.bell()).collect());
-        let heads: Vec<Vec<f32>> = heads.collect();
-        Queries { random, centres: heads.clone(), heads, adjacent: (0.0, 0) }
-    }
-
-    /// The next step's.
-    fn next(&mut self, turn: Turn) -> Vec<f32> {
-        for (head, centre) in self.heads.iter_mut().zip(&self.centres) {
-            let turns = self.random.unit() * 100.0 < turn.percent as f32;
-            let before = head.clone();
-            let (from, cosine) = match (turn.is_around, turns) {
-                (false, false) => (&before, STAYS),
-                (false, true) => (&before, turn.cosine),
-                (true, false) => (centre, CALM.sqrt()),
-                (true, true) => (centre, turn.cosine / CALM.sqrt()),
-            };
-            let sine = (1.0 - cosine * cosine).sqrt();
-            for (x, from) in head.iter_mut().zip(from) {
-                *x = cosine * from + sine * self.random.bell();
-            }
-            let adjacent = nuthatch_backend::topk::cosine(head, &before);
-            self.adjacent = (self.adjacent.0 + f64::from(adjacent), self.adjacent.1 + 1);
-        }
-        self.heads.concat()
-    }
-}
-
+const STEPS: usize = 40;
 /// What decides.
 #[derive(Clone, Copy)]
 struct Named {
@@ -174,7 +103,7 @@ struct Part {
 
 impl Part {
     fn new(of: Named, percent: u32, cosine: f32) -> Self {
-        Part { of, turn: Turn { percent, cosine, is_around: false }, has_graph: true }
+        Part { of, turn: Turn { percent, cosine, way: Way::Away }, has_graph: true }
     }
 }
 
@@ -201,10 +130,17 @@ fn parts(cosine: f32) -> Vec<Part> {
     ]
 }
 
-fn rules(shape: &Shape, of: &Named) -> Rules {
+fn rules(shape: &Shape, of: &Named, traced: Option<&Traced>) -> Rules {
     let group = (shape.n_heads / shape.n_kv_heads) as usize;
-    let (threshold, soft, weight) = (0.85, of.soft, 1.0);
-    let head = HeadNumbers { threshold, soft, weight, importances: vec![1.0; group] };
+    let traced = traced.filter(|_| of.by == CHANNELS);
+    let n_heads = shape.n_kv_heads as usize;
+    // Of a trace, important heads choose more; those of the literature are all alike.
+    let head = |i: usize| {
+        let rows = traced.map(|traced| traced.of(shape, (i / n_heads, i % n_heads)).1);
+        let weight = rows.map_or(1.0, |rows| 100.0 * rows / AUTO.working_set / AUTO.percent as f32);
+        let threshold = if traced.is_some() { TRACED_THRESHOLD } else { 0.85 };
+        HeadNumbers { threshold, soft: of.soft, weight, importances: vec![1.0; group] }
+    };
     Rules {
         by: of.by,
         percent: of.percent,
@@ -212,17 +148,19 @@ fn rules(shape: &Shape, of: &Named) -> Rules {
         k_max: u32::MAX,
         sinks: 16,
         recent: 64,
-        fade: 0,
+        // `follow=0.5`
+        fade: if traced.is_some() { 1 << 23 } else { 0 },
         working_set: of.working_set,
         is_whole: of.is_whole,
         reuse: of.reuses.then_some(ReuseRule { mix: Mix::Harmonic, max_age: None }),
         has_choice: true,
         first_layer: 0,
-        heads: vec![head; (shape.n_layers * shape.n_kv_heads) as usize],
+        heads: (0..shape.n_layers as usize * n_heads).map(head).collect(),
     }
 }
 
-/// Channels in four bits, or, with `bits=8`, in eight; and signs.
+/// Channels in four bits, or, with `bits=8`, in eight, by a random frame or, of a trace, the channels themselves; and
+/// signs.
 pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
     let d = shape.head_dim as usize;
     let n_heads = (shape.n_layers * shape.n_kv_heads) as usize;
@@ -230,7 +168,12 @@ pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
         Some(8) => (DigestKind::Channels, Vec::new()),
         _ => (DigestKind::Nibbles, vec![1.0; n_heads * 32]),
     };
-    let frame = random(32 * d).iter().map(|x| x * 0.15).collect();
+    let frame = match words.iter().any(|word| word.starts_with("heads=")) {
+        true => (0..2 * SEEN * d)
+            .map(|i| f32::from(i % d == i / d % SEEN + i / d / SEEN * (d / 2)))
+            .collect(),
+        false => random(32 * d).iter().map(|x| x * 0.15).collect(),
+    };
     let channels = Digest { kind, width: 32, frame, mean: Vec::new(), weights };
     let signs = Digest {
         kind: DigestKind::Signs,
@@ -244,7 +187,8 @@ pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
-/// rates, or, with `turn=N`, at that one, and with `around` for a step only; with channels of `bits=8`; with `wide` by queries from weights as
+/// rates, or, with `turn=N`, at that one, and with `around` for a step only, or, with `heads=FILE`, as those of a
+/// recorded trace; with channels of `bits=8`; with `wide` by queries from weights as
 /// wide as the model's; with `late` also late, with `overlap` also at each step, or, with `only`, so only. With `ablation` LiteCache's parts
 /// are taken away one by one; with `moves` all heads choose, and more and more rows move; with `breakdown`,
 /// kernels are also timed one by one.
@@ -258,7 +202,9 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         model.narrow_deciding(cuda)?;
     }
     let shape = &model.shape;
-    let percents = number(words, "turn").map_or(vec![100, 45, 25, 10, 0], |n| vec![n as u32]);
+    let traced = traced(words)?;
+    let usual = if traced.is_some() { vec![0] } else { vec![100, 45, 25, 10, 0] };
+    let percents = number(words, "turn").map_or(usual, |n| vec![n as u32]);
     let cosine = number(words, "cosine").map_or(TURNS, |n| n as f32 / 100.0);
     let lines: Vec<Part> = match has("policies") {
         _ if has("ablation") => parts(cosine),
@@ -270,8 +216,12 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             of.extend(has("overlap").then_some(OVERLAP));
             let turns =
                 |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
-            let is_around = has("around");
-            let turn = move |percent| Turn { percent, cosine, is_around };
+            let way = match (&traced, has("around")) {
+                (Some(_), _) => Way::Traced,
+                (None, true) => Way::Around,
+                (None, false) => Way::Away,
+            };
+            let turn = move |percent| Turn { percent, cosine, way };
             let part = |of: Named| move |percent| Part { of, turn: turn(percent), has_graph: true };
             of.iter().flat_map(|of| turns(of).into_iter().map(part(*of))).collect()
         }
@@ -285,15 +235,24 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             (n_seqs, depth, 2 * lines.len() * (STEPS + 10)),
             (false, Some(&digests(shape, words)[..n_digests])),
         )?;
-        let all_rules: Vec<Rules> = lines.iter().map(|line| rules(shape, &line.of)).collect();
+        let all_rules: Vec<Rules> =
+            lines.iter().map(|line| rules(shape, &line.of, traced.as_ref())).collect();
         let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &all_rules, n_seqs as u32)?;
         assert!(decides, "this device decides");
         let used = (free - cuda.memory()?.0) as f64;
         println!("{n_seqs} x {depth}: {:.2} GB on the device for KV", used / 1e9);
         let has_kernels = report.has_breakdown;
-        let model = &model;
-        let mut run =
-            Run { cuda, model, n_seqs, depth, n_done: 0, rules: 0, is_ahead: false, has_kernels };
+        let mut run = Run {
+            cuda,
+            model: &model,
+            traced: traced.as_ref(),
+            n_seqs,
+            depth,
+            n_done: 0,
+            rules: 0,
+            is_ahead: false,
+            has_kernels,
+        };
         for (i, line) in lines.iter().enumerate() {
             cuda.record_passes(line.has_graph);
             for &is_ahead in line.of.ahead {
@@ -309,6 +268,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
 struct Run<'a> {
     cuda: &'a Cuda,
     model: &'a Model,
+    traced: Option<&'a Traced>,
     n_seqs: usize,
     depth: usize,
     n_done: usize,
@@ -329,7 +289,9 @@ impl Run<'_> {
     ) -> Outcome {
         let shape = &self.model.shape;
         let n_layers = shape.n_layers as usize;
-        let of_layer = |layer| (0..self.n_seqs).map(move |seq| Queries::new(shape, (layer, seq)));
+        let traced = self.traced;
+        let of_layer =
+            |layer| (0..self.n_seqs).map(move |seq| Queries::new(shape, (layer, seq), traced));
         let mut queries: Vec<Queries> = (0..n_layers).flat_map(of_layer).collect();
         let width = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim;
         let buf = |_| self.cuda.alloc(self.n_seqs * width as usize);
@@ -339,7 +301,7 @@ impl Run<'_> {
         let clock = SystemClock::start();
         let (mut seconds, mut n_lookups, mut n_hits, mut n_moved) = (Vec::new(), 0u64, 0u64, 0u64);
         for step in 0..STEPS + 5 {
-            self.turn(&mut query_bufs, &mut queries, turn)?;
+            self.turn((step, turn), &mut query_bufs, &mut queries)?;
             self.cuda.wait()?;
             let begin = clock.now();
             self.step(rig, (&query_bufs, &mut acts))?;
@@ -365,13 +327,17 @@ impl Run<'_> {
         let ahead = if self.is_ahead { ", ahead" } else { "" };
         let adjacent = queries.iter().map(|queries| queries.adjacent);
         let (sum, n) = adjacent.fold((0.0, 0), |sums, x| (sums.0 + x.0, sums.1 + x.1));
+        let turned = match turn.way {
+            Way::Traced => "traced".to_owned(),
+            Way::Away | Way::Around => format!("{} turn", turn.percent),
+        };
         let name = format!(
-            "topk {}, {name}{ahead}, {} x {}, {} turn: {hits:.0} % hits, {moved:.2} % moved, cosine {:.3}",
+            "topk {}, {name}{ahead}, {} x {}, {turned}: {hits:.0} % hits, {moved:.2} % moved, cosine {:.3}, mean {:.3} ms",
             shape.name,
             self.n_seqs,
             self.depth,
-            turn.percent,
-            sum / f64::from(n)
+            sum / f64::from(n),
+            seconds.iter().sum::<f64>() / seconds.len() as f64 * 1e3
         );
         report.add(&name, median, self.model.bytes(&kv_of(shape), 0), 0.0);
         if self.is_ahead || !self.has_kernels {
@@ -381,12 +347,17 @@ impl Run<'_> {
     }
 
     /// The next queries of all layers and sequences.
-    fn turn(&self, query_bufs: &mut [Buf], queries: &mut [Queries], turn: Turn) -> Outcome {
+    fn turn(
+        &self,
+        (step, turn): (usize, Turn),
+        query_bufs: &mut [Buf],
+        queries: &mut [Queries],
+    ) -> Outcome {
         let shape = &self.model.shape;
         let keys = (2 * shape.n_kv_heads * shape.head_dim) as usize;
         // Keys and values of a row lie behind its queries.
         let next = |queries: &mut Queries| {
-            let mut row = queries.next(turn);
+            let mut row = queries.next(turn, unevenness(step));
             row.resize(row.len() + keys, 0.0);
             row
         };
@@ -425,8 +396,8 @@ impl Run<'_> {
     ) -> Outcome {
         const N: usize = 3;
         let mut sums: BTreeMap<&'static str, (f64, usize)> = BTreeMap::new();
-        for _ in 0..N {
-            self.turn(query_bufs, queries, turn)?;
+        for step in 0..N {
+            self.turn((step, turn), query_bufs, queries)?;
             self.cuda.begin_timing();
             self.step(rig, (query_bufs, acts))?;
             for kernel in self.cuda.end_timing()? {
@@ -444,6 +415,11 @@ impl Run<'_> {
         }
         Ok(())
     }
+}
+
+/// What heads of a trace did, if the words name it.
+pub(crate) fn traced(words: &[String]) -> Result<Option<Traced>, Box<dyn Error>> {
+    words.iter().find_map(|word| word.strip_prefix("heads=")).map(Traced::read).transpose()
 }
 
 pub(crate) fn kv_of(shape: &Shape) -> KvShape {

@@ -87,7 +87,9 @@ impl Cuda {
         kv: &CudaKv,
         slots: impl Iterator<Item = Slot>,
     ) -> Result<(), DeviceError> {
-        let (Some(codes), Some(run), Some(sparse)) = (&kv.codes, kv.far_run(), &kv.sparse) else {
+        let (Some(codes), Some((pages, n_heads)), Some(sparse)) =
+            (&kv.codes, kv.far_heads(), &kv.sparse)
+        else {
             return Ok(());
         };
         // What waits on the host has none until it comes back.
@@ -99,11 +101,11 @@ impl Cuda {
         let list = self.device.alloc(size_of_val(&slots[..]), "a list of pages")?;
         self.device.upload(&list, 0, &slots)?;
         let params = CodePagesParams {
-            layer: run.address,
+            layer: pages,
             slots: list.address(),
             head_bytes: kv.head_bytes(),
             codes: codes.starting_at(0),
         };
-        code_pages(&self.device, &sparse.attend, &params, (slots.len(), run.n))
+        code_pages(&self.device, &sparse.attend, &params, (slots.len(), n_heads))
     }
 }

@@ -142,7 +142,7 @@ impl Near {
     pub(crate) fn of_layer(&self, (layer, index): (u32, u32), kv: &CudaKv) -> Option<NearPages> {
         match &self.state().turns {
             None => Some(self.part(index, self.n_frames, kv)),
-            Some(turns) if turns.now == Some(layer) => Some(self.half(layer as usize % 2, kv)),
+            Some(turns) if turns.now == Some(layer) => Some(self.half(index as usize % 2, kv)),
             Some(_) => None,
         }
     }
@@ -234,7 +234,9 @@ impl Cuda {
     /// Gives copies to the pages that a batch wants near; once for each batch.
     pub(crate) fn prepare_near(&self, plan: &CudaPlan, kv: &CudaKv) -> Result<(), DeviceError> {
         // Only kernels for pages of rows know of copies.
-        let (Some(near), Some(run), true) = (&kv.near, kv.far_run(), kv.sparse.is_some()) else {
+        let (Some(near), Some((pages, n_heads)), true) =
+            (&kv.near, kv.far_heads(), kv.sparse.is_some())
+        else {
             return Ok(());
         };
         let mut state = near.state();
@@ -264,10 +266,10 @@ impl Cuda {
         let tiers = Tiers {
             device: near.pages.address(),
             n_device: near.n_frames,
-            host: run.address,
+            host: pages,
             n_host: kv.slots.device,
             page_bytes: kv.page.bytes(),
-            n_heads: run.n,
+            n_heads,
         };
         let copy = |load: &frames::Load| PageCopy {
             source: Slot(near.n_frames + load.slot),

@@ -54,6 +54,11 @@ pub(super) fn are_needed(wanted: &Wanted, n_frames: u32, plan: &CudaPlan) -> boo
     n_far * prompts.map(|seq| tiles(seq.n_rows)).max().unwrap_or(0) > wanted.len()
 }
 
+/// Which half of the frames a layer has: the next that is far has the other.
+fn half_of(layer: u32, kv: &CudaKv) -> usize {
+    kv.rank(layer) as usize % 2
+}
+
 impl Cuda {
     /// It is a layer's turn, if layers take turns: its pages are there, and those of the next begin to come.
     pub(crate) fn take_turn(
@@ -70,11 +75,8 @@ impl Cuda {
         };
         self.bring_layer(branch, turns, layer, kv)?;
         turns.now = Some(layer);
-        wait(&self.device, self.device.main_stream(), &near.came.0[layer as usize % 2])?;
-        match layer + 1 < kv.shape.n_layers {
-            true => self.bring_layer(branch, turns, layer + 1, kv),
-            false => Ok(()),
-        }
+        wait(&self.device, self.device.main_stream(), &near.came.0[half_of(layer, kv)])?;
+        kv.far_after(layer).map_or(Ok(()), |next| self.bring_layer(branch, turns, next, kv))
     }
 
     /// Has the pages of a layer come, unless they do already. They take the place of those two layers
@@ -86,7 +88,7 @@ impl Cuda {
         layer: u32,
         kv: &CudaKv,
     ) -> Result<(), DeviceError> {
-        let (Some(near), half) = (&kv.near, layer as usize % 2) else { return Ok(()) };
+        let (Some(near), half) = (&kv.near, half_of(layer, kv)) else { return Ok(()) };
         if turns.holds[half] == Some(layer) {
             return Ok(());
         }

@@ -30,8 +30,8 @@ pub(crate) struct SparseArgs {
     /// the policy needs]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "kv_offload")]
     pub(crate) kv_device_budget: Option<u64>,
-    /// Whether heads whose selections change most (on a GPU: the first layers) stay near whole, as far as
-    /// the budget allows
+    /// Whether heads whose selections change most (on a GPU: layers with such heads) stay near whole, as far
+    /// as the budget allows
     #[arg(long, value_name = "on|off", default_value = "on", requires = "kv_offload")]
     pub(crate) kv_resident: Switch,
     /// What rows come from far pages as: auto, as they are; fp8 or int8, in half the bytes and rounded.

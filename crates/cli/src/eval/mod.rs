@@ -23,7 +23,7 @@ use nuthatch_backend_cuda::{Cuda, FarPages};
 use nuthatch_engine::topk::{Counts, Decision, Policy};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::DecodeOptions;
-use nuthatch_types::{ColdKv, KvDtype, TokenId};
+use nuthatch_types::{ColdKv, KvDtype, LayerSet, TokenId};
 
 use crate::args::{EvalArgs, OffloadArg};
 use crate::chart::Figure;
@@ -176,7 +176,7 @@ impl Eval<'_> {
                 let cuda = Arc::get_mut(&mut cuda).context("a device that nobody uses yet")?;
                 cuda.keep_far(FarPages {
                     n_near,
-                    n_resident: 0,
+                    resident: LayerSet::NONE,
                     n_threads: way.n_threads,
                     code: way.code,
                     fails_after: None,

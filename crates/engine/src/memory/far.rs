@@ -18,7 +18,7 @@ pub struct FarRequest {
     pub near_budget: Option<u64>,
     /// Pages of each decoding sequence that should have copies.
     pub pages_per_seq: u32,
-    /// Whether the pages of the first layers stay on the device, of as many as the budget allows; without a
+    /// Whether the pages of some layers stay on the device, of as many as the budget allows; without a
     /// budget, of all if there is room for them.
     pub keeps_layers: bool,
     /// Bytes beside each page, over all layers, if rows come in eight bits.

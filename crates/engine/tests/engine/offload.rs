@@ -13,7 +13,7 @@ use nuthatch_engine::{
 };
 use nuthatch_model::kv_shape;
 use nuthatch_testkit::Rng;
-use nuthatch_types::{KvDtype, Sampling, TokenId};
+use nuthatch_types::{KvDtype, LayerSet, Sampling, TokenId};
 
 use crate::echo::{Answer, HandClock, collect_all, receive_all};
 use crate::golden::{Pool, folder, golden, load_on, request};
@@ -294,7 +294,7 @@ fn far_pages_change_nothing_in_simulations() {
 
 /// Few copies, no whole layers, and rows that the device brings as they are.
 const FAR: FarPages =
-    FarPages { n_near: 2, n_resident: 0, n_threads: 0, code: None, fails_after: None };
+    FarPages { n_near: 2, resident: LayerSet::NONE, n_threads: 0, code: None, fails_after: None };
 
 /// A thread that fails while a step waits for it: the step's answers are right all the same, and the next
 /// step is an error. Without a driver nothing is judged, and the output shows it.
@@ -381,9 +381,10 @@ fn far_pages_change_nothing_on_a_gpu() {
             assert!(!here.is_empty());
             n_answers += here.len();
             // The last with threads of the host that bring rows.
-            let shapes = [(2, 0, 0), (5, 1, 0), (64, 0, 0), (2, 0, 3)];
-            for (n_near, n_resident, n_threads) in shapes {
-                let far = FarPages { n_near, n_resident, n_threads, ..FAR };
+            let shapes = [(2, &[][..], 0), (5, &[1], 0), (64, &[], 0), (2, &[], 3)];
+            for (n_near, resident, n_threads) in shapes {
+                let resident = LayerSet::of(resident).unwrap();
+                let far = FarPages { n_near, resident, n_threads, ..FAR };
                 assert_eq!(run(Some(far)), here, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
             }
             // In eight bits rows are rounded, whoever brings them and whatever has copies.
@@ -394,7 +395,7 @@ fn far_pages_change_nothing_on_a_gpu() {
                 let far = FarPages { n_near, n_threads, code, ..FAR };
                 assert_eq!(run(Some(far)), coded, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
             }
-            let all_stay = FarPages { n_resident: 99, code, ..FAR };
+            let all_stay = FarPages { resident: LayerSet::first(99), code, ..FAR };
             assert_eq!(run(Some(all_stay)), here, "seed {seed}, {policy}: nothing comes");
         }
         println!("seed {seed}, {policy}: the same answers");
