@@ -253,14 +253,15 @@ impl Device {
 
     /// Pages are far, but for those of the first few of these layers; nobody else has the device yet.
     pub(crate) fn keep_far(&mut self, near: &NearSizes, layers: &[u32], way: &FarWay) {
-        let layers = &layers[..layers.len().min(near.n_layers as usize)];
+        // Sets have no layers behind the 128th.
+        let known = layers.iter().copied().filter(|&layer| layer < u128::BITS);
+        let layers: Vec<u32> = known.take(near.n_layers as usize).collect();
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
         {
             cuda.keep_far(FarPages {
                 n_near: near.n_pages,
-                // Sets have no layers behind the 128th, and nobody can need all of so many.
-                resident: LayerSet::of(layers).unwrap_or_default(),
+                resident: LayerSet::of(&layers).unwrap_or_default(),
                 n_threads: way.n_threads,
                 code: way.code,
                 fails_after: None,

@@ -82,6 +82,19 @@ mod tests {
     }
 
     #[test]
+    fn layers_that_share_keys_stay_in_their_order() {
+        use crate::topk::{Profile, TopKShape, hardest_layers};
+        let shape = TopKShape { n_layers: 3, n_kv_layers: 3, n_kv_heads: 1, group: 1, head_dim: 2 };
+        let similarity = vec![0.9, 0.1, 0.5];
+        let profile = Profile { similarity, ..Profile::empty(&shape) };
+        let policies = ["hata,reuse=qsac(eta=0.8,thresholds=fixed)".parse().unwrap()];
+        assert_eq!(hardest_layers(&shape, &policies, &profile), [1, 2, 0]);
+        let shared = TopKShape { n_kv_layers: 2, ..shape };
+        assert_eq!(hardest_layers(&shared, &policies, &profile), [0, 1]);
+        assert_eq!(hardest_layers(&shape, &[], &profile), [0, 1, 2]);
+    }
+
+    #[test]
     fn the_first_layer_and_the_hardest_heads_stay() {
         let thresholds = [0.0, 0.0, 0.8, 0.7, 0.8, -0.9];
         let similarities = [0.9, 0.9, 0.9, 0.5, 0.6, 0.9];

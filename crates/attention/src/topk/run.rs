@@ -141,9 +141,13 @@ pub fn working_rows(shape: &TopKShape, policies: &[Policy], profile: &Profile, n
     policies.iter().map(rows).max().unwrap_or(0)
 }
 
-/// The model's layers, those first that should stay on the device where not all can: by the first policy.
+/// The layers that own keys and values, those first that should stay on the device where not all can: by the first
+/// policy, or in their order where layers share them and a profile says nothing about whose rows would come.
 pub fn hardest_layers(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
-    let Some(policy) = policies.first() else { return (0..shape.n_layers as u32).collect() };
+    let is_shared = shape.n_layers != shape.n_kv_layers;
+    let Some(policy) = policies.first().filter(|_| !is_shared) else {
+        return (0..shape.n_kv_layers as u32).collect();
+    };
     let similarities = profile.similarities();
     let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
     let rules = rules_of(shape, policy, profile);

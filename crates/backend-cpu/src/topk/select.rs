@@ -72,7 +72,10 @@ pub(super) fn select_combined<'a>(
                 #[expect(unsafe_code, reason = "target features")]
                 // SAFETY: as above.
                 let n = unsafe { gather_following(pieces.clone(), (best, floor), both) };
-                n >= best.k && choose(isa, (places, &left[..n]), best.k, chosen)
+                if n >= best.k {
+                    choose(isa, (places, &left[..n]), best.k, chosen);
+                }
+                n >= best.k
             })
         });
         if is_chosen {
@@ -124,18 +127,12 @@ fn room<'a>(
     (places, scores)
 }
 
-/// Writes the `k` best of places, which there are; true.
-fn choose(
-    isa: Isa,
-    (places, scores): (&mut [u32], &[u32]),
-    k: usize,
-    chosen: &mut Vec<u32>,
-) -> bool {
+/// Writes the `k` best of places, of which there are so many.
+fn choose(isa: Isa, (places, scores): (&mut [u32], &[u32]), k: usize, chosen: &mut Vec<u32>) {
     let (threshold, n_above) = kth(isa, scores, k);
     write(isa, scores, Choice { threshold, n_equal: k - n_above }, places);
     chosen.clear();
     chosen.extend_from_slice(&places[..k]);
-    true
 }
 
 /// A score that is probably reached by k of many, and by not many more.
