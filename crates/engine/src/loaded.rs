@@ -1,17 +1,19 @@
 //! A model on a device with its KV arena and its tables, all of fixed size.
 
+mod measure;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_attention::topk::{
-    Calibration, Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse,
-    Stats, TopK, TopKShape, digest_page_bytes, hardest_layers, prefetchable_heads, working_rows,
+    Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse, Stats, TopK,
+    TopKShape, digest_page_bytes, hardest_layers, prefetchable_heads, working_rows,
 };
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
 use nuthatch_model::{
-    BatchLimits, LoadError, Model, ModelFiles, NARROW_LEAST, Restriction, kv_shape, topk_shape,
+    BatchLimits, LoadError, Model, ModelFiles, NARROW_LEAST, kv_shape, topk_shape,
 };
 use nuthatch_scheduler::Scheduler;
 use nuthatch_store::KvStore;
@@ -212,52 +214,6 @@ impl<B: Backend> LoadedModel<B> {
         let layer = pass / f64::from(self.model.config().n_layers.max(1));
         let selection = topk.selection_bytes(self.max_context, row_bytes);
         Ok(prefetchable_heads(layer, link, selection as f64))
-    }
-
-    /// Sums over the queries and keys of a text's beginning. Without a text, tokens from all over the
-    /// vocabulary stand for one. Writes to the arena, which keeps rows from then on.
-    pub fn calibrate(&mut self, text: &[TokenId]) -> Result<Calibration, DeviceError> {
-        /// Enough for averages of a few digits.
-        const TOKENS_MAX: u32 = 1024;
-        let page_len = self.store.shape().page_len;
-        let room = self.store.slots().device.saturating_mul(page_len).min(self.max_context);
-        let n = TOKENS_MAX.min(room);
-        let vocab = self.vocab();
-        let tokens: Vec<u32> = if text.is_empty() {
-            (0..n).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect()
-        } else {
-            text.iter().take(n as usize).map(|token| token.0.min(vocab - 1)).collect()
-        };
-        self.backend.keep_digests(self.store.device_mut(), &[])?;
-        let slots: Vec<Slot> = (0..(tokens.len() as u32).div_ceil(page_len)).map(Slot).collect();
-        self.write_table(0, 0, &slots)?;
-        let mut calibration = Calibration::new(topk_shape(self.model.config()));
-        let mut start = 0;
-        // What comes out does not depend on how the text is cut.
-        for chunk in tokens.chunks(self.max_rows as usize) {
-            let end = start + chunk.len() as u32;
-            let layout = BatchLayout {
-                tokens: chunk.to_vec(),
-                positions: (start..end).collect(),
-                query_start: vec![0, end - start],
-                kv_len: vec![end],
-                table_row: vec![0],
-                output_rows: Vec::new(),
-            };
-            self.model.calibrate(&mut self.store, &self.tables, &layout, &mut calibration)?;
-            start = end;
-        }
-        Ok(calibration)
-    }
-
-    /// How far the model's output at the only row of a batch moves when a query head is restricted,
-    /// for each head: see [`Model::probe`].
-    pub fn probe(
-        &mut self,
-        layout: &BatchLayout,
-        restriction: Restriction,
-    ) -> Result<Vec<f32>, DeviceError> {
-        self.model.probe(&mut self.store, &self.tables, layout, restriction)
     }
 
     /// A sequence takes a table, and attends by one of the policies after its prompt.

@@ -1,6 +1,6 @@
 //! Measuring a model's heads: sums over queries and keys, and what happens when a head sees less.
 
-use nuthatch_attention::topk::Calibration;
+use nuthatch_attention::topk::Witness;
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Pick};
 use nuthatch_store::KvStore;
 
@@ -16,14 +16,14 @@ pub struct Restriction {
 }
 
 impl<B: Backend> Model<B> {
-    /// Computes the next tokens of a text, the only sequence of the batch, and adds their queries and
-    /// keys to the sums. The store keeps digests, perhaps none.
+    /// Computes the next tokens of a text, the only sequence of the batch, and shows their queries and
+    /// keys to a witness. The store keeps digests, perhaps none.
     pub fn calibrate(
         &mut self,
         store: &mut KvStore<B>,
         tables: &B::Tables,
         layout: &BatchLayout,
-        calibration: &mut Calibration,
+        witness: &mut dyn Witness,
     ) -> Result<(), DeviceError> {
         let n_heads = self.config().n_kv_heads;
         let (q_width, kv_width) = (self.config().q_width(), self.config().kv_width());
@@ -39,12 +39,12 @@ impl<B: Backend> Model<B> {
             self.backend().read(&self.acts.qkv, &mut rows)?;
             let queries: Vec<f32> =
                 rows.chunks_exact(width).flat_map(|row| &row[..q_width]).copied().collect();
-            calibration.add_queries(idx, layer.0 as usize, &queries, start);
+            witness.queries(idx, layer.0 as usize, &queries, start);
             for head in 0..if owns_kv { n_heads } else { 0 } {
                 let of = (0, head, kv_len);
                 let keys = self.backend().read_keys(&self.plan, layer, store.device(), of)?;
                 let (_, keys) = keys.split_at(start * keys.len() / kv_len as usize);
-                calibration.add_keys(layer.0 as usize, head as usize, keys, start);
+                witness.keys(layer.0 as usize, head as usize, keys, start);
             }
             self.attend_exactly(idx, store)?;
             self.finish_layer(idx, layout)?;

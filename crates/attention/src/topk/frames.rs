@@ -82,18 +82,19 @@ fn rotate(a: &mut [f64], vectors: &mut [f64], d: usize, (p, q): (usize, usize)) 
 }
 
 /// Bell-shaped numbers that their seed determines (splitmix64, sums of twelve).
-struct Bell(u64);
+pub(super) struct Bell(u64);
 
 impl Bell {
-    fn new(seed: u64) -> Self {
+    pub(super) fn new(seed: u64) -> Self {
         Bell(seed)
     }
 
-    fn next(&mut self) -> f64 {
+    pub(super) fn next(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
 
-    fn unit(&mut self) -> f64 {
+    /// Evenly from 0 to 1.
+    pub(super) fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

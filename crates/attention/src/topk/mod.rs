@@ -10,15 +10,18 @@
 //! Code map: [`Policy`] says how all of this is done, and `spec` reads it from text; `reuse` decides
 //! whether a selection still serves; the backend's `WorkingSet` which rows stay; `head` is what is remembered of
 //! one head of one sequence; `near` and `residency` share near memory, `near_rows` is where rows are
-//! in it; `frames` makes what digests project on; [`Profile`] is what was measured of a model's
-//! heads; [`TopK`] runs a layer, and `device` lets a device decide.
+//! in it; `frames` makes what digests project on, and `hash` learns it; [`Profile`] is what was
+//! measured of a model's heads, by `calibration`; [`TopK`] runs a layer, and `device` lets a device
+//! decide.
 //!
 //! Every decision is taken from plain values by plain functions, so that a device that decides by
 //! itself can be compared step by step.
 
+mod calibration;
 mod compact;
 mod device;
 mod frames;
+mod hash;
 mod head;
 mod near;
 mod near_rows;
@@ -32,13 +35,15 @@ mod stats;
 mod trace;
 mod work;
 
+pub use calibration::{Calibration, HeadRows, KeptRows, Witness};
 pub use frames::{orthonormal_frame, principal_frame};
+pub use hash::{HashTexts, learn, recall};
 pub use head::{Head, HeadRule, Lookup};
 pub use near::{NearError, NearNeeds, NearPlan, NearRequest};
 pub use policy::{
     Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, Soft, digest_page_bytes,
 };
-pub use profile::{Calibration, Profile, ProfileError};
+pub use profile::{Profile, ProfileError};
 pub use residency::prefetchable_heads;
 pub use reuse::{aggregate, soft_threshold, threshold};
 pub use run::{TopK, TopKLayer, TopKShape, hardest_layers, working_rows};

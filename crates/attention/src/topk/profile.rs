@@ -4,14 +4,14 @@ use nuthatch_backend::{Digest, DigestKind};
 use serde::{Deserialize, Serialize};
 
 use super::compact;
-use super::frames::{orthonormal_frame, principal_frame};
+use super::frames::orthonormal_frame;
 use super::policy::{Policy, Retriever};
 use super::run::TopKShape;
 
 /// The seed of all random frames: digests of one model are the same in every process.
 const FRAME_SEED: u64 = 0x6e75_7468_6174_6368;
-/// First tokens that are left out of averages: their keys are unlike all others.
-const N_SINKS: usize = 16;
+/// The longest hash codes that are read.
+const BITS_MAX: usize = 1024;
 
 /// What was measured of a model's heads. Lists that are empty were not measured; everything works
 /// without them, only less well.
@@ -53,6 +53,9 @@ pub struct Profile {
     /// `[kv layer][G][n]` how long keys are along these directions, root mean square.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lengths: Vec<f32>,
+    /// `[kv layer][G][bits]` directions of width `D` whose signs are the bits of hash codes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "compact")]
+    pub hash: Vec<Vec<f32>>,
 }
 
 /// A profile that cannot be used.
@@ -149,6 +152,13 @@ impl Profile {
             return Err(ProfileError::List { list: "principal", found, expected });
         }
         floats("lengths", &self.lengths, expected)?;
+        for row in &self.hash {
+            floats("a direction of hash codes", row, d)?;
+        }
+        let (found, expected) = (self.hash.len(), kv_layers * kv_heads * self.hash_bits());
+        if found != expected || self.hash_bits() > BITS_MAX {
+            return Err(ProfileError::List { list: "hash", found, expected });
+        }
         let expected = kv_layers * kv_heads * d;
         let found = self.channels.iter().filter(|&&c| usize::from(c) < d).count();
         if !self.channels.is_empty() && (found != expected || self.channels.len() != expected) {
@@ -212,6 +222,25 @@ impl Profile {
         self.principal.len() / heads.max(1)
     }
 
+    /// Bits of the hash codes that were learnt; 0 if none were.
+    pub fn hash_bits(&self) -> usize {
+        let heads = self.n_kv_layers as usize * self.n_kv_heads as usize;
+        self.hash.len() / heads.max(1)
+    }
+
+    /// Takes over what was learnt, a frame `[bits][D]` of each head, as it would be read again.
+    pub fn set_hash<'a>(&mut self, frames: impl IntoIterator<Item = &'a [f32]>) {
+        let d = (self.head_dim as usize).max(1);
+        let rows = frames.into_iter().flat_map(|frame| frame.chunks_exact(d));
+        self.hash = rows.map(compact::rounded).collect();
+    }
+
+    /// Where hash codes of this many bits begin to be learnt, and what they are without: `[bits][D]`,
+    /// random, for all heads alike.
+    pub fn random_frame(&self, bits: usize) -> Vec<f32> {
+        orthonormal_frame(bits, self.head_dim as usize, FRAME_SEED)
+    }
+
     /// `[layer][G]` the average similarity of adjacent queries, over the query heads of each
     /// key/value head; nothing where nothing was measured.
     pub fn similarities(&self) -> Vec<f32> {
@@ -246,7 +275,8 @@ impl Profile {
         };
         let n_principal = self.n_principal();
         let mut frame = match retriever {
-            Retriever::Hata { .. } => orthonormal_frame(width, d, FRAME_SEED),
+            Retriever::Hata { .. } if self.hash_bits() == width => self.hash.concat(),
+            Retriever::Hata { .. } => self.random_frame(width),
             Retriever::Loki { .. } => self.first_rows(heads, width, |head, row, e| {
                 self.principal.get(head * n_principal + row)?.get(e).copied()
             }),
@@ -308,106 +338,6 @@ impl Profile {
     }
 }
 
-/// Sums over the queries and keys of a text, from which a profile's averages are made.
-#[derive(Clone, Debug)]
-pub struct Calibration {
-    shape: TopKShape,
-    /// `[kv layer][G]`.
-    heads: Vec<HeadSums>,
-    /// `[layer][H]` sums of cosines of adjacent queries, and how many.
-    similarity: Vec<(f64, u32)>,
-}
-
-#[derive(Clone, Debug, Default)]
-struct HeadSums {
-    n: u32,
-    /// `[D]`.
-    sum: Vec<f64>,
-    /// `[D][D]`.
-    moments: Vec<f64>,
-    /// `[D]` of absolute values.
-    keys: Vec<f64>,
-    queries: Vec<f64>,
-}
-
-impl Calibration {
-    /// Sums over nothing.
-    pub fn new(shape: TopKShape) -> Self {
-        let d = shape.head_dim;
-        let sums = HeadSums {
-            n: 0,
-            sum: vec![0.0; d],
-            moments: vec![0.0; d * d],
-            keys: vec![0.0; d],
-            queries: vec![0.0; d],
-        };
-        Calibration {
-            heads: vec![sums; shape.n_kv_layers * shape.n_kv_heads],
-            similarity: vec![(0.0, 0); shape.n_layers * shape.n_kv_heads * shape.group],
-            shape,
-        }
-    }
-
-    /// Adds the queries of one layer, `[T][H D]`, of adjacent tokens of a text from place `start` on.
-    pub fn add_queries(&mut self, layer: usize, kv_layer: usize, queries: &[f32], start: usize) {
-        let TopKShape { n_kv_heads, group, head_dim: d, .. } = self.shape;
-        let n_heads = n_kv_heads * group;
-        let n_sinks = N_SINKS.saturating_sub(start);
-        let rows: Vec<&[f32]> = queries.chunks_exact(n_heads * d).skip(n_sinks).collect();
-        for (row, next) in rows.iter().zip(rows.iter().skip(1)) {
-            for head in 0..n_heads {
-                let range = head * d..(head + 1) * d;
-                let cosine = nuthatch_backend::topk::cosine(&row[range.clone()], &next[range]);
-                let (sum, n) = &mut self.similarity[layer * n_heads + head];
-                (*sum, *n) = (*sum + f64::from(cosine), *n + 1);
-            }
-        }
-        for row in &rows {
-            for (head, query) in row.chunks_exact(d).enumerate() {
-                let sums = &mut self.heads[kv_layer * n_kv_heads + head / group];
-                sums.queries.iter_mut().zip(query).for_each(|(s, x)| *s += f64::from(x.abs()));
-            }
-        }
-    }
-
-    /// Adds the keys of one head, `[T][D]`, of a text from place `start` on.
-    pub fn add_keys(&mut self, kv_layer: usize, head: usize, keys: &[f32], start: usize) {
-        let d = self.shape.head_dim;
-        let sums = &mut self.heads[kv_layer * self.shape.n_kv_heads + head];
-        for key in keys.chunks_exact(d).skip(N_SINKS.saturating_sub(start)) {
-            sums.n += 1;
-            for (i, &a) in key.iter().enumerate() {
-                sums.sum[i] += f64::from(a);
-                sums.keys[i] += f64::from(a.abs());
-                for (moment, &b) in sums.moments[i * d..(i + 1) * d].iter_mut().zip(key) {
-                    *moment += f64::from(a) * f64::from(b);
-                }
-            }
-        }
-    }
-
-    /// Writes the averages to a profile of the same shape.
-    pub fn finish(&self, profile: &mut Profile) {
-        let d = self.shape.head_dim;
-        let average = |&(sum, n): &(f64, u32)| (sum / f64::from(n.max(1))) as f32;
-        profile.similarity = self.similarity.iter().map(average).collect();
-        (profile.mean, profile.channels, profile.principal) = Default::default();
-        profile.lengths.clear();
-        for sums in &self.heads {
-            let n = f64::from(sums.n.max(1));
-            profile.mean.extend(sums.sum.iter().map(|x| (x / n) as f32));
-            let mut channels: Vec<u16> = (0..d as u16).collect();
-            let weight = |c: u16| sums.queries[usize::from(c)] * sums.keys[usize::from(c)];
-            channels.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
-            profile.channels.extend(channels);
-            // As they would be read again, so that a stored profile finds the same.
-            let (rows, moments) = principal_frame(&sums.moments, d, d);
-            profile.lengths.extend(moments.iter().map(|x| (x / n).sqrt() as f32));
-            profile.principal.extend(rows.chunks_exact(d).map(compact::rounded));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -443,6 +373,28 @@ mod tests {
     }
 
     #[test]
+    fn hash_codes_are_by_what_was_learnt_for_as_many_bits() {
+        let mut profile = Profile::empty(&SHAPE);
+        let random = profile.digest(Retriever::Hata { bits: 64 }).unwrap();
+        assert!(random.has_one_frame(4));
+        assert_eq!(random.frame, profile.random_frame(64));
+        let frames: Vec<Vec<f32>> = (0..2).map(|head| vec![0.5 - head as f32; 64 * 4]).collect();
+        profile.set_hash(frames.iter().map(Vec::as_slice));
+        let text = serde_json::to_string(&profile).unwrap();
+        let profile = Profile::from_json(&text).unwrap();
+        let learnt = profile.digest(Retriever::Hata { bits: 64 }).unwrap();
+        assert_eq!(learnt.frame_of(0, 4), [0.5; 64 * 4]);
+        assert_eq!(learnt.frame_of(1, 4), [-0.5; 64 * 4]);
+        assert!(profile.digest(Retriever::Hata { bits: 128 }).unwrap().has_one_frame(4));
+        for (from, to) in [("\"7f7f7f7f\",", ""), ("7f7f7f7f", "7f7f7f"), ("7f7f7f7f", "7f7f7fxx")]
+        {
+            let bad = text.replacen(from, to, 1);
+            assert_ne!(bad, text);
+            assert!(Profile::from_json(&bad).is_err(), "{from} as {to}");
+        }
+    }
+
+    #[test]
     fn a_table_of_duo_attention_is_taken_over() {
         let mut profile = Profile::empty(&SHAPE);
         profile.import_table("0.5\t-0.001\n1.0\t0.25\n").unwrap();
@@ -451,33 +403,6 @@ mod tests {
         for bad in ["0.5\n", "0.5\tx\n1\t1\n", "1\t1\n", "1\tnan\n1\t1\n", ""] {
             assert!(profile.import_table(bad).is_err(), "{bad:?}");
         }
-    }
-
-    #[test]
-    fn averages_are_those_of_the_tokens_after_the_sinks() {
-        let mut calibration = Calibration::new(SHAPE);
-        let mut keys = vec![100.0; N_SINKS * 4];
-        keys.extend([1.0, 0.0, -3.0, 0.0, 3.0, 0.0, -5.0, 0.5]);
-        // In two pieces.
-        calibration.add_keys(0, 1, &keys[..9 * 4], 0);
-        calibration.add_keys(0, 1, &keys[9 * 4..], 9);
-        let mut queries = vec![7.0; N_SINKS * 16];
-        queries.extend([1.0; 16]);
-        queries.extend([1.0, -1.0, 1.0, -1.0].repeat(4));
-        calibration.add_queries(1, 0, &queries, 0);
-        let mut profile = Profile::empty(&SHAPE);
-        calibration.finish(&mut profile);
-        assert_eq!(profile.mean[4..], [2.0, 0.0, -4.0, 0.25]);
-        assert_eq!(profile.channels[4..], [2, 0, 3, 1]);
-        assert_eq!(profile.similarity[4..], [0.0; 4]);
-        let first = &profile.principal[4];
-        assert!(first[2].abs() > 0.8 && first[0] * first[2] < 0.0, "{first:?}");
-        assert!(profile.check().is_ok());
-        let digest = profile.digest(Retriever::DoubleSparsity { channels: 2 }).unwrap();
-        assert_eq!(digest.frame_of(1, 4), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]);
-        // (1 + 9 + 9 + 25 + 0.25) / 2 in all directions together.
-        let squares = profile.lengths[4..].iter().map(|x| x * x).sum::<f32>();
-        assert!((squares - 22.125).abs() < 1e-3, "{:?}", profile.lengths);
     }
 
     #[test]

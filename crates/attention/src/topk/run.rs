@@ -227,10 +227,10 @@ impl TopK {
         u64::from(rows.unwrap_or(0)) * row_bytes as u64
     }
 
-    /// Measures, from now on, which share of attention falls on attended rows. This costs more than
-    /// exact attention.
+    /// Measures, from now on, which share of attention falls on attended rows; before any step. This
+    /// costs more than exact attention, and a device does not decide by itself then.
     pub fn measure_mass(&mut self) {
-        self.measures_mass = true;
+        (self.measures_mass, self.on_device) = (true, false);
     }
 
     /// Records every decision from now on, until [`TopK::take_trace`]; this grows with each step.
@@ -388,7 +388,7 @@ impl TopK {
             self.stats.bring_nanos += self.nanos_since(begin);
         }
         if self.measures_mass {
-            self.measure(b, plan, dense, (qkv, kv), &works)?;
+            self.measure(b, plan, layer, (qkv, kv), &works)?;
         }
         let mut heads = LayerHeads::new(self, b, layer, When::Now);
         heads.is_scored = is_scored;

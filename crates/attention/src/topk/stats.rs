@@ -33,6 +33,10 @@ pub struct Counts {
     pub mass: f64,
     /// Heads whose mass was measured.
     pub mass_heads: u64,
+    /// The same share times the head's importance, and the sum of importances.
+    pub mass_important: f64,
+    /// Importances of the heads whose mass was measured.
+    pub importance: f64,
 }
 
 impl AddAssign for Counts {
@@ -50,6 +54,8 @@ impl AddAssign for Counts {
         self.rows_full += other.rows_full;
         self.mass += other.mass;
         self.mass_heads += other.mass_heads;
+        self.mass_important += other.mass_important;
+        self.importance += other.importance;
     }
 }
 
@@ -93,6 +99,12 @@ impl Counts {
     /// The average share of attention that fell on attended rows, where it was measured.
     pub fn mass_recall(&self) -> Option<f64> {
         (self.mass_heads > 0).then(|| self.mass / self.mass_heads as f64)
+    }
+
+    /// The same, of which important heads have most: an average over all heads says little about the
+    /// few that find something far away.
+    pub fn important_mass_recall(&self) -> Option<f64> {
+        (self.importance > 0.0).then(|| self.mass_important / self.importance)
     }
 }
 

@@ -6,7 +6,6 @@ use super::head::{Head, Lookup};
 use super::policy::{Retriever, Reuse};
 use super::run::{Active, PolicyRules, Scratch, TopK, TopKLayer, TopKShape};
 use super::trace::Decision;
-use crate::Dense;
 
 /// What one head of one sequence does in one layer.
 pub(super) struct Work {
@@ -347,11 +346,11 @@ impl TopK {
         &mut self,
         b: &B,
         plan: &B::Plan,
-        dense: &Dense<B>,
+        layer: &TopKLayer<'_, B>,
         (qkv, kv): (&B::Buf, &B::Kv),
         works: &[Work],
     ) -> Result<(), DeviceError> {
-        let group = self.shape.group as f64;
+        let (group, dense) = (self.shape.group as f64, layer.dense);
         for work in works {
             let kv_len = work.at.kv_len as usize;
             let ask = Ask {
@@ -368,9 +367,14 @@ impl TopK {
             let mut mass: f64 = (0..pick.n_first as usize).map(share).sum();
             mass += pick.places.iter().map(|&place| share(place as usize)).sum::<f64>();
             mass += (pick.tail as usize..kv_len).map(share).sum::<f64>();
+            let rules = &self.policies[work.at.policy].rules;
+            let rule = &rules[layer.idx * self.shape.n_kv_heads + work.head_idx];
+            let importance = f64::from(rule.importances.iter().copied().fold(0.0, f32::max));
             let counts = &mut self.stats.policies[work.at.policy];
             counts.mass += mass / group;
             counts.mass_heads += 1;
+            counts.mass_important += importance * mass / group;
+            counts.importance += importance;
         }
         Ok(())
     }

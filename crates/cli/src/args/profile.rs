@@ -10,11 +10,13 @@ use crate::size::parse_tokens;
 const PROFILE_EXAMPLES: &str = "\
 The profile says how important each query head is (how far the model's output moves when the head
 sees only the first and the last tokens of a question about a needle), how similar the queries of
-adjacent tokens are, and averages of the keys. `--sparse` finds it by the model.
+adjacent tokens are, averages and principal directions of the keys, and with `--hash-bits` what hash
+codes (`hata`) project them on, learnt from the model's own queries. `--sparse` finds it by the model.
 
 Examples:
   nuthatch profile
   nuthatch profile model.gguf --text book.txt --plot heads.svg
+  nuthatch profile --hash-bits 256 --hash-length 8K
   nuthatch profile ./Llama-3-8B --import full_attention_heads.tsv";
 
 #[derive(Debug, ClapArgs)]
@@ -35,6 +37,12 @@ pub(crate) struct ProfileArgs {
     /// Tokens of each question
     #[arg(long, value_name = "N", default_value = "1536", value_parser = parse_tokens)]
     pub(crate) length: u32,
+    /// Also learn hash codes of so many bits, for `hata:N`; 0 learns none, and they are random
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = parse_bits)]
+    pub(crate) hash_bits: u32,
+    /// Tokens of the texts that hash codes are learnt from; in longer ones they find less than random ones
+    #[arg(long, value_name = "N", default_value = "8192", value_parser = parse_tokens)]
+    pub(crate) hash_length: u32,
     /// Take the importance of heads from a table of DuoAttention instead
     #[arg(long, value_name = "FILE.tsv")]
     pub(crate) import: Option<PathBuf>,
@@ -46,4 +54,9 @@ pub(crate) struct ProfileArgs {
     pub(crate) plot: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
+}
+
+fn parse_bits(text: &str) -> Result<u32, String> {
+    let bits = text.parse().ok().filter(|&bits: &u32| bits.is_multiple_of(64) && bits <= 1024);
+    bits.ok_or_else(|| "a multiple of 64, up to 1024, such as 128 or 256".to_owned())
 }

@@ -422,6 +422,7 @@ fn record(
         attended: counts.attended_share(),
         moved: counts.moved_share(),
         mass: counts.mass_recall(),
+        important_mass: counts.important_mass_recall(),
         answer: String::new(),
     }
 }

@@ -53,6 +53,9 @@ pub(super) struct Record {
     /// The share of attention that fell on attended rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) mass: Option<f64>,
+    /// The same with heads weighted by their importance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) important_mass: Option<f64>,
     /// The beginning of the answer.
     #[serde(default)]
     pub(super) answer: String,
@@ -65,6 +68,9 @@ impl Record {
             && self.policy == other.policy
     }
 }
+
+/// Columns of a table that are shares.
+const SHARES: [&str; 7] = ["hits", "frozen", "late", "attended", "moved", "mass", "important mass"];
 
 impl Results {
     /// What is in the file, if it is of the same model and seed; an error if it is of another.
@@ -116,7 +122,7 @@ impl Results {
             self.records.iter().map(|r| (&r.task[..], r.length)).collect();
         let mut columns = vec![("policy".to_owned(), Align::Left)];
         columns.extend(cells.iter().map(|(task, n)| (format!("{task} @ {n}"), Align::Right)));
-        for name in ["average", "kl", "hits", "frozen", "late", "attended", "moved", "mass"] {
+        for name in ["average", "kl"].into_iter().chain(SHARES) {
             columns.push((name.to_owned(), Align::Right));
         }
         let mut table = Table::new(columns);
@@ -141,7 +147,8 @@ impl Results {
                 &|r: &Record| r.attended,
                 &|r: &Record| r.moved,
                 &|r: &Record| r.mass,
-            ] as [&dyn Fn(&Record) -> Option<f64>; 6]
+                &|r: &Record| r.important_mass,
+            ] as [&dyn Fn(&Record) -> Option<f64>; SHARES.len()]
             {
                 row.push(number(of(pick), Unit::Share));
             }
@@ -235,6 +242,7 @@ mod tests {
             attended: Some(0.125),
             moved: None,
             mass: None,
+            important_mass: None,
             answer: String::new(),
         }
     }

@@ -1,5 +1,6 @@
 //! `nuthatch profile`: what top-k attention wants to know of a model's heads.
 
+mod hash;
 mod heatmap;
 
 use std::io::{self, IsTerminal as _, Write as _};
@@ -88,6 +89,9 @@ fn command(args: &ProfileArgs) -> String {
         Some(path) => words.push(format!("--import {}", name(path))),
         None => words.push(format!("--samples {} --length {}", args.samples, args.length)),
     }
+    if args.hash_bits > 0 {
+        words.push(format!("--hash-bits {} --hash-length {}", args.hash_bits, args.hash_length));
+    }
     words.join(" ")
 }
 
@@ -110,10 +114,14 @@ fn measure<B: Backend>(
 ) -> anyhow::Result<Profile> {
     let prompts = Prompts::load(files, args.text.as_deref())?;
     let context = args.length.max(N_CALIBRATED).min(files.config().max_context);
+    let longest = match args.hash_bits {
+        0 => context,
+        _ => context.max(args.hash_length).min(files.config().max_context),
+    };
     let request = SizeRequest::for_model(files, KvDtype::F16, u64::MAX / 2);
-    let n_pages = u64::from(context.div_ceil(request.kv.page_len));
+    let n_pages = u64::from(longest.div_ceil(request.kv.page_len));
     let sizes = Sizes::compute(&SizeRequest {
-        max_context: Some(context),
+        max_context: Some(longest),
         max_seqs: 1,
         max_rows: N_CALIBRATED.min(context),
         budget: Budget::KvBytes(request.kv.page_bytes() as u64 * n_pages),
@@ -125,6 +133,10 @@ fn measure<B: Backend>(
     model.calibrate(&text)?.finish(&mut profile);
     round(&mut profile);
     keep_principal(&mut profile);
+    if args.hash_bits > 0 {
+        let texts = hash::Texts::read(&mut model, &prompts, longest)?;
+        hash::learn(&mut profile, &texts, args.hash_bits as usize)?;
+    }
     if let Some(path) = &args.import {
         let table = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read {}", path.display()))?;
@@ -154,6 +166,17 @@ fn keep_principal(profile: &mut Profile) {
     profile.lengths = heads.flat_map(|x| x.iter().take(N_PRINCIPAL)).copied().collect();
 }
 
+/// A bar on a terminal, and nothing elsewhere.
+fn progress(what: &str, n: usize) -> anyhow::Result<ProgressBar> {
+    let bar = ProgressBar::new(n as u64);
+    if !io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    let template = format!("{what} {{bar:30}} {{pos}}/{{len}} {{eta}}");
+    bar.set_style(ProgressStyle::with_template(&template)?);
+    Ok(bar)
+}
+
 /// How far the output moves, averaged over the questions, as a share of how far the most important
 /// heads move it.
 fn importance<B: Backend>(
@@ -161,11 +184,7 @@ fn importance<B: Backend>(
     questions: &[Vec<TokenId>],
 ) -> anyhow::Result<Vec<f32>> {
     ensure!(!questions.is_empty(), "--samples is 0");
-    let bar = ProgressBar::new(questions.len() as u64);
-    if !io::stderr().is_terminal() {
-        bar.set_draw_target(ProgressDrawTarget::hidden());
-    }
-    bar.set_style(ProgressStyle::with_template("importance {bar:30} {pos}/{len} {eta}")?);
+    let bar = progress("importance", questions.len())?;
     let mut sums: Vec<f64> = Vec::new();
     for question in questions {
         let moved = probe(model, question)?;
