@@ -4,7 +4,8 @@
     python3 accuracy.py CELLS.json RESULTS.json... --against CPU.json...
 
 Prints, for each model and policy, the average of its cells, the difference from `full` on the same
-prompts with its standard error, and rows attended and moved; with `--against`, how often other results
+prompts with its standard error, rows attended and moved as averages of shares of the context, and rows
+moved for a token over all prompts (of a head; bytes are these times a row's); with `--against`, how often other results
 of the same prompts have the same score and the same answer.
 """
 import argparse
@@ -34,6 +35,14 @@ def mean(rs, key):
     return round(fmean(values), 5) if values else None
 
 
+def rows_moved(rs):
+    """Rows that moved of a head, of all answers together and for each of their tokens but the first."""
+    steps = [max(r["n_answer"] - 1, 1) for r in rs]
+    rows = [(r.get("moved") or 0) * (r["n_prompt"] + r["n_answer"] / 2) for r in rs]
+    total = sum(n * x for n, x in zip(steps, rows))
+    return {"rows_moved": round(total), "rows_moved_a_token": round(total / sum(steps), 1)}
+
+
 def main():
     args = argparse.ArgumentParser()
     args.add_argument("cells")
@@ -56,11 +65,15 @@ def main():
         for (model, policy, task, length), rs in sorted(by_cell.items())
     ]
     about = {"what": args.what, "command": args.command, "machine": args.machine}
+    about["policies"] = [
+        {"model": model, "policy": policy} | rows_moved([r for r, _, _ in rs])
+        for (model, policy), rs in by_policy.items()
+    ]
     lines = ",\n".join(json.dumps(cell) for cell in cells)
     with open(args.cells, "w") as out:
         out.write(json.dumps(about)[:-1] + ', "cells": [\n' + lines + "\n]}\n")
-    print("| model | policy | prompts | answers | against full | attended % | moved % | as others |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | policy | prompts | answers | against full | attended % | moved % | rows a token | as others |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for (model, policy), rs in by_policy.items():
         own = [cell["score"] for cell in cells if (cell["model"], cell["policy"]) == (model, policy)]
         off = [100 * (r["score"] - full["score"]) for r, full, _ in rs if full]
@@ -72,7 +85,8 @@ def main():
         text = f"{alike[0]} scores, {alike[1]} answers of {len(both)}" if both else ""
         print(
             f"| {model} | `{policy}` | {len(rs)} | {100 * fmean(own):.1f} | "
-            f"{fmean(off) if off else 0:+.1f} ± {error:.1f} | {share[0]} | {share[1]} | {text} |"
+            f"{fmean(off) if off else 0:+.1f} ± {error:.1f} | {share[0]} | {share[1]} | "
+            f"{rows_moved(plain)['rows_moved_a_token']} | {text} |"
         )
 
 

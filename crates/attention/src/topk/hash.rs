@@ -16,6 +16,7 @@
 //! finds less than a random one.
 
 use super::calibration::HeadRows;
+use super::compact;
 use super::frames::Bell;
 
 /// Share of the keys that count as best.
@@ -122,7 +123,8 @@ pub fn learn(head: &HashTexts<'_>, start: &[f32]) -> Vec<f32> {
         let lesson = Lesson::draw(texts[step % texts.len()], head, &mut random);
         learner.step(&lesson, step);
     }
-    learner.frame()
+    // As it would be read again, so that it is judged as it will be used.
+    learner.frame().chunks_exact(d).flat_map(compact::rounded).collect()
 }
 
 /// Queries and keys of one step, all of the same length.

@@ -144,8 +144,12 @@ impl Profile {
         floats("similarity", &self.similarity, layers * heads)?;
         floats("mean", &self.mean, kv_layers * kv_heads * d)?;
         let n_principal = self.n_principal();
+        let row_of = |list, row: &[f32]| match row.len() == d {
+            true => floats(list, row, d),
+            false => Err(ProfileError::List { list, found: row.len(), expected: d }),
+        };
         for row in &self.principal {
-            floats("a principal direction", row, d)?;
+            row_of("a principal direction", row)?;
         }
         let (found, expected) = (self.principal.len(), kv_layers * kv_heads * n_principal);
         if found != expected || n_principal > d {
@@ -153,7 +157,7 @@ impl Profile {
         }
         floats("lengths", &self.lengths, expected)?;
         for row in &self.hash {
-            floats("a direction of hash codes", row, d)?;
+            row_of("a direction of hash codes", row)?;
         }
         let (found, expected) = (self.hash.len(), kv_layers * kv_heads * self.hash_bits());
         if found != expected || self.hash_bits() > BITS_MAX {
@@ -386,8 +390,12 @@ mod tests {
         assert_eq!(learnt.frame_of(0, 4), [0.5; 64 * 4]);
         assert_eq!(learnt.frame_of(1, 4), [-0.5; 64 * 4]);
         assert!(profile.digest(Retriever::Hata { bits: 128 }).unwrap().has_one_frame(4));
-        for (from, to) in [("\"7f7f7f7f\",", ""), ("7f7f7f7f", "7f7f7f"), ("7f7f7f7f", "7f7f7fxx")]
-        {
+        for (from, to) in [
+            ("\"7f7f7f7f\",", ""),
+            ("7f7f7f7f", "7f7f7f"),
+            ("7f7f7f7f", ""),
+            ("7f7f7f7f", "7f7f7fxx"),
+        ] {
             let bad = text.replacen(from, to, 1);
             assert_ne!(bad, text);
             assert!(Profile::from_json(&bad).is_err(), "{from} as {to}");

@@ -30,19 +30,19 @@ impl Texts {
     pub(super) fn read<B: Backend>(
         model: &mut LoadedModel<B>,
         prompts: &Prompts,
-        context: u32,
+        length: u32,
     ) -> anyhow::Result<Self> {
         let bar = progress("texts for hash codes", (N_TAUGHT + N_JUDGED) as usize + N_PROSE)?;
         let mut texts = Texts { taught: Vec::new(), judged: Vec::new() };
         let prose = prompts.prose_tokens()?;
         // A text that is shorter than a piece is read once.
-        let pieces = prose.chunks((prose.len() / N_PROSE).max(context as usize)).take(N_PROSE);
-        for piece in pieces.map(|piece| &piece[..piece.len().min(context as usize)]) {
+        let pieces = prose.chunks((prose.len() / N_PROSE).max(length as usize)).take(N_PROSE);
+        for piece in pieces.map(|piece| &piece[..piece.len().min(length as usize)]) {
             texts.taught.push(model.keep_rows(piece)?);
             bar.inc(1);
         }
         for i in 0..N_TAUGHT + N_JUDGED {
-            let question = prompts.question(TASKS[i as usize % TASKS.len()], context, SEED + i)?;
+            let question = prompts.question(TASKS[i as usize % TASKS.len()], length, SEED + i)?;
             let rows = model.keep_rows(&question)?;
             if i < N_TAUGHT {
                 texts.taught.push(rows)
@@ -115,4 +115,43 @@ pub(super) fn learn(profile: &mut Profile, texts: &Texts, bits: usize) -> anyhow
         )?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nuthatch_engine::topk::{Retriever, TopKShape, Witness as _};
+
+    /// Two heads over one key/value head of each of two layers.
+    const SHAPE: TopKShape =
+        TopKShape { n_layers: 2, n_kv_layers: 2, n_kv_heads: 1, group: 2, head_dim: 12 };
+
+    fn text(n: usize, seed: usize) -> KeptRows {
+        let mut rows = KeptRows::new(SHAPE, n);
+        let waves = |n: usize, step: usize| -> Vec<f32> {
+            (0..n).map(|i| ((i * i * step + seed) as f32 * 0.37).sin()).collect()
+        };
+        for layer in 0..2 {
+            rows.queries(layer, layer, &waves(n * 24, 5 + layer), 0);
+            rows.keys(layer, 0, &waves(n * 12, 3 + layer), 0);
+        }
+        rows
+    }
+
+    #[test]
+    fn every_head_has_codes_of_its_own_and_those_of_short_texts_are_random() {
+        let learnt = |n: usize| {
+            let mut profile = Profile::empty(&SHAPE);
+            profile.mean = vec![0.0; 24];
+            let texts = Texts { taught: vec![text(n, 1), text(n, 2)], judged: vec![text(n, 3)] };
+            learn(&mut profile, &texts, 64).unwrap();
+            assert_eq!(profile.hash_bits(), 64);
+            let json = serde_json::to_string(&profile).unwrap();
+            Profile::from_json(&json).unwrap().digest(Retriever::Hata { bits: 64 }).unwrap()
+        };
+        let (long, short) = (learnt(300), learnt(40));
+        assert_ne!(long.frame_of(0, 12), long.frame_of(1, 12));
+        assert_eq!(short.frame_of(0, 12), short.frame_of(1, 12));
+        assert_eq!(learnt(300), long, "the same however threads share the heads");
+    }
 }

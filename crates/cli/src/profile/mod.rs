@@ -114,10 +114,8 @@ fn measure<B: Backend>(
 ) -> anyhow::Result<Profile> {
     let prompts = Prompts::load(files, args.text.as_deref())?;
     let context = args.length.max(N_CALIBRATED).min(files.config().max_context);
-    let longest = match args.hash_bits {
-        0 => context,
-        _ => context.max(args.hash_length).min(files.config().max_context),
-    };
+    let hash_length = args.hash_length.min(files.config().max_context);
+    let longest = if args.hash_bits > 0 { context.max(hash_length) } else { context };
     let request = SizeRequest::for_model(files, KvDtype::F16, u64::MAX / 2);
     let n_pages = u64::from(longest.div_ceil(request.kv.page_len));
     let sizes = Sizes::compute(&SizeRequest {
@@ -134,7 +132,7 @@ fn measure<B: Backend>(
     round(&mut profile);
     keep_principal(&mut profile);
     if args.hash_bits > 0 {
-        let texts = hash::Texts::read(&mut model, &prompts, longest)?;
+        let texts = hash::Texts::read(&mut model, &prompts, hash_length)?;
         hash::learn(&mut profile, &texts, args.hash_bits as usize)?;
     }
     if let Some(path) = &args.import {

@@ -23,8 +23,8 @@ const CALIBRATION: &str = include_str!("calibration.txt");
 /// The profile of the default model, so that its defaults work at once. The command that made it is
 /// in it.
 const BUILT_IN: &str = include_str!("smollm2-135m-instruct.json");
-/// Largest profile that is read.
-const PROFILE_BYTES_MAX: u64 = 64 << 20;
+/// Largest profile that is read: hash codes of 512 bits of a model of 70B are 84 MB.
+const PROFILE_BYTES_MAX: u64 = 256 << 20;
 
 /// What the flags ask for; nothing if attention is exact.
 pub(crate) fn options(
