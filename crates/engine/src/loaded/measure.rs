@@ -65,7 +65,7 @@ impl<B: Backend> LoadedModel<B> {
     }
 
     /// How far the model's output at the only row of a batch moves when a query head is restricted,
-    /// for each head: see [`Model::probe`].
+    /// for each head: see [`nuthatch_model::Model::probe`].
     pub fn probe(
         &mut self,
         layout: &BatchLayout,
