@@ -41,7 +41,7 @@ RETRIEVER[,OPTION=VALUE]...
 /// important heads, with what follows the best tokens, made again when the query has turned away.
 /// docs/sparse-answers.md has what it was found best by.
 pub const AUTO: &str =
-    "loki:32,bits=4,k=4%,k_min=64,focus=6,follow=0.5,reuse=qsac(eta=0.9,floor=0.7),working_set=2.5";
+    "loki:32,bits=4,k=4%,k_min=32,focus=6,follow=0.5,reuse=qsac(eta=0.9,floor=0.7),working_set=2.5";
 
 /// A policy that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
