@@ -91,7 +91,6 @@ impl Program {
             ("MATMUL_ENTRIES", matmul::entries(dtype)),
             ("MATMUL_PARAMS_SIZE", size_of::<matmul::MatmulParams>().to_string()),
             ("ONE_ROW_BYTES", matmul_one::ROW_BYTES.to_string()),
-            ("ONE_CELLS_BYTES", matmul_one::CELLS_BYTES.to_string()),
             ("ONE_PIECES", matmul_one::PIECES.to_string()),
             ("ONE_ENTRY", matmul_one::entry(dtype)),
             ("WIDE_ENTRIES", matmul_wide::entries(dtype)),
