@@ -75,12 +75,13 @@ impl<'a> Append<'a> {
         let mut staged = Vec::new();
         let (bytes, pages): (_, Vec<usize>) = match self.file {
             None => (self.bytes, self.heads.iter().map(|&(first, _)| at(first)).collect()),
-            // A digest may be of the whole page, so all that is there of it is read.
             Some(file) => {
                 staged.resize(self.heads.len() * self.page_bytes, 0);
-                for (page, &(first, _)) in staged.chunks_exact_mut(self.page_bytes).zip(&self.heads)
-                {
-                    file.read(at(first), &mut page[..start * self.row_bytes]);
+                if start > 0 && self.encoding.is_of_pages() {
+                    let pages = staged.chunks_exact_mut(self.page_bytes);
+                    for (page, &(first, _)) in pages.zip(&self.heads) {
+                        file.read(at(first), &mut page[..start * self.row_bytes]);
+                    }
                 }
                 let pages = (0..self.heads.len()).map(|i| i * self.page_bytes).collect();
                 (SharedMut::new(&mut staged), pages)

@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::DeviceError;
@@ -21,6 +21,7 @@ pub(crate) struct PageFile {
     path: PathBuf,
     /// What went wrong first. Threads note it; the operation that they belong to ends with it.
     fault: Mutex<Option<String>>,
+    n_read: AtomicU64,
 }
 
 impl PageFile {
@@ -42,15 +43,21 @@ impl PageFile {
         let file = options.open(&path).map_err(fault)?;
         std::fs::remove_file(&path).map_err(fault)?;
         reserve(&file, bytes).map_err(fault)?;
-        Ok(PageFile { file, path, fault: Mutex::new(None) })
+        Ok(PageFile { file, path, fault: Mutex::new(None), n_read: AtomicU64::new(0) })
     }
 
     /// Reads bytes from `at` on; zeros, if that fails.
     pub(crate) fn read(&self, at: usize, out: &mut [u8]) {
+        self.n_read.fetch_add(out.len() as u64, Ordering::Relaxed);
         if let Err(error) = self.file.read_exact_at(out, at as u64) {
             out.fill(0);
             self.note("read", &error);
         }
+    }
+
+    /// Bytes that were read so far.
+    pub(crate) fn n_read(&self) -> u64 {
+        self.n_read.load(Ordering::Relaxed)
     }
 
     /// Writes bytes from `at` on.
@@ -106,7 +113,7 @@ mod tests {
             file.write(100, b"seeds");
             let mut bytes = [1; 6];
             file.read(99, &mut bytes);
-            assert_eq!(&bytes, b"\0seeds");
+            assert_eq!((&bytes, file.n_read()), (b"\0seeds", 6));
             assert!(file.check().is_ok());
             file.read(4090, &mut [0; 10]);
             let error = file.check().unwrap_err().to_string();

@@ -442,7 +442,8 @@ impl Backend for Cpu {
     }
 
     fn near_counts(&self, kv: &CpuKv) -> NearCounts {
-        kv.near.as_ref().map(|near| near.counts()).unwrap_or_default()
+        let counts = kv.near.as_ref().map(|near| near.counts()).unwrap_or_default();
+        NearCounts { file_bytes: kv.file.as_ref().map_or(0, |file| file.n_read()), ..counts }
     }
 
     fn read_keys(

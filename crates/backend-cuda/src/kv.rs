@@ -432,7 +432,13 @@ impl CudaKv {
         let rows = (PAGE_LEN * (self.n_heads() - self.arena.n_resident)) as u64;
         let coded_row_bytes = self.codes.as_ref().map_or(0, Codes::row_bytes);
         let n_brought = self.chosen.as_ref().map_or(0, ChosenRows::n_brought);
-        NearCounts { n_brought, n_filled: n_loaded * rows, coded_row_bytes, link_rate }
+        NearCounts {
+            n_brought,
+            n_filled: n_loaded * rows,
+            coded_row_bytes,
+            link_rate,
+            file_bytes: 0,
+        }
     }
 
     /// Where the heads of a layer start.

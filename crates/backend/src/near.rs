@@ -74,6 +74,8 @@ pub struct NearCounts {
     /// Bytes of a row as [`Backend::bring`](crate::Backend::bring), or the device by itself, has it come; 0 if
     /// it comes as it is.
     pub coded_row_bytes: u64,
+    /// Bytes that were read from the file that pages are in, whatever for; 0 where there is none.
+    pub file_bytes: u64,
     /// Bytes that came over the link in a second when nothing else did, measured at the start; 0 where
     /// there is none.
     pub link_rate: u64,

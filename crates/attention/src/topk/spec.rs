@@ -197,6 +197,11 @@ fn parse_reuse(text: &str) -> Result<Reuse, String> {
     let pairs = arguments
         .map(|part| part.split_once('=').ok_or_else(|| format!("{part:?} is no OPTION=VALUE")))
         .collect::<Result<Vec<_>, _>>()?;
+    for (i, (key, _)) in pairs.iter().enumerate() {
+        if pairs[..i].iter().any(|(before, _)| before == key) {
+            return Err(format!("{key} is there twice"));
+        }
+    }
     match name {
         "none" if pairs.is_empty() => Ok(Reuse::Never),
         "qsac" => parse_qsac(&pairs).map(Reuse::Qsac),
@@ -407,6 +412,7 @@ mod tests {
             ("hata,k_min=9,k_max=8", "k_min 9 is above k_max 8"),
             ("hata,reuse=qsac(eta=2)", "2 of eta is not between -1 and 1"),
             ("hata,reuse=qsac(eat=1)", "eat=1 is no option of qsac"),
+            ("hata,reuse=qsac(eta=0.8,p=3,eta=0.9)", "eta is there twice"),
             ("hata,reuse=qsac(soft=-2)", "-2 of soft is not between -1 and 1"),
             ("hata,reuse=qsac(soft_eta=0)", "soft_eta needs soft"),
             ("hata,reuse=qsac(soft=0),speculate=on", "soft and speculate=on do not go together"),

@@ -331,8 +331,13 @@ impl<'a> Encoding<'a> {
         Encoding { isa, dtype, d, digests }
     }
 
-    /// Makes the digests of some tokens of one page, whose bytes are `page`. Each page of each head
-    /// is given to one thread at a time.
+    /// Whether a digest is of all tokens of a page, and not of each alone.
+    pub(crate) fn is_of_pages(&self) -> bool {
+        self.digests.iter().any(|(encoder, _)| encoder.kind == DigestKind::Bounds)
+    }
+
+    /// Makes the digests of some tokens of one page, whose bytes are `page`; those before them are read only if a
+    /// digest is of all tokens. Each page of each head is given to one thread at a time.
     pub(crate) fn run(&self, at: PageTokens, page: &[u8]) {
         let keys = Keys { page, dtype: self.dtype, d: self.d };
         for (encoder, bytes) in &self.digests {

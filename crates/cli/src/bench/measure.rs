@@ -98,8 +98,9 @@ pub(super) struct Bench {
     clock: Clock,
     tokens: Tokens,
     random: Random,
-    /// Of all steps of one token.
+    /// Of all steps of one token, and what they read from a file of pages.
     decode_seconds: f64,
+    decode_file_bytes: u64,
 }
 
 /// [`SharedClock`] with a name to print.
@@ -113,7 +114,8 @@ impl fmt::Debug for Clock {
 
 impl Bench {
     pub(super) fn new(engine: AnyEngine, clock: SharedClock, tokens: Tokens) -> Self {
-        Bench { engine, clock: Clock(clock), tokens, random: Random::new(1), decode_seconds: 0.0 }
+        let (clock, random) = (Clock(clock), Random::new(1));
+        Bench { engine, clock, tokens, random, decode_seconds: 0.0, decode_file_bytes: 0 }
     }
 
     /// Touches everything once: weights, threads, buffers.
@@ -171,7 +173,7 @@ impl Bench {
         self.engine.submit(submission, sender, self.clock.0.now())?;
         let mut steps = Vec::new();
         let mut start = 0;
-        let mut computed = self.computed();
+        let (mut computed, mut read) = (self.computed(), self.file_bytes());
         loop {
             before(&self.engine, start);
             let begin = self.clock.0.now();
@@ -183,13 +185,22 @@ impl Bench {
                 break;
             }
             let seconds = elapsed.as_secs_f64();
-            self.decode_seconds += if n_tokens == 1 { seconds } else { 0.0 };
+            let came = self.file_bytes() - read;
+            if n_tokens == 1 {
+                self.decode_seconds += seconds;
+                self.decode_file_bytes += came;
+            }
+            read += came;
             steps.push(Step { start, n_tokens, seconds });
             start += n_tokens;
             computed = now;
         }
         drop(outputs);
         Ok(steps)
+    }
+
+    fn file_bytes(&self) -> u64 {
+        self.engine.executor().near().map_or(0, |(_, came)| came.file_bytes)
     }
 
     fn computed(&self) -> u64 {
@@ -216,6 +227,7 @@ impl Bench {
             brought_bytes: came.n_brought * row_bytes,
             moved_bytes: counts.rows_moved * row_bytes,
             filled_rows: came.n_filled,
+            file_bytes: self.decode_file_bytes,
             waiting: of_decode(stats.bring_nanos),
         });
         Some(TopKResult {

@@ -65,6 +65,8 @@ pub(super) struct NearResult {
     pub(super) moved_bytes: u64,
     /// Rows that were found missing.
     pub(super) filled_rows: u64,
+    /// Bytes that decode steps read from the file that pages are in.
+    pub(super) file_bytes: u64,
     /// Time that attention waited for rows, of the decode steps'.
     pub(super) waiting: f64,
 }
@@ -73,7 +75,7 @@ impl NearResult {
     fn line(&self) -> String {
         format!(
             "near {} of {} far, {} of {} heads whole; brought {} (the policy moves {}), filled in {} \
-             rows, waiting took {:.1} % of decode\n",
+             rows, decode read {} from a file, waiting took {:.1} % of decode\n",
             Bytes(self.bytes),
             Bytes(self.far_bytes),
             self.resident_heads,
@@ -81,6 +83,7 @@ impl NearResult {
             Bytes(self.brought_bytes),
             Bytes(self.moved_bytes),
             self.filled_rows,
+            Bytes(self.file_bytes),
             100.0 * self.waiting,
         )
     }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail, ensure};
 use nuthatch_backend::Backend;
 use nuthatch_backend_cuda::{Cuda, FarPages};
-use nuthatch_engine::topk::{Counts, Decision, Policy};
+use nuthatch_engine::topk::{Counts, Decision, Policy, Retriever};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::DecodeOptions;
 use nuthatch_types::{ColdKv, KvDtype, LayerSet, TokenId};
@@ -96,6 +96,13 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
     files.override_rope(&config.rope)?;
     let prompts = Prompts::load(&files, args.text.as_deref())?;
     let ways = ways(args)?;
+    let is_full = |(policy, cold): &(Policy, Option<ColdKv>)| {
+        policy.retriever == Retriever::Full && cold.is_none()
+    };
+    ensure!(
+        !tasks.contains(&TaskName::Perplexity) || ways.first().is_some_and(is_full),
+        "ppl measures how far policies are from the first one: let that be --policy full"
+    );
     let policies = ways.iter().map(|(policy, cold)| match cold {
         None => policy.to_string(),
         Some(cold) => format!("{policy}, pages as {cold}"),
@@ -210,7 +217,8 @@ impl Eval<'_> {
         if self.args.mass {
             runner.main.measure_mass();
         }
-        let mut trace = Trace::open(self.args.record_trace.as_deref())?;
+        let mut trace =
+            Trace::open(self.args.record_trace.as_deref(), !results.records.is_empty())?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if trace.file.is_some() || self.args.overlap_plot.is_some() {
             runner.main.record();
@@ -381,11 +389,14 @@ struct Trace {
 }
 
 impl Trace {
-    fn open(path: Option<&Path>) -> anyhow::Result<Self> {
-        let create = |path: &Path| {
-            File::create(path).with_context(|| format!("cannot write {}", path.display()))
+    /// A new file, or the end of one where a run goes on.
+    fn open(path: Option<&Path>, goes_on: bool) -> anyhow::Result<Self> {
+        let open = |path: &Path| {
+            let mut options = File::options();
+            let options = options.create(true).write(true).append(goes_on).truncate(!goes_on);
+            options.open(path).with_context(|| format!("cannot write {}", path.display()))
         };
-        Ok(Trace { file: path.map(create).transpose()?.map(BufWriter::new) })
+        Ok(Trace { file: path.map(open).transpose()?.map(BufWriter::new) })
     }
 
     fn write(&mut self, decisions: &[Decision]) -> anyhow::Result<()> {

@@ -56,7 +56,7 @@ impl Prompts {
         seed: u64,
     ) -> anyhow::Result<Option<(Sample, Vec<TokenId>)>> {
         let build = |size: usize| {
-            let sample = task.sample(size, seed, &self.prose);
+            let sample = task.sample((size, length), seed, &self.prose);
             self.prompt(&sample).map(|tokens| (sample, tokens))
         };
         let fits = |(sample, tokens): &(Sample, Vec<TokenId>)| {

@@ -84,8 +84,8 @@ impl TaskName {
         Ok(tasks)
     }
 
-    /// A prompt of about this many pieces of haystack.
-    pub(super) fn sample(self, size: usize, seed: u64, prose: &str) -> Sample {
+    /// A prompt of about `size` pieces of haystack, which is to be at most `length` tokens long.
+    pub(super) fn sample(self, (size, length): (usize, u32), seed: u64, prose: &str) -> Sample {
         let mut random = Random::new(seed);
         let needles = |random: &mut Random, task| niah(random, task, size, prose);
         match self {
@@ -112,7 +112,7 @@ impl TaskName {
                 Niah { in_prose: true, n_keys: 4, n_queries: 4, ..Niah::default() },
             ),
             TaskName::Variables => variables(&mut random, size),
-            TaskName::CommonWords => common_words(&mut random, size),
+            TaskName::CommonWords => common_words(&mut random, size, length),
             TaskName::FrequentWords => frequent_words(&mut random, size),
             TaskName::Question1 => documents(&mut random, size, false),
             TaskName::Question2 => documents(&mut random, size, true),
@@ -303,8 +303,11 @@ fn variables(random: &mut Random, size: usize) -> Sample {
     }
 }
 
-/// The ten most common words of a list.
-fn common_words(random: &mut Random, size: usize) -> Sample {
+/// The ten most common words of a list. In short prompts, as RULER has it, all words come less often: ten words
+/// thirty times each would not fit.
+fn common_words(random: &mut Random, size: usize, length: u32) -> Sample {
+    let is_short = length < 4096;
+    let (n_common, n_rare) = if is_short { (6, 1) } else { (30, 3) };
     let mut list = |n_others: usize, n_common: usize, n_rare: usize| {
         let mut words: Vec<String> = Vec::new();
         while words.len() < n_others + 10 {
@@ -330,8 +333,8 @@ fn common_words(random: &mut Random, size: usize) -> Sample {
                  others. Memorize the ones that appear most often.";
     let question = "Question: What are the 10 most common words in the above list?";
     let answer = " Answer: The top 10 words that appear most often in the list are:";
-    let (example, example_words) = list(20, 4, 1);
-    let (text, words) = list(size, 30, 3);
+    let (example, example_words) = list(20, if is_short { 3 } else { 4 }, 1);
+    let (text, words) = list(size, n_common, n_rare);
     Sample {
         prompt: format!(
             "{intro}\n{example}\n{question}{answer} {}\n\n{intro}\n{text}\n{question}",
@@ -451,9 +454,10 @@ mod tests {
                 continue;
             }
             for seed in 0..5 {
-                let (small, large) = (task.sample(5, seed, PROSE), task.sample(50, seed, PROSE));
+                let sample = |size| task.sample((size, 8192), seed, PROSE);
+                let (small, large) = (sample(5), sample(50));
                 assert!(large.prompt.len() > small.prompt.len(), "{name}");
-                assert_eq!(small.references, task.sample(5, seed, PROSE).references, "{name}");
+                assert_eq!(small.references, sample(5).references, "{name}");
                 for sample in [small, large] {
                     for reference in &sample.references {
                         assert!(sample.prompt.contains(reference), "{name}: {reference}");
@@ -463,8 +467,22 @@ mod tests {
                     assert_eq!(sample.score("nothing"), 0.0);
                 }
             }
-            assert_ne!(task.sample(5, 1, PROSE).references, task.sample(5, 2, PROSE).references);
+            let references = |seed| task.sample((5, 8192), seed, PROSE).references;
+            assert_ne!(references(1), references(2));
         }
+    }
+
+    #[test]
+    fn common_words_fit_into_short_prompts() {
+        let words = |length| {
+            let sample = TaskName::CommonWords.sample((1, length), 7, PROSE);
+            for reference in &sample.references {
+                assert!(sample.prompt.matches(reference.as_str()).count() >= 6, "{reference}");
+            }
+            sample.prompt.split_whitespace().count()
+        };
+        // A numbered word is about seven tokens.
+        assert!(words(2048) < 400 && words(4096) > 700, "{} {}", words(2048), words(4096));
     }
 
     #[test]

@@ -50,6 +50,39 @@ fn a_profile_is_made_used_and_refused_by_other_models() {
     assert!(text(&output.stderr).contains("does not fit"), "{}", text(&output.stderr));
 }
 
+/// A profile that was made here serves every command that has top-k attention, by the model's fingerprint: none of
+/// them goes on where it cannot be read.
+#[test]
+fn a_profile_is_found_by_the_models_fingerprint() {
+    let tiny = Tiny::new();
+    tiny.write("heads.tsv", "0.5\n-0.001\n");
+    let table = tiny.dir.path().join("heads.tsv");
+    let output = tiny.output("profile", &["--import", table.to_str().unwrap()], "");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let said = text(&output.stdout);
+    let path = std::path::Path::new(said.trim());
+    assert!(path.starts_with(tiny.dir.path()), "{said}");
+    let commands: [(&str, &[&str]); 4] = [
+        ("run", &["Hello", "--max-tokens", "4", "--sparse", "auto"]),
+        ("bench", &["--prompt", "8", "--gen", "4", "-r", "1", "--sparse", "auto"]),
+        ("eval", &["--samples", "1", "--length", "96", "--policy", "auto"]),
+        ("serve", &["--port", "0", "--sparse", "auto"]),
+    ];
+    for (command, words) in commands {
+        if command != "serve" {
+            let output = tiny.output(command, words, "");
+            assert!(output.status.success(), "{command}: {}", text(&output.stderr));
+        }
+    }
+    std::fs::write(path, "{").unwrap();
+    for (command, words) in commands {
+        let output = tiny.output(command, words, "");
+        let error = text(&output.stderr);
+        assert!(!output.status.success() && error.contains("head profile"), "{command}: {error}");
+        assert!(error.contains(said.trim()), "{command}: {error}");
+    }
+}
+
 /// Pages in a file: the same answer, no name left behind, and a clear word when it cannot be.
 #[test]
 fn pages_in_a_file_give_the_same_answer() {
