@@ -104,7 +104,7 @@ struct Came {
     brought: u64,
     filled: u64,
     /// What steps after the prompt read from the file, in rows.
-    read: u64,
+    read: f64,
     /// What the policy says.
     counts: Counts,
 }
@@ -126,12 +126,12 @@ fn count(pool: Pool, policy: &str, far: (Far, Offload), prompt: &[TokenId]) -> C
     drop(outputs);
     let of_answer = read(&engine) - of_prompt;
     let model = engine.executor().forward();
-    let row_bytes = kv_shape(model.model().config(), KvDtype::F32).row_bytes(0) as u64;
+    let row_bytes = kv_shape(model.model().config(), KvDtype::F32).row_bytes(0) as f64;
     let (_, came) = model.near_with_counts().unwrap();
     Came {
         brought: came.n_brought,
         filled: came.n_filled,
-        read: of_answer / row_bytes,
+        read: of_answer as f64 / row_bytes,
         counts: model.topk_stats().unwrap().policies[0],
     }
 }
@@ -178,11 +178,11 @@ fn every_row_that_comes_is_one_that_the_policy_moves() {
                 // Keys are compared where they are, and bounds of a page are of all that is in it: those two
                 // read more. Nothing else does: appending once read the page that it wrote to, uncounted.
                 match far {
-                    Far::Host => assert_eq!(came.read, 0, "{policy}"),
+                    Far::Host => assert_eq!(came.read, 0.0, "{policy}"),
                     Far::Disk if policy.starts_with("exact") || policy.starts_with("quest") => {
-                        assert!(came.read > came.brought, "{policy}");
+                        assert!(came.read > came.brought as f64, "{policy}");
                     }
-                    Far::Disk => assert_eq!(came.read, came.brought, "{policy}"),
+                    Far::Disk => assert_eq!(came.read, came.brought as f64, "{policy}"),
                 }
             }
             assert!(fewer.brought < all.brought, "{policy}: heads that stay move nothing");
