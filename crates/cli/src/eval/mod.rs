@@ -217,8 +217,8 @@ impl Eval<'_> {
         if self.args.mass {
             runner.main.measure_mass();
         }
-        let mut trace =
-            Trace::open(self.args.record_trace.as_deref(), !results.records.is_empty())?;
+        let goes_on = self.args.json.as_ref().is_some_and(|path| path.is_file());
+        let mut trace = Trace::open(self.args.record_trace.as_deref(), goes_on)?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if trace.file.is_some() || self.args.overlap_plot.is_some() {
             runner.main.record();
