@@ -1,7 +1,8 @@
 // The products of matmul.cuh with a single row of x, which may be the norm of another.
 //
 // A block takes 16 rows of W. Reads each weight once; the row is read by every block. Shared memory ends
-// with the row, and may be shorter than the longest one needs.
+// with the row if it is made here, and may be shorter than the longest one needs; a row that is there comes cell by
+// cell, beside the weights that it meets, so that a long one leaves room to others.
 
 // One cell of the only row.
 struct Row {
@@ -19,7 +20,9 @@ struct Row {
 template <int STAGES, int SHARED>
 struct One {
     static const int RING = STAGES * CELL_BYTES;
+    static const int ROW_CELL = 128;  // bytes
     static_assert(RING * SEGMENTS + ONE_ROW_BYTES == SHARED, "the host's shared memory differs");
+    static_assert(SEGMENTS * STAGES * ROW_CELL <= ONE_CELLS_BYTES, "the host's room for cells is shorter");
     static_assert(RING >= 512, "the sums fit where the stages were");
 
     DEVICE void load_w(const MatmulParams& p, u32 stage, u32 cell) {
@@ -31,12 +34,20 @@ struct One {
                 copy_async(stage + at + lane * 16, source + at + lane * 16, 16);
     }
 
-    // The row as it is.
-    DEVICE void copy_row(const MatmulParams& p, u8* row, Outputs<1, 1>& outputs) {
+    // A cell of the row as it is.
+    DEVICE void load_x(const MatmulParams& p, u32 place, u32 cell) {
+        const u32 at = threadIdx.x % 32 * 16;
+        if (at < ROW_CELL) copy_async(place + at, (const u8*)p.x + cell * ROW_CELL + at, 16);
+    }
+
+    // The first ones of the warp, whose weights are on their way.
+    DEVICE void begin_row(const MatmulParams& p, u8* cells, u32 first, u32 end, Outputs<1, 1>& outputs) {
         wait_for_previous();
         outputs.fetch(p);
-        for (u32 i = threadIdx.x; i < p.cells * 8; i += 32 * SEGMENTS)
-            *(uint4*)(row + i * 16) = ((const uint4*)p.x)[i];
+        const u32 n = min(end - first, (u32)STAGES - 1) * ROW_CELL;
+        for (u32 at = threadIdx.x % 32 * 16; at < n; at += 512)
+            *(uint4*)(cells + at) = *(const uint4*)((const u8*)p.x + first * ROW_CELL + at);
+        __syncwarp();
     }
 
     // The row made of another, with the sums of norm.cu: this block's warp `w` stands for that one's
@@ -89,6 +100,8 @@ struct One {
         const u32 first = segment_start(warp, p.cells), end = segment_start(warp + 1, p.cells);
         const u8* ring = shared + warp * RING;
         u8* row = shared + SEGMENTS * RING;
+        const bool is_made = p.norm_x;
+        u8* cells = row + warp * STAGES * ROW_CELL;
         const u32 address = shared_address(ring);
         float acc[1][1][4] = {{{0.0f, 0.0f, 0.0f, 0.0f}}};
         allow_next();
@@ -98,20 +111,26 @@ struct One {
             copy_commit();
         }
         Outputs<1, 1> outputs;
-        if (p.norm_x)
+        if (is_made) {
             normalise_row(p, row, outputs);
-        else
-            copy_row(p, row, outputs);
-        __syncthreads();
+            __syncthreads();
+        } else {
+            begin_row(p, cells, first, end, outputs);
+        }
         u32 slot = 0;
         for (u32 cell = first; cell < end; cell++) {
             copy_wait<STAGES - 2>();
             // Every lane's copies of this stage are there, and no lane reads the one before it.
             __syncwarp();
             const u32 next = cell + STAGES - 1;
-            if (next < end) load_w(p, address + (slot == 0 ? STAGES - 1 : slot - 1) * CELL_BYTES, next);
+            const u32 open = slot == 0 ? STAGES - 1 : slot - 1;
+            if (next < end) {
+                load_w(p, address + open * CELL_BYTES, next);
+                if (!is_made) load_x(p, shared_address(cells) + open * ROW_CELL, next);
+            }
             copy_commit();
-            multiply<1, 1, CELL_BYTES>(ring + slot * CELL_BYTES, Row{row + cell * 128}, acc);
+            const u8* x = is_made ? row + cell * ROW_CELL : cells + slot * ROW_CELL;
+            multiply<1, 1, CELL_BYTES>(ring + slot * CELL_BYTES, Row{x}, acc);
             slot = slot == STAGES - 1 ? 0 : slot + 1;
         }
         finish<1, 1, RING>(p, shared, acc, outputs);

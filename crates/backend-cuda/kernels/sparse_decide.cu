@@ -96,41 +96,11 @@ DEVICE Bin find_bin(const u32* bins, u32 k, u32* shared) {
     return Bin{shared[SCORE_WARPS], shared[SCORE_WARPS + 1], shared[SCORE_WARPS + 2]};
 }
 
-DEVICE void clear_bins(u32* bins) {
-    __syncthreads();
-    LOOP for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS) bins[i] = 0;
-    __syncthreads();
-}
-
 // Adds the block's bins to the head's.
 DEVICE void add_bins(const u32* bins, u32* all) {
     __syncthreads();
     LOOP for (u32 i = threadIdx.x; i < BINS; i += SCORE_THREADS)
         if (bins[i] > 0) atomicAdd(all + i, bins[i]);
-}
-
-// Scores that are sorted into bins, from `low` to below `high`.
-struct Range {
-    u32 low, high;
-};
-
-// Bits of a score that a bin does not tell apart.
-DEVICE u32 shift_of(Range range) {
-    const u32 n = range.high - range.low;
-    return n <= BINS ? 0 : 32 - __clz((n - 1) / BINS);
-}
-
-// Probabilities are first sorted by exponent and five bits: those from 2^-60 to 2^4.
-#define COARSE_LOW ((127u - 60) << 23)
-#define COARSE_SHIFT 18
-
-DEVICE u32 coarse_bin(u32 score) {
-    return score < COARSE_LOW ? 0 : min((score - COARSE_LOW) >> COARSE_SHIFT, (u32)BINS - 1);
-}
-
-DEVICE Range coarse_range(u32 bin) {
-    return Range{bin == 0 ? 0 : COARSE_LOW + (bin << COARSE_SHIFT),
-                 bin == BINS - 1 ? 1u << 31 : COARSE_LOW + ((bin + 1) << COARSE_SHIFT)};
 }
 
 // What is chosen: all above the threshold, and of those that reach it all, or the first few.
@@ -142,20 +112,25 @@ struct Choice {
 };
 
 // Finds the choice of the k best places of the head: the range of scores in which the k-th is gets
-// narrower until all of it is chosen, or it is one number.
+// narrower until all of it is chosen, or it is one number. Scores of the whole range are counted already.
 DEVICE Choice choose(const DecideParams& p, Share& share, u32 k, u32* bins, u32* shared) {
-    const u32 first = max(share.start, p.sinks);
     const bool is_signs = p.score.kind == SCORE_SIGNS;
-    Range range = {0, is_signs ? p.score.group * p.score.width + 1 : 1u << 31};
+    Range range = whole_range(p);
     u32 rest = k;
     LOOP for (u32 pass = 0;; pass++) {
         const bool is_coarse = pass == 0 && !is_signs;
         const u32 shift = is_coarse ? COARSE_SHIFT : shift_of(range);
-        clear_bins(bins);
-        LOOP for (u32 place = first + threadIdx.x; place < share.end; place += SCORE_THREADS) {
-            const u32 score = share.scores[place - share.start];
-            if (score - range.low < range.high - range.low)
-                atomicAdd(&bins[is_coarse ? coarse_bin(score) : (score - range.low) >> shift], 1u);
+        if (pass > 0) {
+            clear_bins(bins);
+            LOOP for (u32 first = share.start; first < share.end; first += TILE) {
+                const u32 place = first + threadIdx.x * 4;
+                u32 scores[4];
+                load_four(share.scores + (place - share.start), scores);
+                UNROLL
+                for (int i = 0; i < 4; i++)
+                    if (chooses_from(p, share, place + i) && scores[i] - range.low < range.high - range.low)
+                        atomicAdd(&bins[(scores[i] - range.low) >> shift], 1u);
+            }
         }
         add_bins(bins, share.tally->digits[pass]);
         u32* own_digits = share.tally->own_digits[share.index];
@@ -184,18 +159,21 @@ struct Four {
     bool is_chosen[4], is_new[4], is_idle[4];
 };
 
-DEVICE void load_four(const u32* from, u32 (&to)[4]) {
-    const uint4 four = *(const uint4*)from;
-    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+// The two halves of marks as they come.
+struct Halves {
+    uint4 low, high;
+};
+
+// Asks for the marks of four places; those behind the share are others', or nobody's.
+DEVICE Halves load_marks(const Share& share, u32 place) {
+    const uint4* marks = (const uint4*)(share.marks + place);
+    return Halves{marks[0], marks[1]};
 }
 
-DEVICE Four load_marks(const Share& share, u32 place) {
+DEVICE Four four_of(const Share& share, u32 place, const Halves& halves) {
     Four four;
-    u32 low[4], high[4];
-    load_four((const u32*)(share.marks + place), low);
-    load_four((const u32*)(share.marks + place + 2), high);
-    four.marks[0] = make_uint2(low[0], low[1]), four.marks[1] = make_uint2(low[2], low[3]);
-    four.marks[2] = make_uint2(high[0], high[1]), four.marks[3] = make_uint2(high[2], high[3]);
+    four.marks[0] = make_uint2(halves.low.x, halves.low.y), four.marks[1] = make_uint2(halves.low.z, halves.low.w);
+    four.marks[2] = make_uint2(halves.high.x, halves.high.y), four.marks[3] = make_uint2(halves.high.z, halves.high.w);
     UNROLL
     for (int i = 0; i < 4; i++)
         if (place + i >= share.end) four.marks[i].x = 0;
@@ -217,15 +195,18 @@ DEVICE u32 survey(const DecideParams& p, const Share& share, bool is_all, Choice
                   bool is_whole, u32* bins, u32* counts) {
     clear_bins(bins);
     u32 n_equal = choice.n_before, n_new = 0, total = 0;
+    Halves next = load_marks(share, share.start + threadIdx.x * 4);
     LOOP for (u32 first = share.start; first < share.end; first += TILE) {
         const u32 place = first + threadIdx.x * 4;
         u32 scores[4], own = 0;
         bool is_there[4];
-        Four four = load_marks(share, place);
+        Four four = four_of(share, place, next);
+        // Known before they are needed.
+        if (first + TILE < share.end) next = load_marks(share, place + TILE);
         load_four(share.scores + (place - share.start), scores);
         UNROLL
         for (int i = 0; i < 4; i++) {
-            is_there[i] = place + i < share.end && place + i >= p.sinks;
+            is_there[i] = chooses_from(p, share, place + i);
             own += is_there[i] && scores[i] == choice.threshold;
         }
         u32 rank = 0;
@@ -324,9 +305,11 @@ DEVICE void change_set(const Share& share, u32 now, Leaving leaving, Before befo
                        uint2* moves, u32* counts) {
     u64* sums = (u64*)counts;
     u32 n_older = 0, n_same = before.n_same, n_new = before.n_new;
+    Halves next = load_marks(share, share.start + threadIdx.x * 4);
     LOOP for (u32 first = share.start; first < share.end; first += TILE) {
         const u32 place = first + threadIdx.x * 4;
-        Four four = load_marks(share, place);
+        Four four = four_of(share, place, next);
+        if (first + TILE < share.end) next = load_marks(share, place + TILE);
         u32 chosen[4];
         load_four(share.scores + (place - share.start), chosen);
         UNROLL
@@ -430,30 +413,22 @@ DEVICE void decide_all(const DecideParams& p) {
     const u32 k = rows_of(p, cut - p.sinks, p.rules[head].weight, state.n_members == 0);
     const bool is_all = k >= cut - p.sinks, is_whole = p.flags & FLAG_WHOLE && p.working_set == 1.0f;
     const ScoreRoom room = score_room(p.score, shared_words);
-    // The scores of a single piece stay in shared memory.
-    const bool keeps = end_piece - first_piece == 1;
-    share.scores =
-        keeps ? (u32*)room.raw : p.score.scores + (u64)number * p.score.stride + share.start;
+    // Raw scores of a single piece stay in shared memory, and so do those of several once they are one number.
+    const u32 n_own = end_piece - first_piece;
+    const bool keeps = n_own == 1;
+    share.scores = n_own <= p.score.group ? (u32*)room.raw
+                                          : p.score.scores + (u64)number * p.score.stride + share.start;
     prepare_queries(p.score, share.ask, room);
     LOOP for (u32 piece = first_piece; piece < end_piece; piece++)
         score_piece(p.score, share.ask, room, piece, keeps);
-    const u64 raw_at = (u64)number * p.score.group * p.score.stride + share.start;
+    const Raw raw = raw_of(p, share, room, keeps);
     if (p.fade > 0) {
         __syncthreads();
-        if (keeps) leave_edge(p, share, room.raw, PIECE);
-        else if (p.score.kind == SCORE_SIGNS) leave_edge(p, share, (float*)share.scores, 0);
-        else leave_edge(p, share, p.score.raw + raw_at, p.score.stride);
+        leave_edge(p, share, raw);
     }
     if (p.fade > 0 || p.score.kind != SCORE_SIGNS) meet(share);
-    if (p.score.kind != SCORE_SIGNS) {
-        total_sums(p.score, share.ask, totals);
-        const float* raw = p.score.raw + raw_at;
-        LOOP for (u32 i = thread; i < share.end - share.start; i += SCORE_THREADS)
-            share.scores[i] = keeps ? finish_score(p.score, totals, room.raw + i, PIECE)
-                                    : finish_score(p.score, totals, raw + i, p.score.stride);
-    }
-    __syncthreads();
-    if (p.fade > 0) follow(p, share, totals);
+    if (p.score.kind != SCORE_SIGNS) total_sums(p.score, share.ask, totals);
+    settle(p, share, raw, (u32*)room.raw, totals, bins);
     Choice choice = {~0u, false, 0, 0};
     if (!is_all && k > 0) choice = choose(p, share, k, bins, shared);
     const u32 now = state.now + 1;

@@ -273,19 +273,39 @@ DEVICE void score_channels(const ScoreParams& p, const Question& ask, const Scor
     }
 }
 
-// The same by channels in four bits. A word of a token has both operands of a lane: low and high halves.
-DEVICE void score_nibbles(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at) {
+// Channels in four bits of 32 places, as a lane has them, and what one stands for, of the two places whose sums
+// it gets. A word of a token has both operands of a lane: low and high halves.
+struct Nibbles {
+    u32 words[4], units[4];
+};
+
+DEVICE const u32* nibble_words(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 first) {
+    const u32 lane = threadIdx.x % 32;
+    return (const u32*)digest_of(p, ask, room.slots[first / PAGE]) + first % PAGE + lane / 4 + lane % 4 * PAGE;
+}
+
+// Asks for those of the first step; `at` is a place of the piece.
+DEVICE void load_nibbles(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at, Nibbles& nibbles) {
+    static_assert(PAGE == 16, "a page has two tiles");
+    const u32 lane = threadIdx.x % 32, t = lane % 4, lines = (p.width + 7) / 8;
+    UNROLL
+    for (int page = 0; page < 2; page++) {
+        const u32* words = (const u32*)digest_of(p, ask, room.slots[at / PAGE + page]);
+        const u32* units = words + lines * PAGE + t;
+        UNROLL
+        for (int tile = 0; tile < 2; tile++) {
+            const int j = page * 2 + tile;
+            nibbles.words[j] = t < lines ? words[t * PAGE + tile * 8 + lane / 4] : 0;
+            nibbles.units[j] = units[tile * 4];
+        }
+    }
+}
+
+// Raw scores of 32 places by them.
+DEVICE void score_nibbles(const ScoreParams& p, const Question& ask, const ScoreRoom& room, u32 at,
+                          const Nibbles& nibbles) {
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 lines = (p.width + 7) / 8, steps = (lines + 3) / 4;
-    const u8* rows[4];
-    u32 units[4];
-    UNROLL
-    for (int j = 0; j < 4; j++) {
-        const u32 first = at + j * 8;
-        const u8* page = digest_of(p, ask, room.slots[first / PAGE]);
-        rows[j] = page + (first % PAGE + g) * 4 + t * 4 * PAGE;
-        units[j] = *(const u32*)(page + lines * 4 * PAGE + (first % PAGE + t * 2) * 2);
-    }
     LOOP for (u32 set = 0; set * 8 < p.group; set++) {
         const u32* operands = room.queries + set * (steps * 64 + 16);
         const int begin = (int)operands[steps * 64 + 8 + g];
@@ -294,17 +314,15 @@ DEVICE void score_nibbles(const ScoreParams& p, const Question& ask, const Score
         for (int j = 0; j < 4; j++)
             UNROLL
             for (int e = 0; e < 4; e++) sums[j][e] = begin;
-#pragma unroll 2
-        for (u32 s = 0; s < steps; s++) {
-            u32 words[4];
-            UNROLL
-            for (int j = 0; j < 4; j++)
-                words[j] = s * 4 + t < lines ? *(const u32*)(rows[j] + s * 16 * PAGE) : 0;
+        LOOP for (u32 s = 0; s < steps; s++) {
             const uint2 codes = *(const uint2*)(operands + (s * 32 + lane) * 2);
             const u32 a[4] = {codes.x, 0, codes.y, 0};
             UNROLL
-            for (int j = 0; j < 4; j++)
-                mma_s8(sums[j], a, words[j] & 0x0F0F0F0F, words[j] >> 4 & 0x0F0F0F0F);
+            for (int j = 0; j < 4; j++) {
+                u32 word = nibbles.words[j];
+                if (s > 0) word = s * 4 + t < lines ? nibble_words(p, ask, room, at + j * 8)[s * 4 * PAGE] : 0;
+                mma_s8(sums[j], a, word & 0x0F0F0F0F, word >> 4 & 0x0F0F0F0F);
+            }
         }
         const u32 query = set * 8 + g;
         if (query >= p.group) continue;
@@ -314,7 +332,7 @@ DEVICE void score_nibbles(const ScoreParams& p, const Question& ask, const Score
             UNROLL
             for (int e = 0; e < 2; e++)
                 room.raw[query * PIECE + at + j * 8 + t * 2 + e] =
-                    (float)sums[j][e] * f16_to_float(units[j] >> 16 * e & 0xFFFF) * factor;
+                    (float)sums[j][e] * f16_to_float(nibbles.units[j] >> 16 * e & 0xFFFF) * factor;
     }
 }
 
@@ -371,7 +389,11 @@ DEVICE void score_piece(const ScoreParams& p, const Question& ask, const ScoreRo
     if (p.kind == SCORE_CHANNELS) {
         LOOP for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_channels(p, ask, room, i);
     } else if (p.kind == SCORE_NIBBLES) {
-        LOOP for (u32 i = warp * 32; i < n; i += SCORE_THREADS) score_nibbles(p, ask, room, i);
+        Nibbles own;
+        LOOP for (u32 i = warp * 32; i < n; i += SCORE_THREADS) {
+            load_nibbles(p, ask, room, i, own);
+            score_nibbles(p, ask, room, i, own);
+        }
     } else {
         LOOP for (u32 i = thread; i < p.group * PIECE; i += SCORE_THREADS)
             if (i % PIECE < n) room.raw[i] = score_plain(p, ask, room, i / PIECE, i % PIECE);
@@ -430,11 +452,18 @@ DEVICE void total_sums(const ScoreParams& p, const Question& ask, float2* totals
     __syncthreads();
 }
 
-// The score of a place, once the totals are there; raw scores of the group are `stride` apart.
-DEVICE u32 finish_score(const ScoreParams& p, const float2* totals, const float* raw, u32 stride) {
+// What a query adds to the score of a place, once its totals are there: the maximum, and the inverse of the sum.
+DEVICE float add_finished(float largest, float inverse, float raw, float sum) {
+    return __fmaf_rn(exp2_of(raw - largest), inverse, sum);
+}
+
+// Positive floats are ordered as their bits are; what is no number is worth nothing.
+DEVICE u32 finished(float sum) { return sum != sum ? 0 : __float_as_uint(sum); }
+
+// The score of a place; raw scores of the group are `stride` apart.
+DEVICE u32 finish_score(const ScoreParams& p, const float2* totals, const float* raw, u64 stride) {
     float sum = 0.0f;
-    LOOP for (u32 g = 0; g < p.group; g++)
-        sum = __fmaf_rn(exp2_of(raw[(u64)g * stride] - totals[g].x), totals[g].y, sum);
-    // Positive floats are ordered as their bits are; what is no number is worth nothing.
-    return sum != sum ? 0 : __float_as_uint(sum);
+    LOOP for (u32 g = 0; g < p.group; g++) 
+        sum = add_finished(totals[g].x, totals[g].y, raw[g * stride], sum);
+    return finished(sum);
 }

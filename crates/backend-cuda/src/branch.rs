@@ -30,6 +30,8 @@ pub struct LinkTuning {
     pub blocks_decided: u32,
     /// Of both where nothing does.
     pub blocks_alone: u32,
+    /// Blocks that decide about a layer, beside which something else runs, at most.
+    pub blocks_deciding: u32,
     /// Blocks that choose for selections that are made late.
     pub late_blocks: u32,
     /// Tokens of sequences that are short, which are decided about one layer after the other.
@@ -45,6 +47,7 @@ impl Default for LinkTuning {
             blocks: 8,
             blocks_decided: 6,
             blocks_alone: 32,
+            blocks_deciding: u32::MAX,
             late_blocks: 64,
             short: 48 * 1024,
             early: 1,

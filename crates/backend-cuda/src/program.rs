@@ -25,10 +25,11 @@ pub(crate) struct Program {
 }
 
 /// What decides, which is compiled twice; `COMPACT` of `sparse_score.cuh` says why.
-const DECIDE: [(&str, &str); 5] = [
+const DECIDE: [(&str, &str); 6] = [
     ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
     ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
     ("sparse_share.cuh", include_str!("../kernels/sparse_share.cuh")),
+    ("sparse_settle.cuh", include_str!("../kernels/sparse_settle.cuh")),
     ("sparse_move.cuh", include_str!("../kernels/sparse_move.cuh")),
     ("sparse_decide.cu", include_str!("../kernels/sparse_decide.cu")),
 ];
@@ -91,6 +92,7 @@ impl Program {
             ("MATMUL_ENTRIES", matmul::entries(dtype)),
             ("MATMUL_PARAMS_SIZE", size_of::<matmul::MatmulParams>().to_string()),
             ("ONE_ROW_BYTES", matmul_one::ROW_BYTES.to_string()),
+            ("ONE_CELLS_BYTES", matmul_one::CELLS_BYTES.to_string()),
             ("ONE_PIECES", matmul_one::PIECES.to_string()),
             ("ONE_ENTRY", matmul_one::entry(dtype)),
             ("WIDE_ENTRIES", matmul_wide::entries(dtype)),

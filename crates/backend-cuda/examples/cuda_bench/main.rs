@@ -170,7 +170,7 @@ fn resident(words: &[String]) -> Result<LayerSet, Box<dyn Error>> {
     Ok(LayerSet::of(&layers[..n.min(layers.len())]).unwrap_or_default())
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `alone=`, `late_blocks=`, `short=` and `early=` otherwise
+/// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `alone=`, `deciding=`, `late_blocks=`, `short=` and `early=` otherwise
 /// than usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
@@ -180,6 +180,7 @@ fn tuning(words: &[String]) -> LinkTuning {
         blocks: or("blocks", usual.blocks),
         blocks_decided: or("decided", usual.blocks_decided),
         blocks_alone: or("alone", usual.blocks_alone),
+        blocks_deciding: or("deciding", usual.blocks_deciding),
         late_blocks: or("late_blocks", usual.late_blocks),
         short: or("short", usual.short),
         early: or("early", usual.early),

@@ -7,10 +7,13 @@ use super::{Address, count, norm};
 use crate::device::{Device, Kernel};
 use crate::weight::Part;
 
-/// Room for the row: rows of so many bytes, and shorter ones.
+/// Room for a row that is made: rows of so many bytes, and shorter ones.
 pub(crate) const ROW_BYTES: usize = 32 * 1024;
 /// Bytes of the row that belong to a cell.
 const CELL_ROW_BYTES: usize = 128;
+/// Room for those of a row that is there: of as many cells as are on their way.
+pub(crate) const CELLS_BYTES: usize = SEGMENTS * STAGES_MAX * CELL_ROW_BYTES;
+const STAGES_MAX: usize = 8;
 /// Rows of so many bytes, and longer ones, have room for themselves only.
 const LONG_ROW_BYTES: usize = 4 * 1024;
 /// Pieces of four elements of a row that a thread normalises at most.
@@ -28,7 +31,7 @@ pub(crate) struct Normed {
 
 /// Cells that a warp's ring holds; small ones need more on their way.
 fn stages(dtype: WeightType) -> usize {
-    if dtype.block_len() == 1 { 5 } else { 8 }
+    if dtype.block_len() == 1 { 5 } else { STAGES_MAX }
 }
 
 /// Dynamic shared memory of a block.
@@ -58,9 +61,10 @@ pub(crate) fn launch(
     product: &MatmulParams,
 ) -> Result<(), DeviceError> {
     let row_bytes = product.cells as usize * CELL_ROW_BYTES;
-    // What a long row does not need is room for somebody who brings rows beside two blocks of this. Of small
-    // models more blocks would come at once, and steps take longer.
-    let unused = if row_bytes < LONG_ROW_BYTES { 0 } else { ROW_BYTES - row_bytes };
+    let needed = if product.norm_x == 0 { CELLS_BYTES } else { row_bytes };
+    // What a long row does not need is room for somebody who decides and brings rows beside two blocks of this. Of
+    // small models more blocks would come at once, and steps take longer.
+    let unused = if row_bytes < LONG_ROW_BYTES { 0 } else { ROW_BYTES - needed };
     let kernel = kernel.with_shared_bytes(kernel.shared_bytes() - unused);
     #[expect(unsafe_code, reason = "a kernel")]
     // SAFETY: the kernel reads the packed part, whole by construction, and one row, which the caller has

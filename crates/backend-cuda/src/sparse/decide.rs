@@ -450,7 +450,7 @@ impl Cuda {
         let is_alone = branch.is_none() && at.plan.ahead.iter().all(|ahead| ahead.get().is_none());
         let most = match (is_late, is_alone) {
             (true, _) => n_late,
-            (false, false) => by.n_at_once / 2,
+            (false, false) => (by.n_at_once / 2).min(self.tuning.blocks_deciding as usize),
             (false, true) if decider.is_soft(at.plan) => by.n_at_once - n_late,
             (false, true) => by.n_at_once,
         };
