@@ -8,6 +8,8 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod order;
 mod portable;
@@ -166,16 +168,16 @@ impl Tile<'_> {
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 | Isa::Amx => avx512::floats(float, bytes, x, n, sums),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => portable::avx2_floats(float, bytes, x, n, sums),
-                _ => portable::floats::<false>(float, bytes, x, n, sums),
+                Isa::Avx2 => avx2::floats(float, bytes, x, n, sums),
+                _ => portable::floats(float, bytes, x, n, sums),
             }
         } else {
             match self.product.isa {
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 | Isa::Amx => avx512::codes(dtype, bytes, acts, start, n, sums),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => portable::avx2_codes(dtype, bytes, acts, start, n, sums),
-                _ => portable::codes::<false>(dtype, bytes, acts, start, n, sums),
+                Isa::Avx2 => avx2::codes(dtype, bytes, acts, start, n, sums),
+                _ => portable::codes(dtype, bytes, acts, start, n, sums),
             }
         }
     }

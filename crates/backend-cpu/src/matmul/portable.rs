@@ -1,52 +1,16 @@
 //! The kernels in plain Rust, sixteen lanes at a time: the reference beside the tuned ones, and the
-//! code that machines without AVX-512 run. Compiled once for any machine and once for AVX2.
+//! code that machines without AVX2 run.
 
 use nuthatch_backend::WeightType;
 
 use super::MAX_TILE;
 use crate::acts::Acts;
 use crate::pack::{self, BLOCK, Float, Format, LANES, QUADS, f16_to_f32, with_format};
-use crate::versions::fma;
 
 type Sums = [[f32; LANES]; MAX_TILE];
 
-#[cfg(target_arch = "x86_64")]
-pub(super) fn avx2_codes(
-    dtype: WeightType,
-    bytes: &[u8],
-    acts: &Acts,
-    start: usize,
-    n: usize,
-    sums: &mut Sums,
-) {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn inner(d: WeightType, b: &[u8], a: &Acts, start: usize, n: usize, s: &mut Sums) {
-        codes::<true>(d, b, a, start, n, s);
-    }
-    #[expect(unsafe_code, reason = "target features")]
-    // SAFETY: this path is taken only after `Isa::detect` or the user's explicit choice, which
-    // `Cpu::new` checks against the machine.
-    unsafe {
-        inner(dtype, bytes, acts, start, n, sums);
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-pub(super) fn avx2_floats(float: Float, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn inner(float: Float, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
-        floats::<true>(float, bytes, x, n, sums);
-    }
-    #[expect(unsafe_code, reason = "target features")]
-    // SAFETY: as in `avx2_codes`.
-    unsafe {
-        inner(float, bytes, x, n, sums);
-    }
-}
-
 /// Sums of rows `start..start + n` with one group of quantised weights.
-#[inline(always)]
-pub(super) fn codes<const FUSED: bool>(
+pub(super) fn codes(
     dtype: WeightType,
     bytes: &[u8],
     acts: &Acts,
@@ -55,18 +19,11 @@ pub(super) fn codes<const FUSED: bool>(
     sums: &mut Sums,
 ) {
     with_format!(dtype,
-        F => group_codes::<F, FUSED>(bytes, acts, start, n, sums),
+        F => group_codes::<F>(bytes, acts, start, n, sums),
         float => unreachable!("floats have their own kernel"));
 }
 
-#[inline(always)]
-fn group_codes<F: Format, const FUSED: bool>(
-    bytes: &[u8],
-    acts: &Acts,
-    start: usize,
-    n: usize,
-    sums: &mut Sums,
-) {
+fn group_codes<F: Format>(bytes: &[u8], acts: &Acts, start: usize, n: usize, sums: &mut Sums) {
     let half = BLOCK / F::SUBS;
     for (u, unit) in bytes.chunks_exact(F::UNIT_BYTES).enumerate() {
         let (header, blocks) = unit.split_at(F::HEADER_BYTES);
@@ -96,9 +53,9 @@ fn group_codes<F: Format, const FUSED: bool>(
                                 + quad[3] * i32::from(x[3]);
                         }
                         let (scale, min) = scales[lane];
-                        sums[lane] = fma::<FUSED>(dot as f32, scale * x_scale, sums[lane]);
+                        sums[lane] += dot as f32 * (scale * x_scale);
                         if F::MINS {
-                            sums[lane] = fma::<FUSED>(min, acts.scaled_sums[sum_at], sums[lane]);
+                            sums[lane] += min * acts.scaled_sums[sum_at];
                         }
                     }
                 }
@@ -108,14 +65,7 @@ fn group_codes<F: Format, const FUSED: bool>(
 }
 
 /// Sums of `n` rows with one group of float weights.
-#[inline(always)]
-pub(super) fn floats<const FUSED: bool>(
-    float: Float,
-    bytes: &[u8],
-    x: &[f32],
-    n: usize,
-    sums: &mut Sums,
-) {
+pub(super) fn floats(float: Float, bytes: &[u8], x: &[f32], n: usize, sums: &mut Sums) {
     let cols = x.len() / n;
     for (i, sums) in sums[..n].iter_mut().enumerate() {
         let mut parts = [[0.0; LANES]; 4];
@@ -123,7 +73,7 @@ pub(super) fn floats<const FUSED: bool>(
             let part = &mut parts[col % 4];
             for (lane, sum) in part.iter_mut().enumerate() {
                 let w = float_at(float, bytes, col * LANES + lane);
-                *sum = fma::<FUSED>(w, x, *sum);
+                *sum += w * x;
             }
         }
         for lane in 0..LANES {
