@@ -16,6 +16,8 @@
 //! adding zero changes nothing, so both give the same bits.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod convert;
 mod element;
@@ -401,6 +403,8 @@ impl Attention<'_> {
         match self.isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Amx => avx512::scores(pages, rows, q, scores),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::scores(pages, rows, q, scores),
             isa => portable::scores(isa, pages, rows, q, scores),
         }
         if let Some([scales, _]) = pages.scales {
@@ -427,6 +431,8 @@ impl Attention<'_> {
             Isa::Avx512 | Isa::Amx if pages.d.is_multiple_of(PAGE) => {
                 avx512::mix(pages, visible, rows, p, out);
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 if pages.d.is_multiple_of(PAGE) => avx2::mix(pages, visible, rows, p, out),
             isa => portable::mix(isa, pages, visible, rows, p, out),
         }
     }

@@ -1,4 +1,4 @@
-//! The products of attention in plain Rust, for machines without AVX-512 and odd head widths.
+//! The products of attention in plain Rust, for machines without AVX2 and odd head widths.
 
 #![expect(unsafe_code, reason = "pages are addressed by pointers")]
 
