@@ -10,17 +10,22 @@
 #define CODE_PIECES (2 * CODE_WIDTH / 16)  // of a key and a value
 
 struct Codes {
-    u8* rows;    // [G][slot][16 tokens][K|V][CODE_WIDTH], in memory of the host; null if there are none
-    u8* scales;  // [G][slot][16 tokens][K|V], on the device: exponents of floats, with their bias
+    u8* const* rows;  // [G] each head's [slot][16 tokens][K|V][CODE_WIDTH], mostly in memory of the host; or null
+    u8* scales;       // [G][slot][16 tokens][K|V], on the device: exponents of floats, with their bias
     u64 n_slots;
-    u32 kind;    // CODE_*
+    u32 kind;         // CODE_*
     u32 padding;
 };
 
 #if !CODED
-// Which row a token of a head's page is.
-DEVICE u64 code_row(const Codes& codes, u32 head, u32 slot, u32 token) {
-    return (head * codes.n_slots + slot) * PAGE + token;
+// Where the codes of a token of a head's page are.
+DEVICE u8* codes_at(const Codes& codes, u32 head, u32 slot, u32 token) {
+    return codes.rows[head] + ((u64)slot * PAGE + token) * 2 * CODE_WIDTH;
+}
+
+// Where their scales are.
+DEVICE u8* scales_at(const Codes& codes, u32 head, u32 slot, u32 token) {
+    return codes.scales + ((head * codes.n_slots + slot) * PAGE + token) * 2;
 }
 
 // The least power of two by which the largest number has a code.
@@ -44,13 +49,13 @@ DEVICE float code_number(u32 kind, u32 code) {
 
 // Codes a token's key, or value, whose numbers are as its page has them. A whole warp.
 template <typename Number>
-DEVICE void write_code(const Codes& codes, u64 row, bool is_value, const Number& number) {
+DEVICE void write_code(const Codes& codes, u32 head, u32 slot, u32 token, bool is_value, const Number& number) {
     const u32 lane = threadIdx.x % 32;
     float largest = 0.0f;
     for (u32 i = lane; i < HEAD_DIM; i += 32) largest = fmaxf(largest, fabsf(finite(number(i))));
     const u32 scale = row_scale(codes.kind, warp_max(largest));
     const float inverse = __uint_as_float((254 - scale) << 23);
-    u8* out = codes.rows + (row * 2 + is_value) * CODE_WIDTH;
+    u8* out = codes_at(codes, head, slot, token) + is_value * CODE_WIDTH;
     for (u32 first = lane * 4; first < CODE_WIDTH; first += 128) {
         u32 four = 0;
         for (u32 j = 0; j < 4; j++)
@@ -58,7 +63,7 @@ DEVICE void write_code(const Codes& codes, u64 row, bool is_value, const Number&
                 four |= row_code(codes.kind, finite(number(first + j)) * inverse) << 8 * j;
         *(u32*)(out + first) = four;
     }
-    if (lane == 0) codes.scales[row * 2 + is_value] = (u8)scale;
+    if (lane == 0) scales_at(codes, head, slot, token)[is_value] = (u8)scale;
 }
 
 // Sixteen codes as elements.

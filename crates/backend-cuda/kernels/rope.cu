@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
     }
     if (p.codes.rows && (!copy || !p.defers)) {
         __syncwarp();
-        write_code(p.codes, code_row(p.codes, kv_head, slot, token), is_value, [&](u32 i) {
+        write_code(p.codes, kv_head, slot, token, is_value, [&](u32 i) {
             return element_value(is_value ? value_element(x[i]) : key_element(x[i]));
         });
     }
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(FAR_THREADS) write_far(WriteFarPara
         const bool is_value = at % 2;
         if (frame == NOT_NEAR) continue;
         const Element* page = (const Element*)near_page(p.near, head, frame);
-        write_code(p.codes, code_row(p.codes, head, slot, token), is_value, [&](u32 i) {
+        write_code(p.codes, head, slot, token, is_value, [&](u32 i) {
             return element_value(page[is_value ? value_at(token, i) : key_at(token, i)]);
         });
     }
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(FAR_THREADS) code_pages(CodePagesPa
     const u32 slot = p.slots[blockIdx.x], head = blockIdx.y, token = threadIdx.x / 32;
     const Element* page = (const Element*)(p.layer + head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
     for (u32 is_value = 0; is_value < 2; is_value++)
-        write_code(p.codes, code_row(p.codes, head, slot, token), is_value, [&](u32 i) {
+        write_code(p.codes, head, slot, token, is_value, [&](u32 i) {
             return element_value(page[is_value ? value_at(token, i) : key_at(token, i)]);
         });
 #endif

@@ -39,9 +39,8 @@ DEVICE Way way_of(const SparsePages& pages, const Codes& codes, const Arrivals& 
     Way way;
     if (CODES) {
         const u32 slot = pages.tables[(u64)all.table_row * pages.table_len + move.x / PAGE];
-        const u64 at = code_row(codes, all.head, slot, token);
-        way.source = staged ? staged : codes.rows + at * 2 * CODE_WIDTH;
-        way.tokens = ((const u16*)codes.scales)[at] | to % PAGE << 16;
+        way.source = staged ? staged : codes_at(codes, all.head, slot, token);
+        way.tokens = *(const u16*)scales_at(codes, all.head, slot, token) | to % PAGE << 16;
     } else {
         way.source =
             staged ? staged : page_of(pages, all.head, all.table_row, move.x / PAGE) + token * ROW_BYTES;

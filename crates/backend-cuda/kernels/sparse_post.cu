@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) sparse_post(PostPar
         const u32 slot = p.pages.tables[(u64)row.table_row * p.pages.table_len + place / PAGE];
         const u32 head = number % p.heads.n_kv_heads;
         const u8* key = p.codes.rows
-            ? p.codes.rows + code_row(p.codes, head, slot, place % PAGE) * 2 * CODE_WIDTH
+            ? codes_at(p.codes, head, slot, place % PAGE)
             : p.pages.layer + head * p.pages.head_bytes + (u64)slot * HEAD_PAGE_BYTES + place % PAGE * ROW_BYTES;
         post.order->rows[index] = (u64)key;
     }

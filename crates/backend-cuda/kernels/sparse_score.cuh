@@ -463,7 +463,7 @@ DEVICE u32 finished(float sum) { return sum != sum ? 0 : __float_as_uint(sum); }
 // The score of a place; raw scores of the group are `stride` apart.
 DEVICE u32 finish_score(const ScoreParams& p, const float2* totals, const float* raw, u64 stride) {
     float sum = 0.0f;
-    LOOP for (u32 g = 0; g < p.group; g++) 
+    LOOP for (u32 g = 0; g < p.group; g++)
         sum = add_finished(totals[g].x, totals[g].y, raw[g * stride], sum);
     return finished(sum);
 }

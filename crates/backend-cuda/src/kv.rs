@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use nuthatch_backend::{DeviceError, NearCounts, PageLayout, RowCode};
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerSet, PageImage, Slot};
+use nuthatch_types::{HeadSet, KvDtype, KvShape, KvSlots, LayerSet, PageImage, Slot};
 
 use crate::device::{Device, Memory};
 use crate::door::Door;
@@ -109,6 +109,9 @@ pub struct FarPages {
     /// What rows are brought as: half the bytes, if in eight bits. Pages are as they are, and there is half as
     /// much beside them.
     pub code: Option<RowCode>,
+    /// Heads, counting those of all layers, whose rows in eight bits are on the device; threads of the host bring
+    /// none of these.
+    pub coded_here: HeadSet,
     /// Orders after which one of the threads fails: for tests.
     pub fails_after: Option<u32>,
 }
@@ -205,7 +208,13 @@ impl CudaKv {
             _ => None,
         };
         let code = far.and_then(|far| far.code).filter(|_| arena.far.is_some());
-        let codes_of = |code| Codes::new(device, code, page, (n_far, slots.device));
+        let coded_here =
+            far.filter(|far| far.n_threads == 0).map_or(HeadSet::NONE, |far| far.coded_here);
+        let is_here = |head: &usize| coded_here.contains(*head);
+        let n_layer = shape.n_kv_heads as usize;
+        let is_far = |head: &usize| !stays(&count(head / n_layer));
+        let are_here: Vec<bool> = (0..heads).filter(is_far).map(|head| is_here(&head)).collect();
+        let codes_of = |code| Codes::new(device, code, page, (&are_here, slots.device));
         let codes = code.map(codes_of).transpose()?;
         let host = match slots.host {
             0 => None,

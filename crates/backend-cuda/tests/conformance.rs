@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 use nuthatch_backend::conformance::{self, Check, checks};
 use nuthatch_backend::{Backend as _, DeviceError, HostMatrix, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, OpenError};
-use nuthatch_types::LayerSet;
+use nuthatch_types::{HeadSet, LayerSet};
 
 /// The ways to open the device: whether it is exact, and which pages are far.
 const WAYS: [(bool, Option<FarPages>); 4] = [
@@ -28,6 +28,7 @@ const WAYS: [(bool, Option<FarPages>); 4] = [
             resident: LayerSet::NONE,
             n_threads: 0,
             code: None,
+            coded_here: HeadSet::NONE,
             fails_after: None,
         }),
     ),
@@ -38,6 +39,7 @@ const WAYS: [(bool, Option<FarPages>); 4] = [
             resident: LayerSet::first(1),
             n_threads: 0,
             code: None,
+            coded_here: HeadSet::NONE,
             fails_after: None,
         }),
     ),

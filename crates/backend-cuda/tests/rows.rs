@@ -13,7 +13,7 @@ use nuthatch_backend::{
     RowCode, narrow, widen,
 };
 use nuthatch_backend_cuda::{Cuda, FarPages};
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, PageCopy, Slot};
+use nuthatch_types::{HeadSet, KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, PageCopy, Slot};
 
 use gpu::open;
 
@@ -126,7 +126,9 @@ fn rows_in_eight_bits_are_those_of_the_reference() {
     let far = |n_near, code| {
         // The layer that is looked at is the only one on the host, between two that are not.
         let resident = LayerSet::of(&[0, 2]).unwrap();
-        open(Some(FarPages { n_near, resident, n_threads: 0, code, fails_after: None }))
+        // The rows of its second head are on the device, where all pages have copies.
+        let coded_here = if n_near > 2 { HeadSet::of([3]) } else { HeadSet::NONE };
+        open(Some(FarPages { n_near, resident, n_threads: 0, code, coded_here, fails_after: None }))
     };
     let Some(here) = open(None) else { return };
     let attend = |cuda: &Cuda, kv, tokens: &[Vec<f32>], places: &[u32]| {

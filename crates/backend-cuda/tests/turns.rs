@@ -14,7 +14,7 @@ use nuthatch_backend::{
     RopeStyle,
 };
 use nuthatch_backend_cuda::{Cuda, FarPages};
-use nuthatch_types::{KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, Slot};
+use nuthatch_types::{HeadSet, KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, Slot};
 
 use gpu::open;
 
@@ -127,7 +127,8 @@ fn layers_that_take_turns_change_nothing() {
         let counts = shapes.map(|(n_near, stay)| {
             let (n_threads, code, fails_after) = (0, None, None);
             let resident = LayerSet::of(stay).unwrap();
-            let far = FarPages { n_near, resident, n_threads, code, fails_after };
+            let coded_here = HeadSet::NONE;
+            let far = FarPages { n_near, resident, n_threads, code, coded_here, fails_after };
             let cuda = open(Some(far)).unwrap();
             let (found, n_filled) = attend(&cuda, kv).unwrap();
             for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {

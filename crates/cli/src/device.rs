@@ -17,7 +17,7 @@ use nuthatch_engine::{
 };
 use nuthatch_model::{LoadError, ModelError, ModelFiles, NARROW_LEAST, topk_shape};
 use nuthatch_types::{
-    ColdKv, HostReads, KvShape, LayerSet, PageImage, SeqId, Slot, StepPlan, StepResult,
+    ColdKv, HeadSet, HostReads, KvShape, LayerSet, PageImage, SeqId, Slot, StepPlan, StepResult,
 };
 
 use crate::args::DeviceArg;
@@ -251,8 +251,14 @@ impl Device {
         })))
     }
 
-    /// Pages are far, but for those of the first few of these layers; nobody else has the device yet.
-    pub(crate) fn keep_far(&mut self, near: &NearSizes, layers: &[u32], way: &FarWay) {
+    /// Pages are far, but for those of the first few of these layers, and rows in eight bits but for those of the
+    /// first few of these heads; nobody else has the device yet.
+    pub(crate) fn keep_far(
+        &mut self,
+        near: &NearSizes,
+        (layers, heads): &(Vec<u32>, Vec<u32>),
+        way: &FarWay,
+    ) {
         // Sets have no layers behind the 128th.
         let known = layers.iter().copied().filter(|&layer| layer < u128::BITS);
         let layers: Vec<u32> = known.take(near.n_layers as usize).collect();
@@ -264,6 +270,7 @@ impl Device {
                 resident: LayerSet::of(&layers).unwrap_or_default(),
                 n_threads: way.n_threads,
                 code: way.code,
+                coded_here: HeadSet::of(heads.iter().copied().take(near.n_heads as usize)),
                 fails_after: None,
             });
         }

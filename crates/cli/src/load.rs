@@ -154,8 +154,11 @@ impl Prepared {
                 "--kv-offload disk: a GPU reads pages from the host's memory only"
             );
             let shape = nuthatch_model::topk_shape(files.config());
-            let layers = topk.as_ref().map(|topk| topk.hardest_layers(&shape));
-            device.keep_far(near, &layers.unwrap_or_default(), &config.sparse.far_way());
+            let hardest = |n_together| {
+                topk.as_ref().map_or_else(Vec::new, |topk| topk.hardest(&shape, n_together))
+            };
+            let stay = (hardest(shape.n_kv_heads), hardest(1));
+            device.keep_far(near, &stay, &config.sparse.far_way());
         }
         let slow = slow_options(config)?;
         let (options, is_disk_optional) = (config.options, false);
@@ -370,9 +373,13 @@ fn describe_memory(sizes: &Sizes) -> String {
             0 => String::new(),
             n => format!(", {n} whole layers {}", Bytes(near.layers)),
         };
+        let heads = match near.n_heads {
+            0 => String::new(),
+            n => format!(", {n} heads in eight bits {}", Bytes(near.heads)),
+        };
         return format!(
             "on the device {}: weights {}, working memory {}{deciding}, digests {}, copies of {} \
-             pages {}{layers}; on the host {}: KV of {} pages of {} tokens, {}",
+             pages {}{layers}{heads}; on the host {}: KV of {} pages of {} tokens, {}",
             Bytes(sizes.total() - sizes.host_kv),
             Bytes(sizes.weights),
             Bytes(sizes.working),
@@ -414,6 +421,8 @@ mod tests {
             copies: 1,
             n_layers: 3,
             layers: 1,
+            n_heads: 0,
+            heads: 0,
             digests: 1,
             scales: 1,
             staged: 1,

@@ -20,4 +20,6 @@ pub use kept::{Streaming, Window};
 pub use plan::{PageCopy, PageShift, Sampled, SeqStart, StepPlan, StepResult};
 pub use sampling::{FinishReason, Limits, Sampling, SamplingError};
 pub use seq_steps::{SeqStep, SeqSteps, TableChange};
-pub use shape::{ColdDtype, ColdKv, HostReads, KvDtype, KvShape, KvSlots, LayerSet, PageImage};
+pub use shape::{
+    ColdDtype, ColdKv, HeadSet, HostReads, KvDtype, KvShape, KvSlots, LayerSet, PageImage,
+};

@@ -92,6 +92,34 @@ impl LayerSet {
     }
 }
 
+/// Some of a model's first 2048 heads, counting those of all its layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadSet([u64; Self::MOST / 64]);
+
+impl HeadSet {
+    /// Heads that there are numbers for.
+    const MOST: usize = 2048;
+
+    /// No head.
+    pub const NONE: HeadSet = HeadSet([0; Self::MOST / 64]);
+
+    /// The set of these heads, but for those that sets cannot have.
+    pub fn of(heads: impl IntoIterator<Item = u32>) -> Self {
+        let mut set = Self::NONE;
+        for head in heads {
+            if let Some(part) = set.0.get_mut(head as usize / 64) {
+                *part |= 1 << (head % 64);
+            }
+        }
+        set
+    }
+
+    /// Whether a head is in it.
+    pub fn contains(&self, head: usize) -> bool {
+        self.0.get(head / 64).is_some_and(|part| part >> (head % 64) & 1 == 1)
+    }
+}
+
 impl fmt::Display for KvDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {

@@ -1,5 +1,10 @@
 //! Which heads had better keep all their KV on the device.
 
+use super::head::HeadRule;
+use super::policy::Policy;
+use super::profile::Profile;
+use super::run::{TopKShape, rules_of};
+
 /// What adjacent queries of a head may be less similar than on the average.
 const MARGIN: f32 = 0.05;
 
@@ -46,17 +51,39 @@ pub(super) fn residency(
     first.chain(order).chain(left).collect()
 }
 
-/// The layers in the order in which they should stay where layers stay or go as a whole: those first of which
-/// most rows come, because their heads are difficult and choose much. `heads` are `[layer][G]`: threshold, average
-/// similarity and share of the rows.
-pub(super) fn hardest_layers(n_kv_heads: usize, heads: &[(f32, f32, f32)]) -> Vec<u32> {
+/// The groups of so many heads, such as layers, in the order in which they should stay where groups stay or go as
+/// a whole: those first of which most rows come, because their heads are difficult and choose much. `heads` are
+/// `[layer][G]`: threshold, average similarity and share of the rows.
+fn most_rows(n_together: usize, heads: &[(f32, f32, f32)]) -> Vec<u32> {
     let rows = |&(threshold, similarity, weight): &(f32, f32, f32)| {
         weight * (threshold - (similarity - MARGIN)).max(0.0)
     };
-    let sums = heads.chunks(n_kv_heads.max(1)).map(|heads| heads.iter().map(rows).sum::<f32>());
-    let mut layers: Vec<(u32, f32)> = (0..).zip(sums).collect();
-    layers.sort_by(|a, b| b.1.total_cmp(&a.1));
-    layers.into_iter().map(|(layer, _)| layer).collect()
+    let sums = heads.chunks(n_together.max(1)).map(|heads| heads.iter().map(rows).sum::<f32>());
+    let mut groups: Vec<(u32, f32)> = (0..).zip(sums).collect();
+    groups.sort_by(|a, b| b.1.total_cmp(&a.1));
+    groups.into_iter().map(|(group, _)| group).collect()
+}
+
+/// The groups of `n_together` heads that own keys and values, such as layers, those first that should stay on the
+/// device where not all can: by the first policy, or in their order where layers share them and a profile says
+/// nothing about whose rows would come.
+pub fn hardest(
+    shape: &TopKShape,
+    policies: &[Policy],
+    profile: &Profile,
+    n_together: usize,
+) -> Vec<u32> {
+    let is_shared = shape.n_layers != shape.n_kv_layers;
+    let Some(policy) = policies.first().filter(|_| !is_shared) else {
+        let n = shape.n_kv_layers * shape.n_kv_heads / n_together.max(1);
+        return (0..n as u32).collect();
+    };
+    let similarities = profile.similarities();
+    let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
+    let rules = rules_of(shape, policy, profile);
+    let head = |(i, rule): (usize, &HeadRule)| (rule.threshold, similarity(i), rule.weight);
+    let heads: Vec<(f32, f32, f32)> = rules.iter().enumerate().map(head).collect();
+    most_rows(n_together, &heads)
 }
 
 #[cfg(test)]
@@ -76,22 +103,22 @@ mod tests {
     fn layers_stay_whose_heads_turn_and_choose_much() {
         let easy = (0.7, 0.9, 1.0);
         let heads = [easy, (0.9, 0.8, 1.0), easy, (0.9, 0.8, 2.0), easy, easy];
-        assert_eq!(hardest_layers(2, &heads), [1, 0, 2]);
-        assert_eq!(hardest_layers(3, &heads), [1, 0]);
-        assert_eq!(hardest_layers(2, &[(0.8, 0.0, 1.0); 6]), [0, 1, 2], "nothing was measured");
+        assert_eq!(most_rows(2, &heads), [1, 0, 2]);
+        assert_eq!(most_rows(3, &heads), [1, 0]);
+        assert_eq!(most_rows(1, &heads), [3, 1, 0, 2, 4, 5]);
+        assert_eq!(most_rows(2, &[(0.8, 0.0, 1.0); 6]), [0, 1, 2], "nothing was measured");
     }
 
     #[test]
     fn layers_that_share_keys_stay_in_their_order() {
-        use crate::topk::{Profile, TopKShape, hardest_layers};
         let shape = TopKShape { n_layers: 3, n_kv_layers: 3, n_kv_heads: 1, group: 1, head_dim: 2 };
         let similarity = vec![0.9, 0.1, 0.5];
         let profile = Profile { similarity, ..Profile::empty(&shape) };
         let policies = ["hata,reuse=qsac(eta=0.8,thresholds=fixed)".parse().unwrap()];
-        assert_eq!(hardest_layers(&shape, &policies, &profile), [1, 2, 0]);
+        assert_eq!(hardest(&shape, &policies, &profile, 1), [1, 2, 0]);
         let shared = TopKShape { n_kv_layers: 2, ..shape };
-        assert_eq!(hardest_layers(&shared, &policies, &profile), [0, 1]);
-        assert_eq!(hardest_layers(&shape, &[], &profile), [0, 1, 2]);
+        assert_eq!(hardest(&shared, &policies, &profile, 1), [0, 1]);
+        assert_eq!(hardest(&shape, &[], &profile, 1), [0, 1, 2]);
     }
 
     #[test]

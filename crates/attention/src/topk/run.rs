@@ -11,7 +11,6 @@ use super::head::{Head, HeadRule};
 use super::near::{NearError, NearNeeds, NearPlan, NearRequest};
 use super::policy::{Policy, Retriever};
 use super::profile::Profile;
-use super::residency;
 use super::stats::{Counts, Stats};
 use super::trace::Decision;
 use super::work::{LayerHeads, When, Work};
@@ -121,7 +120,7 @@ pub(super) enum Deciding {
 }
 
 /// What follows from a policy for each head, `[layer][G]`.
-fn rules_of(shape: &TopKShape, policy: &Policy, profile: &Profile) -> Vec<HeadRule> {
+pub(super) fn rules_of(shape: &TopKShape, policy: &Policy, profile: &Profile) -> Vec<HeadRule> {
     let heads = (0..shape.n_layers * shape.n_kv_heads)
         .map(|i| (i / shape.n_kv_heads, i % shape.n_kv_heads));
     let mut rules: Vec<HeadRule> = heads
@@ -139,21 +138,6 @@ pub fn working_rows(shape: &TopKShape, policies: &[Policy], profile: &Profile, n
         rules.iter().map(|rule| u64::from(policy.rows_max(n, rule.weight))).sum()
     };
     policies.iter().map(rows).max().unwrap_or(0)
-}
-
-/// The layers that own keys and values, those first that should stay on the device where not all can: by the first
-/// policy, or in their order where layers share them and a profile says nothing about whose rows would come.
-pub fn hardest_layers(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
-    let is_shared = shape.n_layers != shape.n_kv_layers;
-    let Some(policy) = policies.first().filter(|_| !is_shared) else {
-        return (0..shape.n_kv_layers as u32).collect();
-    };
-    let similarities = profile.similarities();
-    let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
-    let rules = rules_of(shape, policy, profile);
-    let head = |(i, rule): (usize, &HeadRule)| (rule.threshold, similarity(i), rule.weight);
-    let heads: Vec<(f32, f32, f32)> = rules.iter().enumerate().map(head).collect();
-    residency::hardest_layers(shape.n_kv_heads, &heads)
 }
 
 impl TopK {

@@ -36,7 +36,7 @@ use std::fmt::Write as _;
 
 use nuthatch_backend::{Backend, Draw, HostMatrix, RowCode, WeightType, quant};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, FarPages, LinkTuning};
-use nuthatch_types::{Clock, KvDtype, KvShape, LayerSet, SystemClock};
+use nuthatch_types::{Clock, HeadSet, KvDtype, KvShape, LayerSet, SystemClock};
 
 use rig::Rig;
 
@@ -100,7 +100,8 @@ fn main() -> Outcome {
     let n_threads = number(&words, "threads").unwrap_or(0) as u32;
     let code = RowCode::ALL.into_iter().find(|code| has(&code.to_string()));
     let n_near = number(&words, "near").map_or(NEAR_PAGES, |n| n as u32);
-    let far = FarPages { n_near, resident, n_threads, code, fails_after: None };
+    let coded_here = coded_here(&words)?;
+    let far = FarPages { n_near, resident, n_threads, code, coded_here, fails_after: None };
     let far = has("host").then_some(far);
     let is_exact = false;
     let tuning = tuning(&words);
@@ -166,8 +167,17 @@ fn main() -> Outcome {
 fn resident(words: &[String]) -> Result<LayerSet, Box<dyn Error>> {
     let n = number(words, "resident").unwrap_or(0);
     let Some(traced) = topk::traced(words)? else { return Ok(LayerSet::first(n as u32)) };
-    let layers = traced.hardest(&step::named(words));
+    let shape = step::named(words);
+    let layers = traced.hardest(&shape, shape.n_kv_heads);
     Ok(LayerSet::of(&layers[..n.min(layers.len())]).unwrap_or_default())
+}
+
+/// The heads whose rows in eight bits are on the device: `heads_here=N` of a trace, those of which most rows come.
+fn coded_here(words: &[String]) -> Result<HeadSet, Box<dyn Error>> {
+    let n = number(words, "heads_here").unwrap_or(0);
+    let shape = step::named(words);
+    let heads = topk::traced(words)?.map_or_else(Vec::new, |traced| traced.hardest(&shape, 1));
+    Ok(HeadSet::of(heads.into_iter().take(n)))
 }
 
 /// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `alone=`, `deciding=`, `late_blocks=`, `short=` and `early=` otherwise

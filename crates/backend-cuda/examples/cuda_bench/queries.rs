@@ -85,18 +85,19 @@ impl Traced {
         heads[head * heads.len() / shape.n_kv_heads as usize]
     }
 
-    /// The layers of a model, those first of which most rows come.
-    pub(crate) fn hardest(&self, shape: &Shape) -> Vec<u32> {
-        let heads = |layer| (0..shape.n_kv_heads as usize).map(move |head| (layer, head));
-        let rows = |layer: u32| -> f32 {
-            heads(layer as usize)
-                .map(|at| self.of(shape, at))
+    /// The groups of so many heads of a model, those first of which most rows come.
+    pub(crate) fn hardest(&self, shape: &Shape, n_together: u32) -> Vec<u32> {
+        let place =
+            |head: u32| ((head / shape.n_kv_heads) as usize, (head % shape.n_kv_heads) as usize);
+        let rows = |group: u32| -> f32 {
+            (group * n_together..(group + 1) * n_together)
+                .map(|head| self.of(shape, place(head)))
                 .map(|(misses, rows)| misses * rows)
                 .sum()
         };
-        let mut layers: Vec<u32> = (0..shape.n_layers).collect();
-        layers.sort_by(|&a, &b| rows(b).total_cmp(&rows(a)));
-        layers
+        let mut groups: Vec<u32> = (0..shape.n_layers * shape.n_kv_heads / n_together).collect();
+        groups.sort_by(|&a, &b| rows(b).total_cmp(&rows(a)));
+        groups
     }
 }
 

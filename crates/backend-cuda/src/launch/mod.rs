@@ -51,6 +51,7 @@ params! {
 params! {
     /// Mirrors `Codes`: rows in eight bits beside pages that are far; all zero if there are none.
     CodeRows {
+        /// Where the rows of each head are.
         rows: Address,
         scales: Address,
         n_slots: u64,

@@ -1,5 +1,6 @@
 //! Rows in eight bits beside pages that are far, as `kernels/codes.cuh` has them: what is brought over the
-//! link then has half the bytes. Pages stay as they are, for prompts and for whoever reads all of one.
+//! link then has half the bytes, and nothing comes over it for the heads whose rows are on the device. Pages
+//! stay as they are, for prompts and for whoever reads all of one.
 
 use nuthatch_backend::{DeviceError, RowCode};
 use nuthatch_types::{KvDtype, Slot};
@@ -14,8 +15,12 @@ use crate::pinned::PinnedMemory;
 /// The codes of all pages that are far.
 pub(crate) struct Codes {
     code: RowCode,
-    /// `[head][slot][16 tokens][K|V][width]`, heads from the first one that is far.
-    rows: PinnedMemory,
+    /// `[head][slot][16 tokens][K|V][width]` of heads whose rows come over the link,
+    far: PinnedMemory,
+    /// and of the others, on the device.
+    _here: Memory,
+    /// `[head]` where its rows are, from the first head on that has far pages.
+    heads: Memory,
     /// `[head][slot][16 tokens][K|V]`
     scales: Memory,
     n_slots: u32,
@@ -39,15 +44,30 @@ impl Codes {
         device: &Device,
         code: RowCode,
         page: PageShape,
-        (n_heads, n_slots): (usize, u32),
+        (are_here, n_slots): (&[bool], u32),
     ) -> Result<Self, DeviceError> {
-        const WHAT: &str = "the KV cache in eight bits on the host";
+        const WHAT: &str = "the KV cache in eight bits";
         let (rows, scales) = code_bytes(page.head_dim);
-        let all = |bytes: u64| (bytes as usize).saturating_mul(n_heads * n_slots as usize);
+        let of = |n_heads: usize, bytes: u64| {
+            (bytes as usize).saturating_mul(n_heads * n_slots as usize)
+        };
+        let n_here = are_here.iter().filter(|&&is_here| is_here).count();
+        let far = PinnedMemory::new(device, of(are_here.len() - n_here, rows), WHAT)?;
+        let here = device.alloc(of(n_here, rows), WHAT)?;
+        let mut ends = [far.address(), here.address()];
+        let place = |&is_here: &bool| {
+            let end = &mut ends[usize::from(is_here)];
+            std::mem::replace(end, *end + of(1, rows) as u64)
+        };
+        let places: Vec<u64> = are_here.iter().map(place).collect();
+        let heads = device.alloc(size_of_val(&places[..]), WHAT)?;
+        device.upload(&heads, 0, &places)?;
         Ok(Codes {
             code,
-            rows: PinnedMemory::new(device, all(rows), WHAT)?,
-            scales: device.alloc(all(scales), WHAT)?,
+            far,
+            _here: here,
+            heads,
+            scales: device.alloc(of(are_here.len(), scales), WHAT)?,
             n_slots,
             width: code_width(page),
         })
@@ -55,10 +75,9 @@ impl Codes {
 
     /// From a head on, counting those that are far.
     pub(crate) fn starting_at(&self, head: usize) -> CodeRows {
-        let before = (head * self.n_slots as usize * 2 * PAGE_LEN) as u64;
         CodeRows {
-            rows: self.rows.address() + before * self.width as u64,
-            scales: self.scales.address() + before,
+            rows: self.heads.address() + (head * size_of::<u64>()) as u64,
+            scales: self.scales.address() + (head * self.n_slots as usize * 2 * PAGE_LEN) as u64,
             n_slots: self.n_slots.into(),
             kind: match self.code {
                 RowCode::Fp8 => 1,
@@ -73,10 +92,10 @@ impl Codes {
         2 * self.width as u64
     }
 
-    /// Where all of them are, and the bytes of a key's.
+    /// Where those are that come over the link, of so many heads, and the bytes of a key's.
     pub(crate) fn all(&self, n_heads: usize) -> (std::ops::Range<u64>, usize) {
         let bytes = n_heads * self.n_slots as usize * 2 * PAGE_LEN * self.width;
-        (self.rows.address()..self.rows.address() + bytes as u64, self.width)
+        (self.far.address()..self.far.address() + bytes as u64, self.width)
     }
 }
 

@@ -23,7 +23,7 @@ use nuthatch_backend_cuda::{Cuda, FarPages};
 use nuthatch_engine::topk::{Counts, Decision, Policy, Retriever};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::DecodeOptions;
-use nuthatch_types::{ColdKv, KvDtype, LayerSet, TokenId};
+use nuthatch_types::{ColdKv, HeadSet, KvDtype, LayerSet, TokenId};
 
 use crate::args::{EvalArgs, OffloadArg};
 use crate::chart::Figure;
@@ -186,6 +186,7 @@ impl Eval<'_> {
                     resident: LayerSet::NONE,
                     n_threads: way.n_threads,
                     code: way.code,
+                    coded_here: HeadSet::NONE,
                     fails_after: None,
                 });
             }

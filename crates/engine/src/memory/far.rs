@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   host     [ pages, rows in eight bits ........ | swap space ]
-//!   device   [ weights | working memory | what it decides by | digests, scales | copies | whole layers ]
-//!                                        └──────────────────── the near budget ─────────────────────┘
+//!   device   [ weights | working memory | what it decides by | digests, scales | copies | whole layers, or heads ]
+//!                                        └───────────────────────── the near budget ──────────────────────────┘
 //! ```
 
 use super::{Budget, MemoryError, SizeRequest, kv_budget, pages_per_seq, working_bytes};
@@ -19,7 +19,8 @@ pub struct FarRequest {
     /// Pages of each decoding sequence that should have copies.
     pub pages_per_seq: u32,
     /// Whether the pages of some layers stay on the device, of as many as the budget allows; without a
-    /// budget, of all if there is room for them.
+    /// budget, of all if there is room for them. If rows come in eight bits, those of some heads stay instead, as
+    /// long as not all pages can: they are half as large, and the heads may be of any layer.
     pub keeps_layers: bool,
     /// Bytes beside each page, over all layers, if rows come in eight bits.
     pub codes: CodeBytes,
@@ -48,6 +49,10 @@ pub struct NearSizes {
     pub n_layers: u32,
     /// Bytes of their pages.
     pub layers: u64,
+    /// Heads whose rows in eight bits are on the device.
+    pub n_heads: u32,
+    /// Bytes of those.
+    pub heads: u64,
     /// Bytes of the digests of all pages.
     pub digests: u64,
     /// Bytes of the scales of rows in eight bits.
@@ -61,7 +66,7 @@ pub struct NearSizes {
 impl NearSizes {
     /// All of it.
     pub fn bytes(&self) -> u64 {
-        self.copies + self.layers + self.digests + self.scales + self.staged
+        self.copies + self.layers + self.heads + self.digests + self.scales + self.staged
     }
 }
 
@@ -162,11 +167,22 @@ impl FarRoom {
         // A prompt's copies come first: it is read by every chunk of it.
         let usual = self.usual.min(n_pages);
         let fits = |n: &u64| n_pages * layer * n + usual * layer * (all - n) <= room;
-        let least = if self.has_budget { 0 } else { all };
+        // Threads of the host read all rows there.
+        let takes_heads = self.codes.host > 0 && self.staged == 0;
+        let least = if self.has_budget && !takes_heads { 0 } else { all };
         let n_layers = (least..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
         let layers = n_pages * layer * n_layers;
         let far_bytes = layer * (all - n_layers);
-        let n_room = (room - layers).checked_div(far_bytes).unwrap_or(0);
+        let all_heads = all * u64::from(request.kv.n_kv_heads);
+        let head = n_pages * (self.codes.host / all_heads);
+        let n_heads = match room.saturating_sub(usual * far_bytes).checked_div(head) {
+            Some(n) if takes_heads && self.keeps_layers && self.has_budget && n_layers < all => {
+                n.min(all_heads)
+            }
+            _ => 0,
+        };
+        let heads = head * n_heads;
+        let n_room = (room - layers - heads).checked_div(far_bytes).unwrap_or(0);
         let most = if self.has_budget { n_pages } else { usual };
         let n = n_room.max(self.least).min(most);
         let countable = |n: u64| u32::try_from(n).expect("no more than there are pages or layers");
@@ -175,6 +191,8 @@ impl FarRoom {
             copies: n * far_bytes,
             n_layers: countable(n_layers),
             layers,
+            n_heads: countable(n_heads),
+            heads,
             digests,
             // Layers that stay have none.
             scales: scales / all * (all - n_layers),
@@ -186,7 +204,7 @@ impl FarRoom {
     /// Bytes of the host for so many pages, of which these layers are not there.
     pub(super) fn host_kv(&self, request: &SizeRequest, n_pages: u64, near: &NearSizes) -> u64 {
         let all = u64::from(request.kv.n_layers);
-        n_pages * self.host_page / all * (all - u64::from(near.n_layers)) + near.staged
+        n_pages * self.host_page / all * (all - u64::from(near.n_layers)) - near.heads + near.staged
     }
 }
 
@@ -269,7 +287,7 @@ mod tests {
     #[test]
     fn the_budget_holds_with_codes_and_rows_on_their_way() {
         let codes = CodeBytes { host: 1 << 20, device: 256 * 32 };
-        let mut n_kept = 0;
+        let (mut n_kept, mut n_heads) = (0, 0);
         for mib in (600..24_000).step_by(97) {
             for (keeps_layers, codes, staged) in [
                 (false, CodeBytes::default(), 0),
@@ -290,7 +308,18 @@ mod tests {
                         let pages = u64::from(sizes.n_pages) * n_far;
                         assert_eq!(near.scales, pages * (codes.device / 32));
                         let host = pages * (((2 << 20) + codes.host) / 32) + near.staged;
-                        assert_eq!(sizes.host_kv, host, "{mib} MiB");
+                        assert_eq!(sizes.host_kv, host - near.heads, "{mib} MiB");
+                        let head = u64::from(sizes.n_pages) * codes.host / 256;
+                        assert_eq!(near.heads, u64::from(near.n_heads) * head);
+                        // Heads stay one by one, beside copies of the longest sequence's pages.
+                        if (codes.host, staged, near.n_layers) == (1 << 20, 0, 0)
+                            && near.n_heads < 256
+                        {
+                            let left = budget - sizes.deciding - sizes.kv;
+                            let usual = near.n_pages >= 6250 || near.n_heads == 0;
+                            assert!(usual && left < head + (2 << 20), "{mib} MiB: {near:?}");
+                            n_heads = n_heads.max(near.n_heads);
+                        }
                         assert!(near.staged == staged || near.n_layers == 32);
                         n_kept += 1;
                     }
@@ -299,7 +328,7 @@ mod tests {
                 }
             }
         }
-        assert!(n_kept > 700, "{n_kept}");
+        assert!(n_kept > 700 && n_heads > 100, "{n_kept} {n_heads}");
     }
 
     #[test]

@@ -328,6 +328,7 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
             ("staged", near.staged),
             ("copies", near.copies),
             ("layers", near.layers),
+            ("heads", near.heads),
         ];
         for (part, bytes) in parts {
             page.line(name, &format!("part=\"{part}\""), bytes as f64);
