@@ -9,10 +9,10 @@ mod prompts;
 mod results;
 mod runner;
 mod tasks;
+mod trace;
 mod words;
 
-use std::fs::File;
-use std::io::{self, BufWriter, Write as _};
+use std::io::{self, Write as _};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail, ensure};
 use nuthatch_backend::Backend;
 use nuthatch_backend_cuda::{Cuda, FarPages};
-use nuthatch_engine::topk::{Counts, Decision, Policy, Retriever};
+use nuthatch_engine::topk::{Counts, Policy, Retriever};
 use nuthatch_model::ModelFiles;
 use nuthatch_tokens::DecodeOptions;
 use nuthatch_types::{ColdKv, HeadSet, KvDtype, LayerSet, TokenId};
@@ -39,6 +39,7 @@ pub(crate) use prompts::Prompts;
 use results::{Record, Results};
 use runner::{Continuation, Ending, Runner};
 pub(crate) use tasks::TaskName;
+use trace::Trace;
 
 /// Tokens that are continued with and measured, of a text.
 const N_MEASURED: usize = 256;
@@ -221,7 +222,7 @@ impl Eval<'_> {
         let goes_on = self.args.json.as_ref().is_some_and(|path| path.is_file());
         let mut trace = Trace::open(self.args.record_trace.as_deref(), goes_on)?;
         let mut overlaps = Overlaps::new(self.policies.len());
-        if trace.file.is_some() || self.args.overlap_plot.is_some() {
+        if self.args.record_trace.is_some() || self.args.overlap_plot.is_some() {
             runner.main.record();
         }
         let _running = self.fetch.interrupt.begin();
@@ -381,32 +382,6 @@ impl<B: Backend> Runners<B> {
             });
         }
         Ok(found)
-    }
-}
-
-/// Where decisions are written, if anywhere.
-struct Trace {
-    file: Option<BufWriter<File>>,
-}
-
-impl Trace {
-    /// A new file, or the end of one where a run goes on.
-    fn open(path: Option<&Path>, goes_on: bool) -> anyhow::Result<Self> {
-        let open = |path: &Path| {
-            let mut options = File::options();
-            let options = options.create(true).write(true).append(goes_on).truncate(!goes_on);
-            options.open(path).with_context(|| format!("cannot write {}", path.display()))
-        };
-        Ok(Trace { file: path.map(open).transpose()?.map(BufWriter::new) })
-    }
-
-    fn write(&mut self, decisions: &[Decision]) -> anyhow::Result<()> {
-        let Some(file) = &mut self.file else { return Ok(()) };
-        for decision in decisions {
-            serde_json::to_writer(&mut *file, decision)?;
-            file.write_all(b"\n")?;
-        }
-        Ok(file.flush()?)
     }
 }
 
