@@ -9,7 +9,7 @@ use nuthatch_backend::{
 };
 use nuthatch_backend_cpu::{Cpu, CpuConfig};
 use nuthatch_backend_cuda::{Cuda, CudaConfig, DecidingShape, FarPages, OpenError};
-use nuthatch_engine::topk::{NearPlan, Policy, Stats};
+use nuthatch_engine::topk::{NearPlan, Policy, Stats, TopKShape};
 use nuthatch_engine::{
     Arrivals, Attachment, CodeBytes, Engine, EngineOptions, Execute, Executor, FarRequest,
     Forecast, ForecastRequest, LoadedModel, NearSizes, Pages, Rates, SharedClock, Sizes,
@@ -251,16 +251,20 @@ impl Device {
         })))
     }
 
-    /// Pages are far, but for those of the first few of these layers, and rows in eight bits but for those of the
-    /// first few of these heads; nobody else has the device yet.
+    /// Pages are far, but for those of some layers, and rows in eight bits but for those of some heads: of which most
+    /// rows would come. Nobody else has the device yet.
     pub(crate) fn keep_far(
         &mut self,
         near: &NearSizes,
-        (layers, heads): &(Vec<u32>, Vec<u32>),
+        (topk, shape): (Option<&TopKOptions>, &TopKShape),
         way: &FarWay,
     ) {
+        let hardest = |n_together| {
+            let all = topk.map_or_else(Vec::new, |topk| topk.hardest(shape, n_together));
+            all.into_iter()
+        };
         // Sets have no layers behind the 128th.
-        let known = layers.iter().copied().filter(|&layer| layer < u128::BITS);
+        let known = hardest(shape.n_kv_heads).filter(|&layer| layer < u128::BITS);
         let layers: Vec<u32> = known.take(near.n_layers as usize).collect();
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
@@ -270,7 +274,7 @@ impl Device {
                 resident: LayerSet::of(&layers).unwrap_or_default(),
                 n_threads: way.n_threads,
                 code: way.code,
-                coded_here: HeadSet::of(heads.iter().copied().take(near.n_heads as usize)),
+                coded_here: HeadSet::of(hardest(1).take(near.n_heads as usize)),
                 fails_after: None,
             });
         }

@@ -154,11 +154,7 @@ impl Prepared {
                 "--kv-offload disk: a GPU reads pages from the host's memory only"
             );
             let shape = nuthatch_model::topk_shape(files.config());
-            let hardest = |n_together| {
-                topk.as_ref().map_or_else(Vec::new, |topk| topk.hardest(&shape, n_together))
-            };
-            let stay = (hardest(shape.n_kv_heads), hardest(1));
-            device.keep_far(near, &stay, &config.sparse.far_way());
+            device.keep_far(near, (topk.as_ref(), &shape), &config.sparse.far_way());
         }
         let slow = slow_options(config)?;
         let (options, is_disk_optional) = (config.options, false);

@@ -316,6 +316,8 @@ fn sparse(page: &mut Page, topk: &TopKStats, sizes: &Sizes) {
         what,
         counts.rows_moved * moved_bytes + near.n_filled * row_bytes,
     );
+    let what = "Bytes that were read from the file that pages are in, whatever for.";
+    page.counter("nuthatch:kv_file_read_bytes", what, near.file_bytes);
     let link_rate = near.link_rate as f64;
     if let Some(near) = &sizes.near {
         let name = "nuthatch:kv_near_bytes";
