@@ -16,7 +16,7 @@
 //
 // For few rows of x (`Few`) a block takes 16 MT rows of W, and each of its warps one segment: a
 // decode step is short of rows, and the device needs many loads in flight. `One` is the same for a single
-// row, which the block keeps, and may normalise first as norm.cu does. For more (`Many`) warps share W
+// row, which the block may normalise first as norm.cu does, and keeps then. For more (`Many`) warps share W
 // and x, and walk the segments one after the other. All do the same additions in the same order, so a
 // row has the same bits in any batch.
 

@@ -1,5 +1,4 @@
-// What the blocks that decide about one head have of it, how they meet, and what they tell each other of
-// places that follow good ones.
+// What the blocks that decide about one head have of it, and how they meet.
 
 // A block's share of a head.
 struct Share {

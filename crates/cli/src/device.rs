@@ -259,13 +259,13 @@ impl Device {
         (topk, shape): (Option<&TopKOptions>, &TopKShape),
         way: &FarWay,
     ) {
-        let hardest = |n_together| {
-            let all = topk.map_or_else(Vec::new, |topk| topk.hardest(shape, n_together));
-            all.into_iter()
+        let (layers, heads) = topk.map_or_else(Default::default, |topk| topk.hardest(shape));
+        // Of layers and heads that sets can have.
+        let first = |all: Vec<u32>, most, n: u32| {
+            all.into_iter().filter(move |&i| i < most).take(n as usize).collect::<Vec<u32>>()
         };
-        // Sets have no layers behind the 128th.
-        let known = hardest(shape.n_kv_heads).filter(|&layer| layer < u128::BITS);
-        let layers: Vec<u32> = known.take(near.n_layers as usize).collect();
+        let layers = first(layers, u128::BITS, near.n_layers);
+        let heads = first(heads, HeadSet::MOST, near.n_heads);
         if let Device::Cuda(cuda) = self
             && let Some(cuda) = Arc::get_mut(cuda)
         {
@@ -274,7 +274,7 @@ impl Device {
                 resident: LayerSet::of(&layers).unwrap_or_default(),
                 n_threads: way.n_threads,
                 code: way.code,
-                coded_here: HeadSet::of(hardest(1).take(near.n_heads as usize)),
+                coded_here: HeadSet::of(heads),
                 fails_after: None,
             });
         }

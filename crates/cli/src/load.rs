@@ -344,11 +344,14 @@ fn describe_forecast(forecast: &Forecast, sizes: &Sizes, n_layers: u32) -> Strin
     ] {
         table.push([name.to_owned(), format!("{:.2} ms", seconds * 1e3), taken.to_owned()]);
     }
-    let stay = sizes.near.map_or(0, |near| near.n_layers);
+    let stay = match sizes.near {
+        Some(near) if near.n_heads > 0 => format!("{} heads stay in eight bits", near.n_heads),
+        near => format!("{} of {n_layers} layers stay", near.map_or(0, |near| near.n_layers)),
+    };
     let why = match is_far {
         true => format!(
-            "{} of KV leave the device; {stay} of {n_layers} layers stay, the link needs {} of them \
-             to; rows of {} heads come while a layer is computed",
+            "{} of KV leave the device; {stay} (the link would need {} layers); rows of {} heads come \
+             while a layer is computed",
             Bytes(sizes.host_kv),
             forecast.n_layers,
             forecast.n_in_time,
@@ -417,8 +420,8 @@ mod tests {
             copies: 1,
             n_layers: 3,
             layers: 1,
-            n_heads: 0,
-            heads: 0,
+            n_heads: 2,
+            heads: 1,
             digests: 1,
             scales: 1,
             staged: 1,
@@ -462,8 +465,11 @@ mod tests {
         let text = describe_forecast(&forecast, &here, 32);
         assert!(text.contains("nothing leaves") && text.contains("below 30000 tokens"), "{text}");
         let text = describe_forecast(&forecast, &far, 32);
-        assert!(text.contains("1.00 GiB of KV leave") && text.contains("3 of 32 layers"), "{text}");
+        assert!(text.contains("1.00 GiB of KV leave") && text.contains("2 heads stay"), "{text}");
         assert!(text.contains("on the host     5.50 ms  yes"), "{text}");
+        let near = far.near.map(|near| NearSizes { n_heads: 0, ..near });
+        let text = describe_forecast(&forecast, &Sizes { near, ..far }, 32);
+        assert!(text.contains("3 of 32 layers stay (the link would need 2 layers)"), "{text}");
     }
 
     #[test]

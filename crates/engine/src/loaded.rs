@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use nuthatch_attention::topk::{
     Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse, Stats, TopK,
-    TopKShape, digest_page_bytes, hardest, prefetchable_heads, working_rows,
+    TopKShape, digest_page_bytes, hardest_heads, hardest_layers, prefetchable_heads, working_rows,
 };
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
@@ -45,10 +45,12 @@ impl TopKOptions {
         working_rows(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty), n)
     }
 
-    /// Groups of so many key/value heads, those first that should stay on a device where not all can.
-    pub fn hardest(&self, shape: &TopKShape, n_together: usize) -> Vec<u32> {
+    /// Layers, and heads counting those of all layers, those first that should stay on a device where not all can.
+    pub fn hardest(&self, shape: &TopKShape) -> (Vec<u32>, Vec<u32>) {
         let empty = Profile::empty(shape);
-        hardest(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty), n_together)
+        let profile = self.profile.as_deref().unwrap_or(&empty);
+        let policies = &self.policies;
+        (hardest_layers(shape, policies, profile), hardest_heads(shape, policies, profile))
     }
 
     /// The same for a device that reads far pages over a link and keeps what it needs near by itself: only

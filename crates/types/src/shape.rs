@@ -94,14 +94,14 @@ impl LayerSet {
 
 /// Some of a model's first 2048 heads, counting those of all its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeadSet([u64; Self::MOST / 64]);
+pub struct HeadSet([u64; Self::MOST as usize / 64]);
 
 impl HeadSet {
-    /// Heads that there are numbers for.
-    const MOST: usize = 2048;
+    /// Heads that sets can have.
+    pub const MOST: u32 = 2048;
 
     /// No head.
-    pub const NONE: HeadSet = HeadSet([0; Self::MOST / 64]);
+    pub const NONE: HeadSet = HeadSet([0; Self::MOST as usize / 64]);
 
     /// The set of these heads, but for those that sets cannot have.
     pub fn of(heads: impl IntoIterator<Item = u32>) -> Self {

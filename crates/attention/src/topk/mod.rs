@@ -44,7 +44,7 @@ pub use policy::{
     Aggregate, Budget, Policy, Qsac, Refresh, Retriever, Reuse, Soft, digest_page_bytes,
 };
 pub use profile::{Profile, ProfileError};
-pub use residency::{hardest, prefetchable_heads};
+pub use residency::{hardest_heads, hardest_layers, prefetchable_heads};
 pub use reuse::{aggregate, soft_threshold, threshold};
 pub use run::{TopK, TopKLayer, TopKShape, working_rows};
 pub use spec::{AUTO, GRAMMAR, SpecError};

@@ -51,39 +51,44 @@ pub(super) fn residency(
     first.chain(order).chain(left).collect()
 }
 
-/// The groups of so many heads, such as layers, in the order in which they should stay where groups stay or go as
-/// a whole: those first of which most rows come, because their heads are difficult and choose much. `heads` are
-/// `[layer][G]`: threshold, average similarity and share of the rows.
-fn most_rows(n_together: usize, heads: &[(f32, f32, f32)]) -> Vec<u32> {
-    let rows = |&(threshold, similarity, weight): &(f32, f32, f32)| {
-        weight * (threshold - (similarity - MARGIN)).max(0.0)
-    };
-    let sums = heads.chunks(n_together.max(1)).map(|heads| heads.iter().map(rows).sum::<f32>());
-    let mut groups: Vec<(u32, f32)> = (0..).zip(sums).collect();
-    groups.sort_by(|a, b| b.1.total_cmp(&a.1));
-    groups.into_iter().map(|(group, _)| group).collect()
+/// The layers that own keys and values, those first that should stay on the device where not all can: those that
+/// attend to everything, then those of which most rows come.
+pub fn hardest_layers(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
+    let heads = rows_that_come(shape, policies, profile);
+    hardest_first(heads.chunks(shape.n_kv_heads.max(1)).map(|heads| heads.iter().sum()))
 }
 
-/// The groups of `n_together` heads that own keys and values, such as layers, those first that should stay on the
-/// device where not all can: by the first policy, or in their order where layers share them and a profile says
-/// nothing about whose rows would come.
-pub fn hardest(
-    shape: &TopKShape,
-    policies: &[Policy],
-    profile: &Profile,
-    n_together: usize,
-) -> Vec<u32> {
+/// The heads of layers that do not attend to everything, counting those of all layers, in such an order.
+pub fn hardest_heads(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
+    let rows = rows_that_come(shape, policies, profile);
+    let mut heads = hardest_first(rows.iter().copied());
+    heads.retain(|&head| rows[head as usize].is_finite());
+    heads
+}
+
+fn hardest_first(rows: impl Iterator<Item = f32>) -> Vec<u32> {
+    let mut all: Vec<(u32, f32)> = (0..).zip(rows).collect();
+    all.sort_by(|a, b| b.1.total_cmp(&a.1));
+    all.into_iter().map(|(i, _)| i).collect()
+}
+
+/// `[layer][G]` how many rows come to each head, by a measure of its own: difficult heads that choose much, by the
+/// first policy; all rows in layers that attend to everything. The same for all heads where layers share keys and
+/// values, and a profile says nothing about whose rows would come.
+fn rows_that_come(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<f32> {
     let is_shared = shape.n_layers != shape.n_kv_layers;
     let Some(policy) = policies.first().filter(|_| !is_shared) else {
-        let n = shape.n_kv_layers * shape.n_kv_heads / n_together.max(1);
-        return (0..n as u32).collect();
+        return vec![0.0; shape.n_kv_layers * shape.n_kv_heads];
     };
     let similarities = profile.similarities();
-    let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
-    let rules = rules_of(shape, policy, profile);
-    let head = |(i, rule): (usize, &HeadRule)| (rule.threshold, similarity(i), rule.weight);
-    let heads: Vec<(f32, f32, f32)> = rules.iter().enumerate().map(head).collect();
-    most_rows(n_together, &heads)
+    let rows = |(i, rule): (usize, &HeadRule)| {
+        let similarity = similarities.get(i).copied().unwrap_or(0.0);
+        match i / shape.n_kv_heads < policy.dense_layers as usize {
+            true => f32::INFINITY,
+            false => rule.weight * (rule.threshold - (similarity - MARGIN)).max(0.0),
+        }
+    };
+    rules_of(shape, policy, profile).iter().enumerate().map(rows).collect()
 }
 
 #[cfg(test)]
@@ -100,25 +105,22 @@ mod tests {
     }
 
     #[test]
-    fn layers_stay_whose_heads_turn_and_choose_much() {
-        let easy = (0.7, 0.9, 1.0);
-        let heads = [easy, (0.9, 0.8, 1.0), easy, (0.9, 0.8, 2.0), easy, easy];
-        assert_eq!(most_rows(2, &heads), [1, 0, 2]);
-        assert_eq!(most_rows(3, &heads), [1, 0]);
-        assert_eq!(most_rows(1, &heads), [3, 1, 0, 2, 4, 5]);
-        assert_eq!(most_rows(2, &[(0.8, 0.0, 1.0); 6]), [0, 1, 2], "nothing was measured");
-    }
-
-    #[test]
-    fn layers_that_share_keys_stay_in_their_order() {
-        let shape = TopKShape { n_layers: 3, n_kv_layers: 3, n_kv_heads: 1, group: 1, head_dim: 2 };
-        let similarity = vec![0.9, 0.1, 0.5];
+    fn what_turns_and_chooses_much_stays_and_what_attends_to_everything() {
+        let shape = TopKShape { n_layers: 3, n_kv_layers: 3, n_kv_heads: 2, group: 1, head_dim: 2 };
+        let similarity = vec![0.9, 0.4, 0.3, 0.1, 0.9, 0.9];
         let profile = Profile { similarity, ..Profile::empty(&shape) };
-        let policies = ["hata,reuse=qsac(eta=0.8,thresholds=fixed)".parse().unwrap()];
-        assert_eq!(hardest(&shape, &policies, &profile, 1), [1, 2, 0]);
+        let policies = |text: &str| vec![text.parse().unwrap()];
+        let adaptive = policies("hata,reuse=qsac(eta=0.8,thresholds=fixed)");
+        assert_eq!(hardest_layers(&shape, &adaptive, &profile), [1, 0, 2]);
+        assert_eq!(hardest_heads(&shape, &adaptive, &profile), [3, 2, 1, 0, 4, 5]);
+        let dense = policies("hata,reuse=qsac(eta=0.8,thresholds=fixed),dense_layers=1");
+        assert_eq!(hardest_layers(&shape, &dense, &profile), [0, 1, 2]);
+        assert_eq!(hardest_heads(&shape, &dense, &profile), [3, 2, 4, 5]);
+        // Nothing is known, or layers share keys.
+        assert_eq!(hardest_layers(&shape, &[], &profile), [0, 1, 2]);
         let shared = TopKShape { n_kv_layers: 2, ..shape };
-        assert_eq!(hardest(&shared, &policies, &profile, 1), [0, 1]);
-        assert_eq!(hardest(&shape, &[], &profile, 1), [0, 1, 2]);
+        assert_eq!(hardest_layers(&shared, &adaptive, &profile), [0, 1]);
+        assert_eq!(hardest_heads(&shared, &adaptive, &profile), [0, 1, 2, 3]);
     }
 
     #[test]

@@ -14,7 +14,7 @@ const CELL_ROW_BYTES: usize = 128;
 /// Room for those of a row that is there: of as many cells as are on their way.
 pub(crate) const CELLS_BYTES: usize = SEGMENTS * STAGES_MAX * CELL_ROW_BYTES;
 const STAGES_MAX: usize = 8;
-/// Rows of so many bytes, and longer ones, have room for themselves only.
+/// Of rows of so many bytes, and longer ones, there is room for what is needed only.
 const LONG_ROW_BYTES: usize = 4 * 1024;
 /// Pieces of four elements of a row that a thread normalises at most.
 pub(crate) const PIECES: usize = 8;

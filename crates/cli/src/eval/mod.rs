@@ -122,12 +122,17 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         model: load::model_name(files.path()),
         fingerprint: sparse::fingerprint(&files)?,
         seed: args.seed,
+        trace_bytes: None,
         records: Vec::new(),
     };
     let mut results = new.clone();
     for path in args.json.iter().chain(&args.add) {
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
-        results.replace(Results::resume(path, new.clone())?.records);
+        let known = Results::resume(path, new.clone())?;
+        if args.json.as_ref() == Some(path) {
+            results.trace_bytes = known.trace_bytes;
+        }
+        results.replace(known.records);
     }
     let eval = Eval { args, tasks, datasets, ways, caches, policies, prompts, fetch };
     ensure!(!config.kv_virtual, "--kv-layout virtual is for answering and measuring");
@@ -220,7 +225,8 @@ impl Eval<'_> {
             runner.main.measure_mass();
         }
         let goes_on = self.args.json.as_ref().is_some_and(|path| path.is_file());
-        let mut trace = Trace::open(self.args.record_trace.as_deref(), goes_on)?;
+        let goes_on_at = goes_on.then(|| results.trace_bytes.unwrap_or(u64::MAX));
+        let mut trace = Trace::open(self.args.record_trace.as_deref(), goes_on_at)?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if self.args.record_trace.is_some() || self.args.overlap_plot.is_some() {
             runner.main.record();
@@ -247,7 +253,7 @@ impl Eval<'_> {
             results.replace(records);
             let decisions = runner.main.take_trace();
             overlaps.add(&decisions);
-            trace.write(&decisions)?;
+            results.trace_bytes = trace.write(&decisions)?.or(results.trace_bytes);
             if let Some(path) = &self.args.json {
                 results.save(path)?;
             }

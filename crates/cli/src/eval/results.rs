@@ -18,6 +18,9 @@ pub(super) struct Results {
     /// Of the model's files.
     pub(super) fingerprint: String,
     pub(super) seed: u64,
+    /// Bytes of the trace that belong to the records, if one was written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) trace_bytes: Option<u64>,
     pub(super) records: Vec<Record>,
 }
 
@@ -89,7 +92,7 @@ impl Results {
             old.model,
             old.seed
         );
-        Ok(Results { records: old.records, ..new })
+        Ok(Results { records: old.records, trace_bytes: old.trace_bytes, ..new })
     }
 
     /// Replaces the file by these results, all or nothing.

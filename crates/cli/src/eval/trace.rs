@@ -1,7 +1,7 @@
 //! The file of `--record-trace`: a line for each decision.
 
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, BufWriter, Write as _};
+use std::io::{self, BufWriter, Write as _};
 use std::path::Path;
 
 use anyhow::Context as _;
@@ -13,38 +13,34 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// A new file, or the end of one where a run goes on.
-    pub(super) fn open(path: Option<&Path>, goes_on: bool) -> anyhow::Result<Self> {
+    /// A new file, or one that is gone on with where it had so many bytes: what comes after them is of a run that was
+    /// killed before it kept its results.
+    pub(super) fn open(path: Option<&Path>, goes_on_at: Option<u64>) -> anyhow::Result<Self> {
         let open = |path: &Path| {
             let mut options = File::options();
-            let options = options.create(true).read(true).append(true);
+            let goes_on = goes_on_at.is_some();
+            let options = options.create(true).write(true).append(goes_on).truncate(!goes_on);
             let file = options.open(path)?;
-            file.set_len(if goes_on { whole_lines(&file)? } else { 0 })?;
-            Ok::<_, std::io::Error>(BufWriter::new(file))
+            if goes_on_at.is_some_and(|bytes| file.metadata().is_ok_and(|all| all.len() > bytes)) {
+                file.set_len(goes_on_at.unwrap_or_default())?;
+            }
+            Ok::<_, io::Error>(BufWriter::new(file))
         };
         let named =
             |path: &Path| open(path).with_context(|| format!("cannot write {}", path.display()));
         Ok(Trace { file: path.map(named).transpose()? })
     }
 
-    pub(super) fn write(&mut self, decisions: &[Decision]) -> anyhow::Result<()> {
-        let Some(file) = &mut self.file else { return Ok(()) };
+    /// Writes decisions, and gives the bytes of the file.
+    pub(super) fn write(&mut self, decisions: &[Decision]) -> anyhow::Result<Option<u64>> {
+        let Some(file) = &mut self.file else { return Ok(None) };
         for decision in decisions {
             serde_json::to_writer(&mut *file, decision)?;
             file.write_all(b"\n")?;
         }
-        Ok(file.flush()?)
+        file.flush()?;
+        Ok(Some(file.get_ref().metadata()?.len()))
     }
-}
-
-/// Bytes of the lines that have an end: a run that was killed may have left part of one.
-fn whole_lines(file: &File) -> std::io::Result<u64> {
-    let (mut reader, mut line, mut bytes) = (BufReader::new(file), Vec::new(), 0);
-    while reader.read_until(b'\n', &mut line)? > 0 && line.ends_with(b"\n") {
-        bytes += line.len() as u64;
-        line.clear();
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -52,21 +48,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_torn_line_is_not_gone_on_with() {
+    fn what_a_killed_run_left_is_not_gone_on_with() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("trace");
-        for (before, goes_on, after) in [
-            ("", true, ""),
-            ("{}\n{}\n", true, "{}\n{}\n"),
-            ("{}\n{\"laye", true, "{}\n"),
-            ("{\"laye", true, ""),
-            ("{}\n", false, ""),
+        for (before, goes_on_at, after) in [
+            ("{}\n{}\n{\"laye", Some(3), "{}\n"),
+            ("{}\n", Some(3), "{}\n"),
+            ("{}\n", Some(u64::MAX), "{}\n"),
+            ("", Some(3), ""),
+            ("{}\n", None, ""),
         ] {
             std::fs::write(&path, before).unwrap();
-            Trace::open(Some(&path), goes_on).unwrap().write(&[]).unwrap();
+            let mut trace = Trace::open(Some(&path), goes_on_at).unwrap();
+            assert_eq!(trace.write(&[]).unwrap(), Some(after.len() as u64));
             assert_eq!(std::fs::read_to_string(&path).unwrap(), after, "{before:?}");
         }
-        assert!(Trace::open(Some(dir.path()), false).is_err(), "a folder is no file");
-        Trace::open(None, true).unwrap().write(&[]).unwrap();
+        assert!(Trace::open(Some(dir.path()), None).is_err(), "a folder is no file");
+        assert_eq!(Trace::open(None, Some(7)).unwrap().write(&[]).unwrap(), None);
+        Trace::open(Some(Path::new("/dev/null")), None).unwrap().write(&[]).unwrap();
     }
 }

@@ -16,6 +16,7 @@ pub(super) fn near_table(sizes: &Sizes) -> Option<String> {
         ("rows on their way".to_owned(), near.staged),
         (format!("copies of {} pages", near.n_pages), near.copies),
         (format!("{} whole layers", near.n_layers), near.layers),
+        (format!("{} heads in eight bits", near.n_heads), near.heads),
     ];
     for (name, bytes) in parts.into_iter().filter(|(_, bytes)| *bytes > 0) {
         table.push([name, Bytes(bytes).to_string()]);
@@ -37,8 +38,9 @@ mod tests {
         let far = far_sizes();
         let text = near_table(&far).unwrap();
         assert!(text.contains("copies of 9 pages") && text.contains("3 whole layers"), "{text}");
+        assert!(text.contains("2 heads in eight bits"), "{text}");
         let line = |name| text.lines().map(str::trim).find(|line| line.starts_with(name)).unwrap();
-        assert!(line("together").ends_with(" 5 B") && line("at most").ends_with(" 9 B"), "{text}");
+        assert!(line("together").ends_with(" 6 B") && line("at most").ends_with(" 9 B"), "{text}");
         assert_eq!(near_table(&Sizes { host_kv: 0, ..far }), None);
         assert_eq!(near_table(&Sizes { near: None, ..far }), None);
     }

@@ -6,6 +6,8 @@
 //!                                        └───────────────────────── the near budget ──────────────────────────┘
 //! ```
 
+use nuthatch_types::HeadSet;
+
 use super::{Budget, MemoryError, SizeRequest, kv_budget, pages_per_seq, working_bytes};
 
 /// What a device may keep of pages that are far.
@@ -19,8 +21,9 @@ pub struct FarRequest {
     /// Pages of each decoding sequence that should have copies.
     pub pages_per_seq: u32,
     /// Whether the pages of some layers stay on the device, of as many as the budget allows; without a
-    /// budget, of all if there is room for them. If rows come in eight bits, those of some heads stay instead, as
-    /// long as not all pages can: they are half as large, and the heads may be of any layer.
+    /// budget, of all if there is room for them. If rows come in eight bits, and no threads bring them, those of
+    /// some heads stay instead with a budget, as long as not all pages can: they are half as large, and the heads may
+    /// be of any layer.
     pub keeps_layers: bool,
     /// Bytes beside each page, over all layers, if rows come in eight bits.
     pub codes: CodeBytes,
@@ -177,7 +180,7 @@ impl FarRoom {
         let head = n_pages * (self.codes.host / all_heads);
         let n_heads = match room.saturating_sub(usual * far_bytes).checked_div(head) {
             Some(n) if takes_heads && self.keeps_layers && self.has_budget && n_layers < all => {
-                n.min(all_heads)
+                n.min(all_heads).min(HeadSet::MOST.into())
             }
             _ => 0,
         };
