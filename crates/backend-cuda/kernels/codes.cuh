@@ -66,10 +66,55 @@ DEVICE void write_code(const Codes& codes, u32 head, u32 slot, u32 token, bool i
     if (lane == 0) scales_at(codes, head, slot, token)[is_value] = (u8)scale;
 }
 
-// Sixteen codes as elements.
+#if KV == KV_F16 || KV == KV_BF16
+#define EXPANDS_PAIRS 1
+#if KV == KV_F16
+// Powers of two, as floats have them, by which pairs are multiplied without leaving what an element can be,
+#define LEAST_POWER 105
+// and what takes such a power, times 256, to an element's bits.
+#define POWER_BITS(power) (((power) - 104) << 10)
+#else
+#define LEAST_POWER 1
+// The same, times 2^120.
+#define POWER_BITS(power) (((power) + 120) << 7)
+#endif
+#define MOST_POWER 134
+
+// Two e4m3 numbers, in the upper halves of two elements, times two powers. Moved, their bits are those of a 256th,
+// or a 2^120th, of them.
+DEVICE u32 expand_two(u32 two, u32 powers) {
+    u32 out;
+#if KV == KV_F16
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(two & 0x80008000u | two >> 1 & 0x3F803F80u), "r"(powers));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(out)
+        : "r"(two & 0x80008000u | two >> 4 & 0x07F007F0u), "r"(powers), "r"(0x80008000u));
+#endif
+    return out;
+}
+#else
+#define EXPANDS_PAIRS 0
+#endif
+
+// Sixteen codes as elements, times a power of two.
 DEVICE void expand(u32 kind, uint4 sixteen, float factor, uint4 (&out)[sizeof(Element)]) {
     const u32 codes[4] = {sixteen.x, sixteen.y, sixteen.z, sixteen.w};
     u32 words[4 * sizeof(Element)];
+#if EXPANDS_PAIRS
+    const u32 power = __float_as_uint(factor) >> 23;
+    if (kind == CODE_FP8 && power >= LEAST_POWER && power <= MOST_POWER) {
+        const u32 powers = POWER_BITS(power) * 0x10001u;
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            words[2 * i] = expand_two(__byte_perm(codes[i], 0, 0x1404), powers);
+            words[2 * i + 1] = expand_two(__byte_perm(codes[i], 0, 0x3424), powers);
+        }
+        out[0] = make_uint4(words[0], words[1], words[2], words[3]);
+        out[1] = make_uint4(words[4], words[5], words[6], words[7]);
+        return;
+    }
+#endif
     UNROLL
     for (int i = 0; i < 16; i++) {
         const Element x =

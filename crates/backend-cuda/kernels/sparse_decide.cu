@@ -64,23 +64,16 @@ struct Bin {
 
 // The bin of the `k`-th from above, and which one in it that is; 1 <= k <= all.
 DEVICE Bin find_bin(const u32* bins, u32 k, u32* shared) {
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, EACH = BINS / SCORE_THREADS;
+    const u32 thread = threadIdx.x, EACH = BINS / SCORE_THREADS;
     u32 own[EACH], sum = 0;
     UNROLL
     for (int i = 0; i < EACH; i++) {
         own[i] = __ldcg(bins + BINS - 1 - (thread * EACH + i));
         sum += own[i];
     }
-    u32 upto = sum;
-    LOOP for (u32 step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(~0u, upto, step);
-        if (lane >= step) upto += other;
-    }
-    __syncthreads();
-    if (lane == 31) shared[warp] = upto;
-    __syncthreads();
-    LOOP for (u32 i = 0; i < warp; i++) upto += shared[i];
-    u32 before = upto - sum;
+    u32 total;
+    u32 before = scan_of(sum, shared, total);
+    const u32 upto = before + sum;
     if (before < k && k <= upto) {
         for (int i = 0; i < EACH; i++) {
             if (k <= before + own[i]) {

@@ -110,8 +110,9 @@ struct Ring {
         const u32 to = shared_address(row(lane));
         bulk_fence();
         barrier_expect(barrier, 2 * HALF);
-        bulk_copy(to, source, HALF, barrier);
-        bulk_copy(to + HALF, source + half_bytes, HALF, barrier);
+        // What is coded lies side by side.
+        bulk_copy(to, source, CODES ? 2 * HALF : HALF, barrier);
+        if (!CODES) bulk_copy(to + HALF, source + half_bytes, HALF, barrier);
 #else
         LOOP for (u32 left = __ballot_sync(~0u, asks); left; left &= left - 1) {
             const u32 slot = __ffs(left) - 1, to = shared_address(row(slot));

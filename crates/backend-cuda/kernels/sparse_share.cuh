@@ -36,8 +36,11 @@ DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& 
     else look_at(p, 0, n, looks);
     if (!is_known && blockIdx.x == 0 && thread < n)
         tell(p, thread, looks.lookups[thread], looks.similarities[thread]);
-    share.n_heads = 0;
-    LOOP for (u32 i = 0; i < n; i++) share.n_heads += chooses(p, looks.lookups[i]);
+    // A lane for each head.
+    static_assert(LOOK_MAX <= 32, "a warp has all heads");
+    const u32 lane = thread % 32;
+    u32 choosing = __ballot_sync(~0u, lane < n && chooses(p, looks.lookups[lane % LOOK_MAX]));
+    share.n_heads = __popc(choosing);
     if (share.n_heads == 0) {
         // The others have nothing to say.
         if (p.done && blockIdx.x == 0) count_end(p.done, ALL_ENDED);
@@ -46,13 +49,9 @@ DEVICE bool take_share(const DecideParams& p, Looks& looks, u32& number, Share& 
     if (!is_known && thread == 0) atomicAdd(&p.tallies->n_looked, 1u);
     share.count = min(gridDim.x / share.n_heads, (u32)MAX_BLOCKS);
     share.index = blockIdx.x % share.count;
-    u32 before = blockIdx.x / share.count;
-    for (number = 0; number < n; number++) {
-        if (!chooses(p, looks.lookups[number])) continue;
-        if (before == 0) break;
-        before--;
-    }
-    return number < n;
+    LOOP for (u32 before = blockIdx.x / share.count; before > 0; before--) choosing &= choosing - 1;
+    number = __ffs(choosing) - 1;
+    return choosing != 0;
 }
 
 // Asks for what the share reads, before anybody needs it.

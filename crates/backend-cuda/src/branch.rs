@@ -45,7 +45,7 @@ impl Default for LinkTuning {
         LinkTuning {
             threads: 128,
             blocks: 8,
-            blocks_decided: 6,
+            blocks_decided: 16,
             blocks_alone: 32,
             blocks_deciding: u32::MAX,
             late_blocks: 64,

@@ -25,8 +25,9 @@ pub(crate) struct Program {
 }
 
 /// What decides, which is compiled twice; `COMPACT` of `sparse_score.cuh` says why.
-const DECIDE: [(&str, &str); 6] = [
+const DECIDE: [(&str, &str); 7] = [
     ("sparse_score.cuh", include_str!("../kernels/sparse_score.cuh")),
+    ("sparse_piece.cuh", include_str!("../kernels/sparse_piece.cuh")),
     ("sparse_look.cuh", include_str!("../kernels/sparse_look.cuh")),
     ("sparse_share.cuh", include_str!("../kernels/sparse_share.cuh")),
     ("sparse_settle.cuh", include_str!("../kernels/sparse_settle.cuh")),

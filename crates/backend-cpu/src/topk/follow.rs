@@ -98,6 +98,13 @@ impl Following {
         four
     }
 
+    /// Sixteen scores that are not looked at, nor are those before them.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn pass_by(&mut self, x: __m512i) {
+        self.last = [x; 3];
+    }
+
     /// [`combine`](super::numbers::combine) and what follows from it; the first `n_none` places count nothing.
     #[target_feature(enable = "avx512f")]
     #[inline]
@@ -192,13 +199,20 @@ pub(super) fn gather_following<'a>(
 ) -> usize {
     let (mut following, least) =
         (Following::new(best.fade), _mm512_set1_epi32(floor.cast_signed()));
-    let (mut n_found, mut place) = (0, 0);
+    // Whether a place of the block before reaches it.
+    let (mut n_found, mut place, mut any_before) = (0, 0, 0);
     for (rows, factors) in pieces {
         let n = rows.len() / factors.len();
         let n_none = (best.first as usize).saturating_sub(place);
         let mut write = |x: __m512i, at: usize| {
             let n_not = n_none.saturating_sub(at).min(16);
-            let x = following.pass(after(x, n_not));
+            let x = after(x, n_not);
+            let any = _mm512_cmpge_epu32_mask(x, least);
+            if any | std::mem::replace(&mut any_before, any) == 0 {
+                // Nothing follows from places that do not reach the floor.
+                return following.pass_by(x);
+            }
+            let x = following.pass(x);
             let counts = (0xffff_u32 >> (16 - 16.min(n - at))) & (0xffff << n_not);
             let mask = _mm512_mask_cmpge_epu32_mask(counts as u16, x, least);
             let at = _mm512_add_epi32(_mm512_set1_epi32((place + at) as i32), lanes());

@@ -307,12 +307,17 @@ enum Take<const N: usize> {
     Exponentials([f32; N]),
 }
 
+/// Pages that are scored at a time: with more sums than one page has, a product need not wait for the one
+/// before it.
+#[cfg(target_arch = "x86_64")]
+const PAGES: usize = 4;
+
 /// The same with vectors of sixteen tokens: one instruction multiplies a line's half and adds it up. Returns what
 /// was found of each query.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vnni")]
 fn avx512<'a, const N: usize>(
-    pages: impl Iterator<Item = &'a [u8]> + Clone,
+    mut pages: impl Iterator<Item = &'a [u8]> + Clone,
     queries: &[Query<'_>; N],
     raw: &mut [f32],
     take: Take<N>,
@@ -330,48 +335,18 @@ fn avx512<'a, const N: usize>(
         Take::Scores(_) => ahead.by_ref().take(AHEAD).for_each(fetch),
         Take::Exponentials(_) => drop(ahead.nth(AHEAD - 1)),
     }
-    for (start, page) in (0..n).step_by(PAGE).zip(pages).take(n_pages) {
-        assert!(page.len() >= n_lines * 4 * PAGE + 2 * PAGE, "units behind the lines");
-        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-        // SAFETY: the page and each query have so many lines (asserted), and sixteen halves follow those of the
-        // page (asserted).
-        let (sums, units) = unsafe {
-            let units = page.as_ptr().add(n_lines * 4 * PAGE);
-            let next = ahead.next().unwrap_or(page).as_ptr();
-            (products(page.as_ptr(), next, n_lines, queries), _mm256_loadu_si256(units.cast()))
-        };
-        let units = _mm512_cvtph_ps(units);
-        let mask = (0xffff_u32 >> (PAGE - PAGE.min(n - start))) as __mmask16;
-        let mut out = [_mm512_setzero_ps(); N];
-        match take {
-            Take::Scores(_) => {
-                for q in 0..N {
-                    let sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[q]), units);
-                    out[q] = _mm512_mul_ps(sum, _mm512_set1_ps(queries[q].factor));
-                    // A number that is none is not larger than any.
-                    found[q] = _mm512_mask_max_ps(found[q], mask, out[q], found[q]);
-                }
-            }
-            Take::Exponentials(from) => {
-                for q in 0..N {
-                    let unit = _mm512_mul_ps(units, _mm512_set1_ps(queries[q].factor * LOG2_E));
-                    let less = _mm512_set1_ps(-from[q] * LOG2_E);
-                    out[q] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[q]), unit, less);
-                }
-                out = powers_of_two(out);
-                for q in 0..N {
-                    found[q] = _mm512_mask_add_ps(found[q], mask, found[q], out[q]);
-                }
-            }
-        }
-        for (q, x) in out.into_iter().enumerate() {
-            #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
-            // SAFETY: the mask has as many bits as the row has places from here on, sixteen at most, and
-            // there are `N` rows of `n`.
-            unsafe {
-                _mm512_mask_storeu_ps(raw.as_mut_ptr().add(q * n + start), mask, x);
-            }
-        }
+    let (mut pages, n_whole, mut at) = ((&mut pages, &mut ahead), (n / PAGE).min(n_pages), 0);
+    while at + PAGES <= n_whole {
+        step::<N, PAGES>(&mut pages, queries, (raw, at * PAGE, u16::MAX), take, &mut found);
+        at += PAGES;
+    }
+    while at < n_whole {
+        step::<N, 1>(&mut pages, queries, (raw, at * PAGE, u16::MAX), take, &mut found);
+        at += 1;
+    }
+    if at < n_pages && !n.is_multiple_of(PAGE) {
+        let mask = (1 << (n % PAGE)) - 1;
+        step::<N, 1>(&mut pages, queries, (raw, at * PAGE, mask), take, &mut found);
     }
     let mut all = [0.0; N];
     for q in 0..N {
@@ -383,42 +358,118 @@ fn avx512<'a, const N: usize>(
     all
 }
 
-/// Products of a page's keys with a few queries, while another page is fetched.
+/// The next `P` pages, while others are fetched; their places are those from `start` on, of the last page only those
+/// of the mask.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vnni")]
+#[inline]
+fn step<'a, const N: usize, const P: usize>(
+    (pages, ahead): &mut (impl Iterator<Item = &'a [u8]>, impl Iterator<Item = &'a [u8]>),
+    queries: &[Query<'_>; N],
+    (raw, start, mask): (&mut [f32], usize, u16),
+    take: Take<N>,
+    found: &mut [std::arch::x86_64::__m512; N],
+) {
+    use std::arch::x86_64::*;
+    let (n, n_lines) = (raw.len() / N, queries[0].words.len());
+    assert!(start + (P - 1) * PAGE + mask.count_ones() as usize <= n, "places of the row");
+    let (mut at, mut next) = ([std::ptr::null(); P], [std::ptr::null(); P]);
+    for (at, next) in at.iter_mut().zip(&mut next) {
+        let page = pages.next().unwrap_or(&[]);
+        assert!(page.len() >= n_lines * 4 * PAGE + 2 * PAGE, "units behind the lines");
+        (*at, *next) = (page.as_ptr(), ahead.next().unwrap_or(page).as_ptr());
+    }
+    #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+    // SAFETY: pages have so many lines (asserted), and so have queries (asserted by the caller).
+    let sums = unsafe { products::<N, P>(at, next, n_lines, queries) };
+    let mut units = [_mm512_setzero_ps(); P];
+    for (units, at) in units.iter_mut().zip(at) {
+        #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
+        // SAFETY: sixteen halves follow the lines of a page (asserted).
+        let halves = unsafe { _mm256_loadu_si256(at.add(n_lines * 4 * PAGE).cast()) };
+        *units = _mm512_cvtph_ps(halves);
+    }
+    let mask_of = |i: usize| if i + 1 < P { u16::MAX } else { mask };
+    for q in 0..N {
+        let (sums, found) = (&sums[q], &mut found[q]);
+        let mut out = [_mm512_setzero_ps(); P];
+        match take {
+            Take::Scores(_) => {
+                let factor = _mm512_set1_ps(queries[q].factor);
+                for (i, out) in out.iter_mut().enumerate() {
+                    let sum = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[i]), units[i]);
+                    *out = _mm512_mul_ps(sum, factor);
+                    // A number that is none is not larger than any.
+                    *found = _mm512_mask_max_ps(*found, mask_of(i), *out, *found);
+                }
+            }
+            Take::Exponentials(from) => {
+                let factor = _mm512_set1_ps(queries[q].factor * LOG2_E);
+                let less = _mm512_set1_ps(-from[q] * LOG2_E);
+                for (i, out) in out.iter_mut().enumerate() {
+                    let unit = _mm512_mul_ps(units[i], factor);
+                    *out = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[i]), unit, less);
+                }
+                out = powers_of_two(out);
+                for (i, &out) in out.iter().enumerate() {
+                    *found = _mm512_mask_add_ps(*found, mask_of(i), *found, out);
+                }
+            }
+        }
+        for (i, x) in out.into_iter().enumerate() {
+            #[expect(unsafe_code, reason = "vector stores write through raw pointers")]
+            // SAFETY: the row has places for all lanes (asserted), and there are `N` rows of `n`.
+            unsafe {
+                let at = raw.as_mut_ptr().add(q * n + start + i * PAGE);
+                _mm512_mask_storeu_ps(at, mask_of(i), x);
+            }
+        }
+    }
+}
+
+/// Products of the keys of a few pages with a few queries, while other pages are fetched.
 ///
 /// # Safety
 ///
-/// The page and each query have `n_lines` lines.
+/// The pages and each query have `n_lines` lines.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 #[inline]
 #[expect(unsafe_code, reason = "vector loads read through raw pointers")]
-unsafe fn products<const N: usize>(
-    page: *const u8,
-    next: *const u8,
+unsafe fn products<const N: usize, const P: usize>(
+    pages: [*const u8; P],
+    next: [*const u8; P],
     n_lines: usize,
     queries: &[Query<'_>; N],
-) -> [std::arch::x86_64::__m512i; N] {
+) -> [[std::arch::x86_64::__m512i; P]; N] {
     use std::arch::x86_64::*;
     let half = _mm512_set1_epi8(15);
-    let mut sums = [_mm512_setzero_si512(); N];
+    let mut sums = [[_mm512_setzero_si512(); P]; N];
     // Loops, because an array's own functions would be called, with vectors that go through memory.
     for q in 0..N {
-        sums[q] = _mm512_set1_epi32(queries[q].begin);
+        sums[q] = [_mm512_set1_epi32(queries[q].begin); P];
     }
     for b in 0..n_lines {
-        fetch_line::<true>(next.wrapping_add(b * 4 * PAGE));
-        // SAFETY: there are so many lines (the caller's duty).
-        unsafe {
-            let bytes = _mm512_loadu_si512(page.add(b * 4 * PAGE).cast());
-            let low = _mm512_and_si512(bytes, half);
-            let high = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), half);
-            for q in 0..N {
-                let [of_low, of_high] = *queries[q].words.as_ptr().add(b);
-                sums[q] = _mm512_dpbusd_epi32(sums[q], low, _mm512_set1_epi32(of_low));
-                sums[q] = _mm512_dpbusd_epi32(sums[q], high, _mm512_set1_epi32(of_high));
+        let (mut low, mut high) = ([half; P], [half; P]);
+        for i in 0..P {
+            fetch_line::<true>(next[i].wrapping_add(b * 4 * PAGE));
+            // SAFETY: there are so many lines (the caller's duty).
+            let bytes = unsafe { _mm512_loadu_si512(pages[i].add(b * 4 * PAGE).cast()) };
+            low[i] = _mm512_and_si512(bytes, half);
+            high[i] = _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), half);
+        }
+        for q in 0..N {
+            // SAFETY: as above.
+            let [of_low, of_high] = unsafe { *queries[q].words.as_ptr().add(b) };
+            let (of_low, of_high) = (_mm512_set1_epi32(of_low), _mm512_set1_epi32(of_high));
+            for i in 0..P {
+                sums[q][i] = _mm512_dpbusd_epi32(sums[q][i], low[i], of_low);
+            }
+            for i in 0..P {
+                sums[q][i] = _mm512_dpbusd_epi32(sums[q][i], high[i], of_high);
             }
         }
     }
-    fetch_line::<true>(next.wrapping_add(n_lines * 4 * PAGE));
+    (0..P).for_each(|i| fetch_line::<true>(next[i].wrapping_add(n_lines * 4 * PAGE)));
     sums
 }

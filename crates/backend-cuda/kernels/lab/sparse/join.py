@@ -16,7 +16,7 @@ K = str(Path(__file__).resolve().parents[2]) + '/'
 c={'COMPACT':1,'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':128,'GATHER_RING_BYTES':5632,'RING_BYTES':2048,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','ATTEND_WARPS':6,'ATTEND_SHARED':6*(2*16384+4096+128)}
 for n,t in [('SPARSE_ROW','SparseRow'),('HEAD_STATE','HeadState'),('DIGEST_PARAMS','DigestParams'),('READ_KEYS_PARAMS','ReadKeysParams'),('SCORE_PARAMS','ScoreParams'),('QUESTION','Question'),('ASKED_PARAMS','AskedParams'),('TALLY','Tally'),('DECIDE_PARAMS','DecideParams'),('GATHER_ROWS_PARAMS','GatherRowsParams'),('POST_PARAMS','PostParams'),('SPARSE_PARAMS','SparseParams')]: c[n+'_SIZE']=f'sizeof({t})'
 c['SPARSE_ENTRIES']='SPARSE(sparse_attend_8, 1, ATTEND_WARPS, ATTEND_SHARED)'
-files=['prelude.cuh','kv.cuh','attend.cuh','codes.cuh','sparse.cuh','sparse_digest.cu','sparse_score.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_settle.cuh','sparse_move.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_attend.cu']
+files=['prelude.cuh','kv.cuh','attend.cuh','codes.cuh','sparse.cuh','sparse_digest.cu','sparse_score.cuh','sparse_piece.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_settle.cuh','sparse_move.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_attend.cu']
 s=''.join(f'#define {k} {v}\n' for k,v in c.items())+''.join(open(K+f).read() for f in files)
 open('all.cuh','w').write(s)
 
