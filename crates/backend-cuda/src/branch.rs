@@ -26,8 +26,10 @@ pub struct LinkTuning {
     pub threads: u32,
     /// Such blocks, beside which something else runs.
     pub blocks: u32,
-    /// The same of blocks that have decided.
+    /// The same of blocks that have decided,
     pub blocks_decided: u32,
+    /// and of rows in eight bits, which have to be expanded, and of which the link carries twice as many.
+    pub blocks_expanding: u32,
     /// Of both where nothing does.
     pub blocks_alone: u32,
     /// Blocks that decide about a layer, beside which something else runs, at most.
@@ -45,7 +47,8 @@ impl Default for LinkTuning {
         LinkTuning {
             threads: 128,
             blocks: 8,
-            blocks_decided: 16,
+            blocks_decided: 6,
+            blocks_expanding: 16,
             blocks_alone: 32,
             blocks_deciding: u32::MAX,
             late_blocks: 64,

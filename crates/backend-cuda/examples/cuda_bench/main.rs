@@ -180,7 +180,8 @@ fn coded_here(words: &[String]) -> Result<HeadSet, Box<dyn Error>> {
     Ok(HeadSet::of(heads.into_iter().take(n)))
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `alone=`, `deciding=`, `late_blocks=`, `short=` and `early=` otherwise
+/// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `expanding=`, `alone=`, `deciding=`,
+/// `late_blocks=`, `short=` and `early=` otherwise
 /// than usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
@@ -189,6 +190,7 @@ fn tuning(words: &[String]) -> LinkTuning {
         threads: or("gather_threads", usual.threads),
         blocks: or("blocks", usual.blocks),
         blocks_decided: or("decided", usual.blocks_decided),
+        blocks_expanding: or("expanding", usual.blocks_expanding),
         blocks_alone: or("alone", usual.blocks_alone),
         blocks_deciding: or("deciding", usual.blocks_deciding),
         late_blocks: or("late_blocks", usual.late_blocks),

@@ -122,7 +122,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         model: load::model_name(files.path()),
         fingerprint: sparse::fingerprint(&files)?,
         seed: args.seed,
-        trace_bytes: None,
+        trace: None,
         records: Vec::new(),
     };
     let mut results = new.clone();
@@ -130,7 +130,7 @@ pub(crate) fn run(args: &EvalArgs, config: &EngineConfig, fetch: &Fetch<'_>) -> 
         ensure!(path.is_file() || args.json.as_ref() == Some(path), "no {}", path.display());
         let known = Results::resume(path, new.clone())?;
         if args.json.as_ref() == Some(path) {
-            results.trace_bytes = known.trace_bytes;
+            results.trace = known.trace;
         }
         results.replace(known.records);
     }
@@ -225,8 +225,9 @@ impl Eval<'_> {
             runner.main.measure_mass();
         }
         let goes_on = self.args.json.as_ref().is_some_and(|path| path.is_file());
-        let goes_on_at = goes_on.then(|| results.trace_bytes.unwrap_or(u64::MAX));
-        let mut trace = Trace::open(self.args.record_trace.as_deref(), goes_on_at)?;
+        let path = self.args.record_trace.as_deref();
+        let goes_on_at = path.filter(|_| goes_on).map(|path| results.trace_bytes(path));
+        let mut trace = Trace::open(path, goes_on_at)?;
         let mut overlaps = Overlaps::new(self.policies.len());
         if self.args.record_trace.is_some() || self.args.overlap_plot.is_some() {
             runner.main.record();
@@ -253,7 +254,9 @@ impl Eval<'_> {
             results.replace(records);
             let decisions = runner.main.take_trace();
             overlaps.add(&decisions);
-            results.trace_bytes = trace.write(&decisions)?.or(results.trace_bytes);
+            if let (Some(path), Some(bytes)) = (path, trace.write(&decisions)?) {
+                results.trace_ends(path, bytes)?;
+            }
             if let Some(path) = &self.args.json {
                 results.save(path)?;
             }

@@ -1,7 +1,7 @@
 //! What was measured: records that a later run goes on with, a table, and a plot.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use serde::{Deserialize, Serialize};
@@ -18,10 +18,17 @@ pub(super) struct Results {
     /// Of the model's files.
     pub(super) fingerprint: String,
     pub(super) seed: u64,
-    /// Bytes of the trace that belong to the records, if one was written.
+    /// The trace that was written beside the records, if one was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) trace_bytes: Option<u64>,
+    pub(super) trace: Option<TraceEnd>,
     pub(super) records: Vec<Record>,
+}
+
+/// A trace, and how many bytes of it belong to the records.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct TraceEnd {
+    pub(super) file: PathBuf,
+    pub(super) bytes: u64,
 }
 
 /// One policy's answer to one prompt.
@@ -92,7 +99,20 @@ impl Results {
             old.model,
             old.seed
         );
-        Ok(Results { records: old.records, trace_bytes: old.trace_bytes, ..new })
+        Ok(Results { records: old.records, trace: old.trace, ..new })
+    }
+
+    /// Bytes of a trace that a run which goes on may keep: of another file than the records', all.
+    pub(super) fn trace_bytes(&self, path: &Path) -> u64 {
+        let own =
+            |trace: &&TraceEnd| std::path::absolute(path).is_ok_and(|path| trace.file == path);
+        self.trace.as_ref().filter(own).map_or(u64::MAX, |trace| trace.bytes)
+    }
+
+    /// The trace has so many bytes now.
+    pub(super) fn trace_ends(&mut self, path: &Path, bytes: u64) -> std::io::Result<()> {
+        self.trace = Some(TraceEnd { file: std::path::absolute(path)?, bytes });
+        Ok(())
     }
 
     /// Replaces the file by these results, all or nothing.
@@ -248,6 +268,16 @@ mod tests {
             important_mass: None,
             answer: String::new(),
         }
+    }
+
+    #[test]
+    fn only_the_trace_of_the_records_is_cut() {
+        let (path, mut results) = (Path::new("a/trace.jsonl"), Results::default());
+        assert_eq!(results.trace_bytes(path), u64::MAX);
+        results.trace_ends(path, 7).unwrap();
+        assert_eq!(results.trace_bytes(path), 7);
+        assert_eq!(results.trace_bytes(&std::path::absolute(path).unwrap()), 7);
+        assert_eq!(results.trace_bytes(Path::new("b/trace.jsonl")), u64::MAX);
     }
 
     #[test]
