@@ -83,10 +83,17 @@ impl Cuda {
         let is_far = at.kv.is_far(at.layer.0);
         match (is_far, place.branch) {
             _ if place.is_late || (is_far && decider.link.is_some()) => 0,
-            (true, Some(_)) if at.kv.codes.is_some() => self.tuning.blocks_expanding,
-            (true, Some(_)) => self.tuning.blocks_decided,
+            (true, Some(_)) => self.n_decided(at),
             (true, None) => self.tuning.blocks_alone,
             (false, _) => u32::MAX,
+        }
+    }
+
+    /// Those of them that bring rows from far pages while something else runs.
+    pub(super) fn n_decided(&self, at: &SparseLayer<'_>) -> u32 {
+        match at.kv.codes {
+            Some(_) => self.tuning.blocks_expanding,
+            None => self.tuning.blocks_decided,
         }
     }
 

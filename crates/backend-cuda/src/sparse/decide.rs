@@ -367,7 +367,7 @@ impl Cuda {
         at: &SparseLayer<'_>,
         turns: &[Turn],
     ) -> u64 {
-        let is_one = turns.len() == 1 && turns[0].n == 1 && self.tuning.blocks_decided > 0;
+        let is_one = turns.len() == 1 && turns[0].n == 1 && self.n_decided(at) > 0;
         let is_alone = decider.late.is_none() && decider.link.is_none();
         match is_one && is_alone && at.kv.page.dtype != KvDtype::F32 {
             true => decider.done.address() + (idx * DONE_BYTES) as u64,

@@ -57,6 +57,7 @@ template <class T> T __shfl_xor_sync(unsigned, T v, int step) { return emu::exch
 template <class T> T __shfl_up_sync(unsigned, T v, unsigned step) { unsigned l = emu::cur->tid % 32; return emu::exchange(v, l >= step ? l - step : l); }
 template <class T> T __shfl_sync(unsigned, T v, int from) { return emu::exchange(v, from % 32); }
 inline unsigned __ballot_sync(unsigned, bool f) { emu::Warp* w = emu::cur->warp; unsigned l = emu::cur->tid % 32; w->slot[l] = f; emu::sync_warp(); unsigned r = 0; for (int i = 0; i < 32; i++) r |= (unsigned)(w->slot[i] & 1) << i; emu::sync_warp(); return r; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned from) { unsigned long long both = (unsigned long long)b << 32 | a; unsigned r = 0; for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (from >> 4 * i & 7) & 255) << 8 * i; return r; }
 inline bool __any_sync(unsigned m, bool f) { return __ballot_sync(m, f) != 0; }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); } inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }

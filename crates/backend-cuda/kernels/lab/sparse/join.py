@@ -29,7 +29,7 @@ s=re.sub(r'asm volatile\("ldmatrix[^"]*trans.*?: "memory"\);','emu_ldmatrix(b, r
 s=re.sub(r'asm volatile\("ldmatrix.*?: "memory"\);','emu_ldmatrix(b, row, false);',s,flags=re.S)
 s=re.sub(r'copy_word_async\(shared_address\((.*?)\), (.*?)\);',r'*(\1) = *(\2);',s)
 s=s.replace('_Pragma("unroll")','')
-s=re.sub(r'asm\("(?:sub|mul|cvt)\..*?\);','',s)  # of codes, which are not compiled here
+s=re.sub(r'asm\("(?:sub|mul|fma|cvt)\..*?\);','',s,flags=re.S)  # of codes, which are not compiled here
 assert 'asm' not in s.replace('assembl',''), re.findall('.*asm.*',s)
 open('all_emu.h','w').write('#include "emu.h"\n'+s)
 l=open('lab.cu').read()
