@@ -4,7 +4,7 @@
 //!     cargo run --example compile_kernels -- sm_90a sm_80 sm_100
 //!
 //! With `few` as a further word, one of each kind for the first too. With a folder, every kernel with every
-//! head width of the tests is kept there.
+//! head width of the tests is kept there. With `only=NAME`, programs whose names begin so.
 //!
 //! Needs NVRTC on the library path, and no GPU. `cargo xtask kernels` fetches NVRTC and runs this.
 
@@ -29,7 +29,8 @@ fn main() -> ExitCode {
     // A folder is where every kernel is kept; architectures have no slashes.
     let dir = words.iter().find(|word| word.contains('/'));
     let is_short = words.iter().any(|word| word == "few");
-    let archs = words.iter().filter(|word| !word.contains('/') && *word != "few");
+    let only = words.iter().find_map(|word| word.strip_prefix("only=")).unwrap_or("");
+    let archs = words.iter().filter(|word| !word.contains(['/', '=']) && *word != "few");
     for (i, arch) in archs.enumerate() {
         let extent = match (dir, i) {
             _ if is_short => Extent::Few,
@@ -37,7 +38,7 @@ fn main() -> ExitCode {
             (None, 0) => Extent::Usual,
             (None, _) => Extent::Few,
         };
-        match nuthatch_backend_cuda::compile_all(arch, extent, dir.map(PathBuf::from)) {
+        match nuthatch_backend_cuda::compile_all(arch, extent, dir.map(PathBuf::from), only) {
             Ok(programs) => {
                 for (program, log) in programs {
                     for usage in usages(&log) {

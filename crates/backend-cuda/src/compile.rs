@@ -20,14 +20,16 @@ pub enum Extent {
 
 /// Compiles kernels for an architecture such as `sm_90a`, on as many threads as there are cores, and
 /// gives for each program its name and the compiler's report. Keeps them in `cache_dir`, if there is
-/// one. Needs NVRTC, but no device.
+/// one. Those only whose names begin with `only`. Needs NVRTC, but no device.
 pub fn compile_all(
     arch: &str,
     extent: Extent,
     cache_dir: Option<PathBuf>,
+    only: &str,
 ) -> Result<Vec<(String, String)>, OpenError> {
     let compiler = Compiler::new(arch.to_owned(), cache_dir)?;
-    let programs = Program::all(extent, shared_bytes_max(arch));
+    let mut programs = Program::all(extent, shared_bytes_max(arch));
+    programs.retain(|program| program.name.starts_with(only));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     // Those that come last are the longest, and begin first.
     let queue = Mutex::new(programs);

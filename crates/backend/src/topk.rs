@@ -373,19 +373,24 @@ pub fn nibbles(products: &[f32]) -> (Vec<u8>, f16) {
     let most = products.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let unit = f16::from_f32(most / 7.0);
     let scale = if unit > f16::ZERO { 1.0 / unit.to_f32() } else { 0.0 };
-    let code = |x: &f32| ((x * scale).round().clamp(-8.0, 7.0) as i8 + 8).cast_unsigned();
+    let code = |x: &f32| (nearest((x * scale).clamp(-8.0, 7.0)) as i8 + 8).cast_unsigned();
     (products.iter().map(code).collect(), unit)
+}
+
+/// What `f32::round` gives, of small numbers and without a call; 0 for what is no number.
+fn nearest(x: f32) -> i32 {
+    let whole = x as i32;
+    let rest = x - whole as f32;
+    whole + i32::from(rest >= 0.5) - i32::from(rest <= -0.5)
 }
 
 /// A query's products with the rows of a frame in eight bits, and what one stands for: the largest is
 /// 127. Queries that are nearly nothing, or no numbers, are nothing.
-pub fn query_codes(products: &[f32]) -> (Vec<i8>, f32) {
+pub fn query_codes(products: &[f32]) -> (impl Iterator<Item = i8>, f32) {
     let most = products.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-    if !(most > 1e-30 && most < f32::INFINITY) {
-        return (vec![0; products.len()], 0.0);
-    }
-    let scale = 127.0 / most;
-    (products.iter().map(|x| (x * scale).round() as i8).collect(), most / 127.0)
+    let is_something = most > 1e-30 && most < f32::INFINITY;
+    let (scale, unit) = if is_something { (127.0 / most, most / 127.0) } else { (0.0, 0.0) };
+    (products.iter().map(move |x| nearest(x * scale) as i8), unit)
 }
 
 /// The product of a key in four bits and a query in eight, in units of both.
@@ -429,13 +434,26 @@ mod tests {
     fn whole_numbers_in_four_and_in_eight_bits_stand_for_themselves() {
         let (key, unit) = nibbles(&[7.0, -7.0, 0.0, 3.0]);
         assert_eq!((&key[..], unit.to_f32()), (&[15, 1, 8, 11][..], 1.0));
-        let (query, of_query) = query_codes(&[-127.0, 5.0, 60.0, 0.4]);
+        let collected = |products: &[f32]| {
+            let (codes, unit) = query_codes(products);
+            (codes.collect::<Vec<i8>>(), unit)
+        };
+        let (query, of_query) = collected(&[-127.0, 5.0, 60.0, 0.4]);
         assert_eq!((&query[..], of_query), (&[-127, 5, 60, 0][..], 1.0));
         assert_eq!(nibble_product(&key, &query), -7 * 127 - 7 * 5);
         assert_eq!(nibbles(&[0.0; 3]).0, [8; 3]);
         for nothing in [[0.0; 2], [f32::NAN, 0.0], [f32::INFINITY, 1.0], [1e-40, 0.0]] {
-            assert_eq!(query_codes(&nothing), (vec![0; 2], 0.0));
+            assert_eq!(collected(&nothing), (vec![0; 2], 0.0));
         }
+    }
+
+    #[test]
+    fn the_nearest_is_the_one_that_rounding_gives() {
+        let halves = (-260..260).map(|i| i as f32 / 2.0);
+        for x in halves.flat_map(|x| [x.next_down(), x, x.next_up()]) {
+            assert_eq!(nearest(x), x.round() as i32, "{x}");
+        }
+        assert_eq!((nearest(f32::NAN), nearest(-0.0), nearest(1e-40)), (0, 0, 0));
     }
 
     #[test]

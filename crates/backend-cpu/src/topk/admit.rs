@@ -4,13 +4,7 @@ use nuthatch_backend::WorkingSet;
 
 use crate::isa::Isa;
 #[cfg(target_arch = "x86_64")]
-use {
-    super::select::{count, span},
-    nuthatch_backend::AGE_MAX,
-    std::arch::x86_64::*,
-    std::cell::RefCell,
-    std::ops::Range,
-};
+use {super::select::count, nuthatch_backend::AGE_MAX, std::arch::x86_64::*, std::cell::RefCell};
 
 /// See [`WorkingSet::admit`].
 pub(crate) fn admit(isa: Isa, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
@@ -25,50 +19,71 @@ pub(crate) fn admit(isa: Isa, set: &mut WorkingSet, wanted: &[u32], capacity: us
 
 #[cfg(target_arch = "x86_64")]
 thread_local! {
-    static MISSING: RefCell<Missing> = RefCell::default();
+    static ROOM: RefCell<Room> = RefCell::default();
 }
 
-/// What is wanted and not there, ascending, and how many members are before each.
+/// What is wanted and not there, ascending, and how many members are before each; and the next set, with room for
+/// sixteen more, because vectors are written before it is known how much of them counts.
 #[cfg(target_arch = "x86_64")]
 #[derive(Default)]
-struct Missing {
-    places: Vec<u32>,
+struct Room {
+    missing: Vec<u32>,
     before: Vec<u32>,
+    members: Vec<u32>,
+    used: Vec<u32>,
 }
 
-/// Mostly a selection is nearly the one before: members that are wanted are found where they are, and the few
-/// that are missing are put between them at the end.
+/// Who goes: what was last used before a time, and the first few of those that were just then.
+#[cfg(target_arch = "x86_64")]
+#[derive(Default)]
+struct Leaving {
+    last: u32,
+    n_of_last: u32,
+}
+
+/// Mostly a selection is nearly the one before: members that are wanted are found where they are, and then the set is
+/// written once, without those that go and with the few that are missing between the others.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,popcnt")]
 fn vectors(isa: Isa, set: &mut WorkingSet, wanted: &[u32], capacity: usize) -> usize {
     set.now += 1;
-    MISSING.with_borrow_mut(|Missing { places, before }| {
-        let room = places.len().max(wanted.len() + 1);
-        places.resize(room, 0);
+    ROOM.with_borrow_mut(|Room { missing, before, members, used }| {
+        let room = missing.len().max(wanted.len() + 1);
+        missing.resize(room, 0);
         before.resize(room, 0);
-        let n_missing = mark(set, wanted, (places, before));
-        let (places, before) = (&places[..n_missing], &mut before[..n_missing]);
+        let (n_missing, least) = mark(set, wanted, (missing, before));
         let n_all = set.members.len() + n_missing;
         let n_excess = n_all.saturating_sub(capacity.max(wanted.len()));
-        if n_excess > 0 {
-            drop_oldest(isa, set, n_excess, before);
+        if n_all + 16 > members.len() {
+            members.resize(n_all + 16, 0);
+            used.resize(n_all + 16, 0);
         }
-        insert(set, (places, before));
+        let leaving =
+            if n_excess > 0 { oldest(isa, set, n_excess, least) } else { Leaving::default() };
+        if n_missing + n_excess > 0 {
+            let missing = (&missing[..n_missing], &before[..n_missing]);
+            let n = rebuild(set, missing, leaving, (members, used));
+            set.members.clear();
+            set.members.extend_from_slice(&members[..n]);
+            set.used.clear();
+            set.used.extend_from_slice(&used[..n]);
+        }
         n_missing
     })
 }
 
-/// Uses the members that are wanted, writes what is missing and behind how many, and returns how many that are.
+/// Uses the members that are wanted, writes what is missing and behind how many, and returns how many that are, and
+/// when the one was used that was not for longest.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,popcnt")]
 fn mark(
     set: &mut WorkingSet,
     wanted: &[u32],
     (missing, before): (&mut [u32], &mut [u32]),
-) -> usize {
+) -> (usize, u32) {
     let now = _mm512_set1_epi32(set.now.cast_signed());
     let oldest = _mm512_set1_epi32(set.now.saturating_sub(AGE_MAX).cast_signed());
-    let (mut n_missing, mut at, mut start) = (0, 0, 0);
+    let (mut n_missing, mut at, mut start, mut least) = (0, 0, 0, now);
     for (members, used) in set.members.chunks(16).zip(set.used.chunks_mut(16)) {
         let (mask, last) = (first_lanes(members.len()), members[members.len() - 1]);
         let here = load(members);
@@ -83,88 +98,78 @@ fn mark(
             found |= equal;
             at += 1;
         }
-        let times = _mm512_max_epu32(load(used), oldest);
-        store(used, _mm512_mask_mov_epi32(times, found, now));
+        let times = _mm512_mask_mov_epi32(_mm512_max_epu32(load(used), oldest), found, now);
+        least = _mm512_mask_min_epu32(least, mask, least, times);
+        store(used, times);
         start += 16;
     }
     let (rest, all) = (&wanted[at..], n_missing + wanted.len() - at);
     missing[n_missing..all].copy_from_slice(rest);
     before[n_missing..all].fill(set.members.len() as u32);
-    all
+    (all, _mm512_reduce_min_epu32(least))
 }
 
-/// Drops the members that were not used for longest; of those that were last used at the same time, the first.
-/// Of members up to some, of which `before` has the numbers, so many are left then.
+/// The members that were not used for longest; of those that were last used at the same time, the first. `low` is
+/// the least time.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,popcnt")]
-fn drop_oldest(isa: Isa, set: &mut WorkingSet, n_excess: usize, before: &mut [u32]) {
-    let WorkingSet { members, used, now } = set;
+fn oldest(isa: Isa, set: &WorkingSet, n_excess: usize, mut low: u32) -> Leaving {
     // The last time of which anything goes, found by halving.
-    let (mut low, mut high, mut n_older) = (span(isa, used).0, *now, 0);
+    let (mut high, mut n_older) = (set.now, 0);
     while low < high {
         let middle = low.midpoint(high);
-        let n = used.len() - count(isa, used, middle + 1);
+        let n = set.used.len() - count(isa, &set.used, middle + 1);
         if n >= n_excess {
             high = middle;
         } else {
             (low, n_older) = (middle + 1, n);
         }
     }
-    let last = _mm512_set1_epi32(low.cast_signed());
-    let (mut n_of_last, mut n_kept) = ((n_excess - n_older) as u32, 0);
-    let mut before = before.iter_mut().peekable();
-    for start in (0..members.len()).step_by(16) {
-        let mask = first_lanes(members.len() - start);
-        let (places, times) = (load(&members[start..]), load(&used[start..]));
+    Leaving { last: low, n_of_last: (n_excess - n_older) as u32 }
+}
+
+/// Writes who stays, and places that are no members, ascending, each behind so many of those that are; returns how
+/// many that are together.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,popcnt")]
+fn rebuild(
+    set: &WorkingSet,
+    (missing, before): (&[u32], &[u32]),
+    Leaving { last, mut n_of_last }: Leaving,
+    (members, used): (&mut [u32], &mut [u32]),
+) -> usize {
+    let last = _mm512_set1_epi32(last.cast_signed());
+    let mut missing = missing.iter().zip(before).peekable();
+    let mut n = 0;
+    for start in (0..set.members.len()).step_by(16) {
+        let mask = first_lanes(set.members.len() - start);
+        let (places, times) = (load(&set.members[start..]), load(&set.used[start..]));
         let mut equal = _mm512_mask_cmpeq_epi32_mask(mask, times, last);
-        let n_dropped = equal.count_ones().min(n_of_last);
-        n_of_last -= n_dropped;
-        (0..n_dropped).for_each(|_| equal &= equal - 1);
-        let kept = equal | _mm512_mask_cmpgt_epu32_mask(mask, times, last);
-        while let Some(n) = before.next_if(|n| (**n as usize) < start + 16) {
-            *n = n_kept as u32 + (kept & first_lanes(*n as usize - start)).count_ones();
+        let n_gone = equal.count_ones().min(n_of_last);
+        n_of_last -= n_gone;
+        (0..n_gone).for_each(|_| equal &= equal - 1);
+        let mut left = equal | _mm512_mask_cmpgt_epu32_mask(mask, times, last);
+        // With a place behind them, which may be written over.
+        let mut write = |mask: __mmask16, place: u32, n: usize| {
+            store(&mut members[n..n + 16], _mm512_maskz_compress_epi32(mask, places));
+            store(&mut used[n..n + 16], _mm512_maskz_compress_epi32(mask, times));
+            let n = n + mask.count_ones() as usize;
+            (members[n], used[n]) = (place, set.now);
+            n
+        };
+        while let Some((&place, &n_before)) =
+            missing.next_if(|next| (*next.1 as usize) < start + 16)
+        {
+            let first = left & first_lanes(n_before as usize - start);
+            left ^= first;
+            n = write(first, place, n) + 1;
         }
-        // What is overwritten was read: no more are kept than there were.
-        let to = n_kept..n_kept + kept.count_ones() as usize;
-        store(&mut members[to.clone()], _mm512_maskz_compress_epi32(kept, places));
-        store(&mut used[to.clone()], _mm512_maskz_compress_epi32(kept, times));
-        n_kept = to.end;
+        n = write(left, 0, n);
     }
-    before.for_each(|n| *n = n_kept as u32);
-    members.truncate(n_kept);
-    used.truncate(n_kept);
-}
-
-/// Puts places that are no members, ascending, each behind so many of those that are.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-fn insert(set: &mut WorkingSet, (places, before): (&[u32], &[u32])) {
-    let WorkingSet { members, used, now } = set;
-    let (mut n_left, mut end) = (members.len(), members.len() + places.len());
-    members.resize(end, 0);
-    used.resize(end, *now);
-    for (&place, &before) in places.iter().zip(before).rev() {
-        let before = before as usize;
-        let by = end - n_left;
-        move_up(members, before..n_left, by);
-        move_up(used, before..n_left, by);
-        (n_left, end) = (before, before + by - 1);
-        (members[end], used[end]) = (place, *now);
+    for (&place, _) in missing {
+        (members[n], used[n]) = (place, set.now);
+        n += 1;
     }
-}
-
-/// Moves some numbers up, the last first: they are too few to call for it.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn move_up(values: &mut [u32], from: Range<usize>, by: usize) {
-    let mut end = from.end;
-    while end > from.start {
-        let start = end.saturating_sub(16).max(from.start);
-        let x = load(&values[start..end]);
-        store(&mut values[start + by..end + by], x);
-        end = start;
-    }
+    n
 }
 
 /// A mask of up to sixteen lanes.

@@ -55,11 +55,13 @@ impl Codes {
         let mut of_queries = Vec::with_capacity(n_queries);
         for products in products.chunks_exact(width) {
             let (mut codes, unit) = query_codes(products);
-            codes.resize(n_lines * LINE, 0);
-            let sum: i32 = codes.iter().map(|&code| i32::from(code)).sum();
-            let word = |codes: [i8; 4]| i32::from_le_bytes(codes.map(i8::cast_unsigned));
-            let pairs = codes.as_chunks::<4>().0.as_chunks::<2>().0;
-            words.extend(pairs.iter().map(|pair| pair.map(word)));
+            let mut sum = 0;
+            let mut word = || {
+                let four = [(); 4].map(|()| codes.next().unwrap_or(0));
+                sum += four.iter().map(|&code| i32::from(code)).sum::<i32>();
+                i32::from_le_bytes(four.map(i8::cast_unsigned))
+            };
+            words.extend((0..n_lines).map(|_| [word(), word()]));
             of_queries.push((-8 * sum, unit * scale));
         }
         Codes { words, of_queries, n_lines }

@@ -61,7 +61,12 @@ pub(crate) struct Memory {
     totals: Vec<(f32, f32)>,
     /// What rows are to be multiplied by, `[piece][group]`.
     factors: Vec<f32>,
+    /// Of queries with a frame.
+    products: Vec<f32>,
 }
+
+/// Answers, raw scores and sums, which threads write.
+type Shared<'a> = (SharedMut<'a, u32>, SharedMut<'a, f32>, SharedMut<'a, (f32, f32)>);
 
 /// Exponentials of all pieces; none if all questions are about signs.
 struct Weighed<'a> {
@@ -126,42 +131,34 @@ impl Scoring<'_> {
         memory: &'m mut Memory,
         scores: &mut [u32],
     ) -> Weighed<'m> {
-        let each = |n: usize, body: &(dyn Fn(usize) + Sync)| match pool {
-            Some(pool) => pool.run(n, body),
-            None => (0..n).for_each(body),
-        };
         let group = self.attention.plan.group();
-        let Memory { pieces, raw, sums, totals, factors } = memory;
+        let Memory { pieces, raw, sums, totals, factors, products } = memory;
         let n_raw = self.cut(asks, pieces);
         let (pieces, raw) = (&pieces[..], lines(raw, n_raw));
-        let queries: Vec<OnceLock<Queries>> = asks.iter().map(|_| OnceLock::new()).collect();
         sums.clear();
         sums.resize(pieces.len() * group, (0.0, 0.0));
-        let shared_scores = SharedMut::new(scores);
-        let (shared_raw, shared_sums) = (SharedMut::new(raw), SharedMut::new(sums));
-        each(pieces.len(), &|i| {
-            let Piece { ask, first_page, start, n, raw } = pieces[i];
-            let (ask, queries) = (&asks[ask], &queries[ask]);
-            // Threads that come at the same time compute the same, rather than wait.
-            let new = queries.get().is_none().then(|| self.queries_of(ask));
-            let queries = queries.get_or_init(|| new.unwrap_or_else(|| self.queries_of(ask)));
-            #[expect(unsafe_code, reason = "threads write disjoint parts")]
-            // SAFETY: answers do not overlap (the caller's duty, as `at` is theirs), nor do pieces.
-            let (out, raw, sums) = unsafe {
-                let n_raw = if matches!(queries, Queries::Signs(_)) { 0 } else { group * n };
-                (
-                    shared_scores.part(ask.at + start, n),
-                    shared_raw.part(raw, n_raw),
-                    shared_sums.part(i * group, group),
-                )
-            };
-            match queries {
-                Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
-                Queries::Floats(_) | Queries::Codes(_) => {
-                    self.exponentials(ask, queries, first_page, raw, sums);
+        let shared = (SharedMut::new(scores), SharedMut::new(raw), SharedMut::new(sums));
+        match pool {
+            Some(pool) => {
+                let queries: Vec<OnceLock<Queries>> =
+                    asks.iter().map(|_| OnceLock::new()).collect();
+                pool.run(pieces.len(), &|i| {
+                    let (ask, queries) = (&asks[pieces[i].ask], &queries[pieces[i].ask]);
+                    // Threads that come at the same time compute the same, rather than wait.
+                    let new = || self.queries_of(ask, &mut Vec::new());
+                    let own = queries.get().is_none().then(new);
+                    let queries = queries.get_or_init(|| own.unwrap_or_else(new));
+                    self.weigh_piece((ask, queries), (i, &pieces[i]), &shared);
+                });
+            }
+            None => {
+                for (of_ask, ask) in asks.iter().enumerate() {
+                    let queries = self.queries_of(ask, products);
+                    let own = pieces.iter().enumerate().filter(|(_, piece)| piece.ask == of_ask);
+                    own.for_each(|piece| self.weigh_piece((ask, &queries), piece, &shared));
                 }
             }
-        });
+        }
         factors.clear();
         if asks.iter().any(|ask| self.signs_of(ask).is_none()) {
             self.add_up(asks.len(), pieces, sums, totals);
@@ -172,6 +169,30 @@ impl Scoring<'_> {
             }));
         }
         Weighed { pieces, raw, factors, group }
+    }
+
+    /// The same of one piece.
+    fn weigh_piece(
+        &self,
+        (ask, queries): (&Ask, &Queries),
+        (i, piece): (usize, &Piece),
+        (scores, raw, sums): &Shared<'_>,
+    ) {
+        let (group, Piece { first_page, start, n, raw: raw_at, .. }) =
+            (self.attention.plan.group(), *piece);
+        #[expect(unsafe_code, reason = "threads write disjoint parts")]
+        // SAFETY: answers do not overlap (the caller's duty, as `at` is theirs), nor do pieces, of which each is given
+        // to one thread.
+        let (out, raw, sums) = unsafe {
+            let n_raw = if matches!(queries, Queries::Signs(_)) { 0 } else { group * n };
+            (scores.part(ask.at + start, n), raw.part(raw_at, n_raw), sums.part(i * group, group))
+        };
+        match queries {
+            Queries::Signs(codes) => self.score_signs(ask, codes, first_page, out),
+            Queries::Floats(_) | Queries::Codes(_) => {
+                self.exponentials(ask, queries, first_page, raw, sums);
+            }
+        }
     }
 
     /// The exponentials of a piece, and of each row what was subtracted before, and the sum.
@@ -271,7 +292,8 @@ impl Scoring<'_> {
     }
 
     /// The group's queries as they meet the digest.
-    fn queries_of(&self, ask: &Ask) -> Queries {
+    /// `products` is memory that calls may share.
+    fn queries_of(&self, ask: &Ask, products: &mut Vec<f32>) -> Queries {
         let (q, isa) = (self.queries(ask), self.attention.isa);
         let scaled = || q.iter().map(|x| x * self.attention.scale).collect::<Vec<f32>>();
         let Some(digest) = self.digest(ask) else { return Queries::Floats(scaled()) };
@@ -279,22 +301,23 @@ impl Scoring<'_> {
         if encoder.kind == DigestKind::Bounds {
             return Queries::Floats(scaled());
         }
-        let (mut products, head) =
-            (vec![0.0; self.attention.plan.group() * encoder.width], self.head_number(ask));
+        let (n_products, head) =
+            (self.attention.plan.group() * encoder.width, self.head_number(ask));
+        products.resize(n_products, 0.0);
         match encoder.kind {
             DigestKind::Channels => {
-                encoder.project_queries(isa, head, &scaled(), &mut products);
-                Queries::Floats(products)
+                encoder.project_queries(isa, head, &scaled(), products);
+                Queries::Floats(std::mem::take(products))
             }
             DigestKind::Nibbles => {
                 // They come while queries meet the frame.
                 let n_pages = AHEAD.min((ask.n as usize).div_ceil(PAGE));
                 self.pages(ask, digest, 0, n_pages).for_each(fetch);
-                encoder.project_queries(isa, head, q, &mut products);
-                Queries::Codes(Codes::new(&products, encoder.width, self.attention.scale))
+                encoder.project_queries(isa, head, q, products);
+                Queries::Codes(Codes::new(products, encoder.width, self.attention.scale))
             }
             DigestKind::Signs | DigestKind::Bounds => {
-                encoder.project_queries(isa, head, q, &mut products);
+                encoder.project_queries(isa, head, q, products);
                 Queries::Signs(products.as_chunks::<64>().0.iter().map(signs).collect())
             }
         }

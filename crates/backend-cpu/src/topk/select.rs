@@ -174,7 +174,7 @@ pub(super) fn kth(isa: Isa, scores: &[u32], k: usize) -> (u32, usize) {
 
 versions! {
     /// The least and the largest.
-    pub(super) fn span(scores: &[u32]) -> (u32, u32) = span_inner;
+    fn span(scores: &[u32]) -> (u32, u32) = span_inner;
 }
 
 #[inline(always)]

@@ -227,6 +227,7 @@ fn raw_score(
             let mut queries: Vec<f32> = rows.map(|row| product(row, q) as f32).collect();
             queries.iter_mut().zip(digest.weights_of(number)).for_each(|(x, w)| *x *= w);
             let ((kept, unit), (codes, of_query)) = (nibbles(&products), query_codes(&queries));
+            let codes: Vec<i8> = codes.collect();
             f64::from(nibble_product(&kept, &codes)) * unit.to_f64() * f64::from(of_query)
         }
         DigestKind::Bounds => {

@@ -73,6 +73,7 @@ fn every_instruction_set_scores_as_the_reference_does() {
         let mut expected = Vec::new();
         for query in products.chunks_exact(width) {
             let (query, of_query) = query_codes(query);
+            let query: Vec<i8> = query.collect();
             expected.extend(keys.iter().map(|key| {
                 let (key, unit) = nibbles(key);
                 nibble_product(&key, &query) as f32 * unit.to_f32() * (of_query * 0.125)
