@@ -14,7 +14,7 @@ struct Codes {
     u8* scales;       // [G][slot][16 tokens][K|V], on the device: exponents of floats, with their bias
     u64 n_slots;
     u32 kind;         // CODE_*
-    u32 padding;
+    u32 are_kept;     // whether they stay codes in working sets
 };
 
 #if !CODED

@@ -1,7 +1,7 @@
 // What the kernels of top-k attention share: rows that decide, and what is remembered of a head.
 //
-// A head's *working set* is a run of pages like those of the arena; row `i` of the set is token i % 16
-// of its page i / 16. Rows of a set have no order, and there are no holes.
+// A head's *working set* is a run of pages, like those of the arena or with rows in eight bits (sparse_set.cuh);
+// row `i` of the set is token i % 16 of its page i / 16. Rows of a set have no order, and there are no holes.
 //
 //   sees   [ 0 .. n_first )   [ working set ]   [ cut .. kv_len )
 //   from   the arena          its own pages     the arena
@@ -25,7 +25,7 @@ struct HeadState {
     u32 now;        // selections so far
     u32 n_members;  // rows of the working set
     u32 n_first;
-    u32 first_page; // of its working set, counted from the row's pages
+    u32 first;      // where its working set begins: so many SET_UNITs behind the row's pages
     u32 n_pages;    // room for it
     // The last decision.
     u32 lookup;     // LOOKUP_*

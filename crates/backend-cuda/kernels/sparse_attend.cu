@@ -3,14 +3,15 @@
 //
 //   [ pages of 0 .. n_first ][ pages of the working set ][ pages of cut .. kv_len )
 //
-// A task is a chunk of pages of one head, a longer one if the head sees many. A warp takes every n-th task,
-// and needs nobody: its pages come through a ring of its own, the next step's while one is computed. `sparse_merge` brings the
-// chunks of a head together. Chunks are counted from the list's beginning, so that a row has the same
+// where those of the working set may have rows in eight bits (KEPT, sparse_set.cuh).
+//
+// A task is a chunk of pages of one head, a longer one if the heads of its row see many. A warp takes every n-th
+// task, and needs nobody: its pages come through a ring of its own, the next ones while one is computed
+// (sparse_page.cuh). `sparse_merge` brings the chunks of a head together. Chunks are counted from the list's beginning, so that a row has the same
 // bits in any company. Reads each page once. Reference: backend-cpu/src/attend/picks.rs; conformance:
 // picks_match, picks_rows_agree.
 
 #define SHORT_CHUNK 4  // pages
-#define SPARSE_STAGES 2
 #define MAX_NUMBERS 1024  // rows and heads of a batch
 
 struct SparseParams {
@@ -26,7 +27,7 @@ struct SparseParams {
     float* asked;     // [state row][state_stride][group][D]: where queries are kept, or null
     u32 q_stride;     // floats
     float scale;      // times log2(e)
-    u32 head_tasks;   // that a head should have at most, if chunks are not short then
+    u32 row_tasks;    // that the heads of a row should have at most, if chunks are not short then
     u32 is_early;     // whether pages are asked for before the kernel before this one has ended
 };
 static_assert(sizeof(SparseParams) == SPARSE_PARAMS_SIZE, "the host's SparseParams differs");
@@ -39,7 +40,7 @@ DEVICE void keep_query(const SparseParams& p, const SparseRow& row, u32 h, u32 n
     for (u32 i = threadIdx.x; i < HEAD_DIM; i += n_threads) kept[i] = query[i];
 }
 
-// What a head sees, as pages.
+// What a head sees, as a list of pages.
 struct Seen {
     u32 n_first, n_members, cut, kv_len;
     u32 first_pages, member_pages, n_pages;
@@ -57,51 +58,68 @@ DEVICE Seen seen_by(const SparseRow& row, const HeadState& state) {
     return seen;
 }
 
-// One page of the list: where it is, and which of its tokens are seen.
+// One page of the list: where it is, how large, which of its tokens are seen, and beside those whether it is of the
+// working set.
 struct SeenPage {
     const u8* page;
-    u32 tokens;
+    u32 n_bytes, mask;
 };
+#define IS_MEMBER (1u << 31)
 
 DEVICE u32 tokens_between(u32 start, u32 end) {
     return start >= end ? 0 : ((1u << (end - start)) - 1) << start;
 }
 
+template <bool KEPT>
 DEVICE SeenPage page_at(const SparseParams& p, const SparseRow& row, const HeadState& state,
                         const Seen& seen, u32 head, u32 i) {
-    if (i >= seen.n_pages) return SeenPage{0, 0};
-    if (i < seen.first_pages) {
-        const u8* page = page_of(p.pages, head, row.table_row, i);
-        return SeenPage{page, tokens_between(0, min(seen.n_first - i * PAGE, (u32)PAGE))};
+    if (i >= seen.n_pages) return SeenPage{0, 0, 0};
+    if (i - seen.first_pages < seen.member_pages) {
+        i -= seen.first_pages;
+        const u32 n_bytes = set_page_bytes(KEPT);
+        const u8* page = row.pages + (u64)state.first * SET_UNIT + (u64)i * n_bytes;
+        return SeenPage{page, n_bytes, tokens_between(0, min(seen.n_members - i * PAGE, (u32)PAGE)) | IS_MEMBER};
     }
-    i -= seen.first_pages;
-    if (i < seen.member_pages) {
-        const u8* page = row.pages + (u64)(state.first_page + i) * HEAD_PAGE_BYTES;
-        return SeenPage{page, tokens_between(0, min(seen.n_members - i * PAGE, (u32)PAGE))};
-    }
-    i += seen.cut / PAGE - seen.member_pages;
-    const u32 start = max(seen.cut, i * PAGE) - i * PAGE;
+    const bool is_first = i < seen.first_pages;
+    if (!is_first) i += seen.cut / PAGE - seen.member_pages - seen.first_pages;
+    const u32 start = is_first ? 0 : max(seen.cut, i * PAGE) - i * PAGE;
+    const u32 end = (is_first ? seen.n_first : seen.kv_len) - i * PAGE;
     const u8* page = page_of(p.pages, head, row.table_row, i);
-    return SeenPage{page, tokens_between(start, min(seen.kv_len - i * PAGE, (u32)PAGE))};
+    return SeenPage{page, HEAD_PAGE_BYTES, tokens_between(start, min(end, (u32)PAGE))};
 }
 
 #if KV != KV_F32
 
-// Pages of a task, whole steps: of many pages fewer chunks are to be brought together. What others see
-// does not matter, so that a row has the same bits in any company.
-DEVICE u32 chunk_of(const SparseParams& p, const Seen& seen) {
-    const u32 pages = (seen.n_pages + p.head_tasks - 1) / p.head_tasks;
-    return max((pages + STEP_PAGES - 1) / STEP_PAGES * STEP_PAGES, (u32)SHORT_CHUNK);
+// Pages of a task, if the heads of its row see so many together: of many pages fewer chunks are to be
+// brought together, and heads that see much have no longer tasks than others. What other rows see does not
+// matter, so that a row has the same bits in any company.
+DEVICE u32 chunk_of(const SparseParams& p, u32 row_pages) {
+    return max((row_pages + p.row_tasks - 1) / p.row_tasks, (u32)SHORT_CHUNK);
 }
 
+// What tasks of a batch are: the first of each row and head, and the pages of one, of each row.
+struct Tasks {
+    u32 first[MAX_NUMBERS + 1];
+    u32 chunk[MAX_NUMBERS];
+};
+
 // Works out the first task of each head, and how many there are.
-DEVICE void count_tasks(const SparseParams& p, u32* tasks) {
-    const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
+DEVICE void count_tasks(const SparseParams& p, Tasks& all) {
+    const u32 n_heads = p.heads.n_kv_heads, n = p.heads.n_rows * n_heads;
+    u32* tasks = all.first;
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
-        const SparseRow row = p.heads.rows[i / p.heads.n_kv_heads];
-        const Seen seen = seen_by(row, *state_of(p.heads, row, i % p.heads.n_kv_heads));
-        tasks[i + 1] = (seen.n_pages + chunk_of(p, seen) - 1) / chunk_of(p, seen);
+        const SparseRow row = p.heads.rows[i / n_heads];
+        tasks[i + 1] = seen_by(row, *state_of(p.heads, row, i % n_heads)).n_pages;
     }
+    __syncthreads();
+    for (u32 row = threadIdx.x; row < p.heads.n_rows; row += blockDim.x) {
+        u32 pages = 0;
+        for (u32 head = 0; head < n_heads; head++) pages += tasks[row * n_heads + head + 1];
+        all.chunk[row] = chunk_of(p, pages);
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x)
+        tasks[i + 1] = (tasks[i + 1] + all.chunk[i / n_heads] - 1) / all.chunk[i / n_heads];
     if (threadIdx.x == 0) tasks[0] = 0;
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -136,15 +154,17 @@ DEVICE bool is_decided(const SparseParams& p) {
 
 // The task that pages are brought for, or that is computed.
 struct SparseTask {
-    u32 index, number;  // of the task, and of its row and head
-    u32 head;
+    u32 number, head;    // of its row and head
+    u32 index;
+    u32 first, n_pages;  // in the list
     SparseRow row;
     HeadState state;
     Seen seen;
 };
 
-DEVICE bool find_task(const SparseParams& p, const u32* tasks, u32 index, SparseTask& task) {
+DEVICE bool find_task(const SparseParams& p, const Tasks& all, u32 index, SparseTask& task) {
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
+    const u32* tasks = all.first;
     if (index >= tasks[n]) return false;
     // The last head whose first task is not behind this one.
     u32 low = 0, high = n;
@@ -156,175 +176,153 @@ DEVICE bool find_task(const SparseParams& p, const u32* tasks, u32 index, Sparse
     // Heads that see nothing have no tasks.
     while (tasks[low + 1] <= index) low++;
     task.index = index, task.number = low, task.head = low % p.heads.n_kv_heads;
+    const u32 chunk = all.chunk[low / p.heads.n_kv_heads];
+    task.first = (index - tasks[low]) * chunk, task.n_pages = chunk;
     task.row = p.heads.rows[low / p.heads.n_kv_heads];
     task.state = *state_of(p.heads, task.row, task.head);
     task.seen = seen_by(task.row, task.state);
     return true;
 }
 
-template <int R>
+// Whether a page of the list is of the working set.
+DEVICE bool is_of_set(const SparseTask& task, u32 page) {
+    return page - task.seen.first_pages < task.seen.member_pages;
+}
+
+template <int R, bool KEPT, int STAGES>
 struct Sparse {
-    static const int RING = SPARSE_STAGES * STAGE_BYTES;
-    static const int MASKS = RING + Lines<R>::Q_BYTES;
-    static const int BARRIERS = MASKS + 16;
-    static const int WARP_BYTES = BARRIERS + 16 + 96;
+    static const int RING = STAGES * HEAD_PAGE_BYTES;
+    static const int BARRIERS = RING + Group<R>::Q_BYTES;
+    static const int MASKS = BARRIERS + STAGES * 8;
+    static const int WARP_BYTES = BARRIERS + 128;
+    static_assert(set_page_bytes(KEPT) <= HEAD_PAGE_BYTES, "pages of sets fit where others do");
+    static_assert(STAGES <= SHORT_CHUNK, "what is brought is one task ahead at most");
+    static_assert(STAGES * 12 <= 128, "there is room for barriers and masks");
 
-    // Whether the first step of a task sees only pages of the working set.
-    DEVICE bool is_of_set(const SparseParams& p, const SparseTask& task, u32 tasks_before) {
-        const u32 first = (task.index - tasks_before) * chunk_of(p, task.seen);
-        return first >= task.seen.first_pages &&
-               first + STEP_PAGES <= task.seen.first_pages + task.seen.member_pages;
-    }
-
-    // Brings one step of a task; tokens that are seen go beside it.
-    DEVICE void bring(const SparseParams& p, const SparseTask& task, u32 tasks_before, u32 step, u8* own,
-                      u32 stage) {
-        const u32 lane = threadIdx.x % 32;
-        const u32 first = (task.index - tasks_before) * chunk_of(p, task.seen) + step * STEP_PAGES;
-        const u32 ring = shared_address(own), target = ring + stage * STAGE_BYTES;
-        SeenPage pages[STEP_PAGES];
-        u32 tokens = 0, n_bytes = 0;
-        UNROLL
-        for (int i = 0; i < STEP_PAGES; i++) {
-            pages[i] = page_at(p, task.row, task.state, task.seen, task.head, first + i);
-            tokens |= pages[i].tokens << i * PAGE;
-            n_bytes += pages[i].page ? HEAD_PAGE_BYTES : 0;
-        }
-        if (lane == 0) ((u32*)(own + MASKS))[stage] = tokens;
+    // Brings a page, which a lane has found; the others follow it.
+    DEVICE void bring(const SeenPage& found, u32 lane_of, u8* own, u32 stage) {
+        const u32 lane = threadIdx.x % 32, ring = shared_address(own), target = ring + stage * HEAD_PAGE_BYTES;
+        if (lane == lane_of) ((u32*)(own + MASKS))[stage] = found.mask;
 #if HAS_BULK
+        if (lane != lane_of) return;
         const u32 ready = ring + BARRIERS + stage * 8;
-        if (lane == 0) barrier_expect(ready, n_bytes);
-#endif
-        UNROLL
-        for (int i = 0; i < STEP_PAGES; i++) {
-            const u32 to = target + i * HEAD_PAGE_BYTES;
-#if HAS_BULK
-            if (pages[i].page && lane == 0) bulk_copy(to, pages[i].page, HEAD_PAGE_BYTES, ready);
-            if (pages[i].page) continue;
-            for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512) store_zeros(to + at);
-            bulk_fence();
+        barrier_expect(ready, found.n_bytes);
+        if (found.n_bytes) bulk_copy(target, found.page, found.n_bytes, ready);
 #else
-            for (u32 at = lane * 16; at < HEAD_PAGE_BYTES; at += 512)
-                copy_async(to + at, pages[i].page ? pages[i].page + at : p.pages.layer,
-                           pages[i].page ? 16 : 0);
-#endif
-        }
-#if !HAS_BULK
+        const u8* page = (const u8*)__shfl_sync(~0u, (u64)found.page, lane_of);
+        const u32 n_bytes = __shfl_sync(~0u, found.n_bytes, lane_of);
+        for (u32 at = lane * 16; at < n_bytes; at += 512) copy_async(target + at, page + at, 16);
         copy_commit();
 #endif
     }
 
-    DEVICE void take_lines(const SparseParams& p, const SparseTask& task, Lines<R>& lines,
-                           SharedQueries& operands) {
-        AttendParams queries;
-        queries.qkv = p.qkv, queries.q_stride = p.q_stride;
-        queries.group = p.heads.group, queries.scale = p.scale;
-        lines.first_row = task.row.row, lines.kv_head = task.head;
-        lines.first = 0, lines.n = p.heads.group;
-        // What is seen is told by masks.
-        lines.inside_start = 0, lines.inside_end = ~0u;
-        UNROLL
-        for (int r = 0; r < R; r++) lines.start[r] = 0, lines.end[r] = ~0u;
-        __syncwarp();
-        load_queries<R>(queries, lines, operands);
-        __syncwarp();
-    }
-
-    DEVICE void store(const SparseParams& p, u64 index, const Lines<R>& lines) {
-        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        UNROLL
-        for (int r = 0; r < R; r++) {
-            if (g + 8 * r >= lines.n) continue;
-            const u64 at = index * p.heads.group + g + 8 * r;
-            if (t == 0)
-                *(float2*)(p.sums + at * 2) = make_float2(lines.total[r].m, lines.total[r].l);
-            UNROLL
-            for (int n = 0; n < TILES; n++)
-                *(float2*)(p.partials + at * WIDTH + n * 8 + t * 2) =
-                    make_float2(lines.o[n][2 * r], lines.o[n][2 * r + 1]);
+    // Computes a page that has come.
+    DEVICE void compute(const u8* page, u32 mask, const uint2* queries, Group<R>& group) {
+        float s[R][4];
+#if KEEPS_CODES
+        if (KEPT && mask & IS_MEMBER) {
+            score_page<R>(SetKeys{shared_address(page)}, queries, s);
+            weigh_page(mask, set_scales(page), group, s);
+            const SetValues values(page, mask);
+            if (values.have_rest) mend<R>(page, s);
+            return mix_page(values, s, group);
         }
+#endif
+        score_page<R>(PageKeys{shared_address(page)}, queries, s);
+        weigh_page(mask, make_float2(1.0f, 1.0f), group, s);
+        mix_page(PageValues{page + HALF_PAGE_BYTES}, s, group);
     }
 
     DEVICE void run(const SparseParams& p) {
         extern __shared__ __align__(128) u8 shared[];
-        __shared__ u32 tasks[MAX_NUMBERS + 1];
+        __shared__ Tasks tasks;
         allow_next();
         // Queries, the last page and room for results are not there before the kernel before has ended; what was
         // decided on a branch may be.
         const bool is_early = is_decided(p);
         if (!is_early) wait_for_previous();
-        const u32 lane = threadIdx.x % 32, t = lane % 4, warp = threadIdx.x / 32;
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         u8* own = shared + warp * WARP_BYTES;
-        u32* operands = (u32*)(own + RING);
+        uint2* queries = (uint2*)(own + RING);
 #if HAS_BULK
         if (lane == 0)
-            for (u32 i = 0; i < SPARSE_STAGES; i++) barrier_init(shared_address(own) + BARRIERS + i * 8);
+            for (u32 i = 0; i < STAGES; i++) barrier_init(shared_address(own) + BARRIERS + i * 8);
         __syncwarp();
 #endif
         count_tasks(p, tasks);
         // Neighbouring warps of a block are far from each other, so that few tasks meet many blocks.
         const u32 n_warps = gridDim.x * (blockDim.x / 32);
         SparseTask ahead, task;
-        u32 n_brought = 0;
+        u32 n_brought = 0, next_page = 0;
         bool is_ahead = find_task(p, tasks, warp * gridDim.x + blockIdx.x, ahead);
-        const bool is_brought = is_early && is_ahead && is_of_set(p, ahead, tasks[ahead.number]);
-        if (is_brought) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        // Pages of the task that are next, one in each lane: each look waits for others. What is not of working sets
+        // may still change before the kernel before has ended.
+        SeenPage found = {0, 0, 0};
+        const auto look = [&](bool is_early) {
+            const u32 i = ahead.first + next_page / 32 * 32 + lane;
+            if (!is_early || is_of_set(ahead, i))
+                found = page_at<KEPT>(p, ahead.row, ahead.state, ahead.seen, ahead.head, i);
+        };
+        const auto bring_next = [&]() {
+            if (!is_ahead) return copy_commit();
+            if (next_page % 32 == 0 && next_page > 0) look(false);
+            bring(found, next_page % 32, own, n_brought++ % STAGES);
+            if (++next_page < ahead.n_pages) return;
+            next_page = 0;
+            is_ahead = find_task(p, tasks, ahead.index + n_warps, ahead);
+            if (is_ahead) look(false);
+        };
+        u32 n_early = 0;
+        if (is_early && is_ahead) {
+            look(true);
+            while (n_early < STAGES - 1 && is_of_set(ahead, ahead.first + next_page)) bring_next(), n_early++;
+        }
         if (is_early) wait_for_previous();
-        if (is_ahead && !is_brought) bring(p, ahead, tasks[ahead.number], 0, own, 0);
+        if (is_ahead) look(false);
+        for (; n_early < STAGES - 1; n_early++) bring_next();
         if (blockIdx.x == 0)
             for (u32 i = threadIdx.x; i <= p.heads.n_rows * p.heads.n_kv_heads; i += blockDim.x)
-                p.tasks[i] = tasks[i];
-        Lines<R> lines;
-        SharedQueries queries = {operands};
-        u32 number = ~0u;
-        while (is_ahead) {
+                p.tasks[i] = tasks.first[i];
+        Group<R> group;
+        u32 number = ~0u, turn = 0;
+        // Of a task that begins, not all pages are on their way.
+        bool is_here = is_ahead;
+        while (is_here) {
             task = ahead;
-            if (task.number != number) take_lines(p, task, lines, queries);
-            number = task.number;
-            begin_chunk(lines);
-            const u32 n_steps = chunk_of(p, task.seen) / STEP_PAGES;
-            for (u32 step = 0; step < n_steps; step++) {
-                const u32 turn = n_brought, stage = turn % SPARSE_STAGES;
-                n_brought++;
-                // The stage that comes next was read in the step before.
+            if (task.number != number) {
+                const float* first = p.qkv + (u64)task.row.row * p.q_stride + task.head * p.heads.group * HEAD_DIM;
                 __syncwarp();
-                if (step + 1 < n_steps) {
-                    bring(p, task, tasks[task.number], step + 1, own, n_brought % SPARSE_STAGES);
-                } else {
-                    is_ahead = find_task(p, tasks, task.index + n_warps, ahead);
-                    if (is_ahead) bring(p, ahead, tasks[ahead.number], 0, own, n_brought % SPARSE_STAGES);
-                    else copy_commit();
-                }
+                load_group(first, p.heads.group, p.scale, group, queries);
+                number = task.number;
+            }
+            begin_group(group);
+            for (u32 i = 0; i < task.n_pages; i++, turn++) {
+                const u32 stage = turn % STAGES;
+                // The stage that comes next was read in the turn before.
+                __syncwarp();
+                bring_next();
 #if HAS_BULK
-                barrier_wait(shared_address(own) + BARRIERS + stage * 8,
-                             turn / SPARSE_STAGES % 2);
+                barrier_wait(shared_address(own) + BARRIERS + stage * 8, turn / STAGES % 2);
 #else
-                copy_wait<1>();
+                copy_wait<STAGES - 1>();
 #endif
                 __syncwarp();
-                const u32 tokens = ((const u32*)(own + MASKS))[stage];
-                if (tokens == 0) continue;
-                const u8* pages = own + stage * STAGE_BYTES;
-                float s[KEY_TILES][2 * R], down[R];
-                score<R, HEAD_PAGE_BYTES>(pages, queries, s);
-                if (tokens != ~0u)
-                    UNROLL
-                    for (int j = 0; j < KEY_TILES; j++)
-                        UNROLL
-                        for (int e = 0; e < 2 * R; e++)
-                            if (!(tokens >> (j * 8 + t * 2 + e % 2) & 1)) s[j][e] = -INFINITE;
-                soften<R>(0, lines, s, down);
-                mix_values<R, HEAD_PAGE_BYTES>(pages + HALF_PAGE_BYTES, s, down, lines.o);
+                const u32 mask = ((const u32*)(own + MASKS))[stage];
+                if (mask & 0xFFFF) compute(own + stage * HEAD_PAGE_BYTES, mask, queries, group);
             }
-            store(p, task.index, lines);
+            const u64 at = (u64)task.index * p.heads.group;
+            store_group(group, p.heads.group, p.partials + at * WIDTH, p.sums + at * 2);
+            is_here = is_ahead;
         }
     }
 };
 
-#define SPARSE(name, R, WARPS, SHARED)                                                       \
-    static_assert(WARPS * Sparse<R>::WARP_BYTES == SHARED, "the host's memory differs");     \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) name(SparseParams p) {       \
-        Sparse<R>::run(p);                                                                   \
+// Bounds for THREADS leave so many registers to each thread that the warps fit beside a block of `decide_beside`.
+#define SPARSE(name, R, KEPT, STAGES, WARPS, SHARED, THREADS)                          \
+    static_assert(WARPS * Sparse<R, KEPT, STAGES>::WARP_BYTES == SHARED,               \
+                  "the host's memory differs");                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(SparseParams p) {    \
+        Sparse<R, KEPT, STAGES>::run(p);                                               \
     }
 SPARSE_ENTRIES
 
@@ -350,14 +348,20 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) sparse_merge(SparseP
     // For the next step.
     if (p.done && thread == 0 && blockIdx.x + blockIdx.y == 0) *p.done = 0;
     float largest = -INFINITE;
-    for (u32 i = thread; i < n; i += MERGE_THREADS)
-        largest = fmaxf(largest, p.sums[((u64)(first + i) * p.heads.group + g) * 2]);
+    // A thread's own, of few chunks: they are read once.
+    const bool are_few = n <= MERGE_BATCH;
+    for (u32 i = thread; i < n; i += MERGE_THREADS) {
+        const float m = p.sums[((u64)(first + i) * p.heads.group + g) * 2];
+        if (are_few) weights[i] = m;
+        largest = fmaxf(largest, m);
+    }
     largest = warp_max(largest);
     if (thread % 32 == 0) warps[thread / 32] = largest;
     __syncthreads();
     largest = warps[0];
     for (u32 i = 1; i < MERGE_THREADS / 32; i++) largest = fmaxf(largest, warps[i]);
     const float base = largest == -INFINITE ? 0.0f : largest;
+    for (u32 i = thread; are_few && i < n; i += MERGE_THREADS) weights[i] = exp2_of(weights[i] - base);
     for (u32 piece = 0; piece < WIDTH; piece += 2 * MERGE_PAIRS) {
         const u32 column = piece + pair * 2;
         float2 sum = make_float2(0.0f, 0.0f);
@@ -365,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) sparse_merge(SparseP
         for (u32 start = 0; start < n; start += MERGE_BATCH) {
             const u32 end = min(n - start, (u32)MERGE_BATCH);
             __syncthreads();
-            for (u32 i = thread; i < end; i += MERGE_THREADS)
+            for (u32 i = thread; !are_few && i < end; i += MERGE_THREADS)
                 weights[i] = exp2_of(p.sums[((u64)(first + start + i) * p.heads.group + g) * 2] - base);
             __syncthreads();
 #pragma unroll 8
@@ -413,10 +417,10 @@ extern "C" __global__ void __launch_bounds__(32) sparse_attend_f32(SparseParams 
     UNROLL
     for (int i = 0; i < (HEAD_DIM + 31) / 32; i++) o[i] = 0.0f;
     for (u32 i = 0; i < seen.n_pages; i++) {
-        const SeenPage found = page_at(p, row, state, seen, head, i);
+        const SeenPage found = page_at<false>(p, row, state, seen, head, i);
         const float* page = (const float*)found.page;
         float s = -INFINITE;
-        if (lane < PAGE && found.tokens >> lane & 1) {
+        if (lane < PAGE && found.mask >> lane & 1) {
             s = 0.0f;
             for (u32 e = 0; e < HEAD_DIM; e++) s = __fmaf_rn(q[e], page[key_at(lane, e)], s);
             s *= p.scale;
@@ -429,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(32) sparse_attend_f32(SparseParams 
         for (int n = 0; n < (HEAD_DIM + 31) / 32; n++) o[n] *= down;
         for (u32 token = 0; token < PAGE; token++) {
             const float w = __shfl_sync(~0u, weight, token);
-            if (!(found.tokens >> token & 1)) continue;
+            if (!(found.mask >> token & 1)) continue;
             UNROLL
             for (int n = 0; n < (HEAD_DIM + 31) / 32; n++)
                 if (n * 32 + lane < HEAD_DIM)

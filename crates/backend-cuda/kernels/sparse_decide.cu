@@ -374,7 +374,7 @@ template <bool CODES>
 DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals& all, u32 n_moves,
                        Ring<CODES> ring) {
     const u32 n_blocks = bringing(p, share), warp = threadIdx.x / 32 * n_blocks + share.index;
-    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.codes.kind, ring,
+    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.codes, ring,
                       [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
 }
 
@@ -443,7 +443,7 @@ DEVICE void decide_all(const DecideParams& p) {
         arrivals.moves = p.moves + (u64)number * p.score.stride;
         arrivals.marks = share.marks, arrivals.pages = row.pages;
         arrivals.table_row = row.table_row, arrivals.head = head;
-        arrivals.first_page = state.first_page, arrivals.n_gone = before.all_gone;
+        arrivals.first = state.first, arrivals.n_gone = before.all_gone;
         arrivals.behind = n_stay, arrivals.now = now;
     }
     __syncthreads();

@@ -88,7 +88,7 @@ DEVICE Way way_at(const GatherRowsParams& p, const u32* firsts, u32 index, bool 
     all.moves = p.moves + (u64)low * p.stride;
     all.marks = row.marks ? row.marks + (p.first_head + head) * p.mark_stride : nullptr;
     all.pages = row.pages;
-    all.table_row = row.table_row, all.head = head, all.first_page = state->first_page;
+    all.table_row = row.table_row, all.head = head, all.first = state->first;
     all.n_gone = state->n_gone, all.behind = state->n_members - state->n_moves, all.now = state->now;
     const u8* staged = is_staged ? p.staged + (u64)index * 2 * (CODES ? CODE_WIDTH : ROW_BYTES) : nullptr;
     return way_of<CODES>(p.pages, p.codes, all, index - firsts[low], staged);
@@ -106,7 +106,7 @@ DEVICE void gather(const GatherRowsParams& p) {
     bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
     if (is_staged) is_staged = have_come(p);
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, n_warps = gridDim.x * GATHER_THREADS / 32;
-    bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.codes.kind, ring,
+    bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.codes, ring,
                       [&](u32 index) { return way_at<CODES>(p, firsts, index, is_staged); });
 }
 

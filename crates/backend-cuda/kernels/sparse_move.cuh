@@ -14,18 +14,18 @@ struct Arrivals {
     uint2* marks;        // of the head's places, or null
     u8* pages;           // of working sets
     u32 table_row, head;
-    u32 first_page;      // of the head's set
+    u32 first;           // SET_UNITs behind those, where the head's set begins
     u32 n_gone;          // rows that are free: the first moves take those,
     u32 behind;          // and the others, counted from here, the rows behind the last
     u32 now;
 };
 
-// One row on its way: where its key is and where it goes, each without what its place in the page
-// does to the order of its pieces.
+// One row on its way: where its key is, without what its place in the page does to the order of its pieces, and
+// the page that it goes to.
 struct Way {
     const u8* source;
     u8* target;
-    u32 tokens;  // of its page, or the scales of its key and value; and of the page that it goes to
+    u32 tokens;  // its place there, or the scales of its key and value; and its place where it goes to
 };
 
 // Finds the way of a move, from the arena or from where it was staged, and marks its place.
@@ -35,7 +35,7 @@ DEVICE Way way_of(const SparsePages& pages, const Codes& codes, const Arrivals& 
     // Other blocks may have written it.
     const uint2 move = __ldcg(all.moves + number);
     const u32 to = number < all.n_gone ? move.y : all.behind + number;
-    const u32 page = all.first_page + to / PAGE, token = move.x % PAGE;
+    const u32 token = move.x % PAGE, page_bytes = set_page_bytes(CODES && codes.are_kept);
     Way way;
     if (CODES) {
         const u32 slot = pages.tables[(u64)all.table_row * pages.table_len + move.x / PAGE];
@@ -46,7 +46,7 @@ DEVICE Way way_of(const SparsePages& pages, const Codes& codes, const Arrivals& 
             staged ? staged : page_of(pages, all.head, all.table_row, move.x / PAGE) + token * ROW_BYTES;
         way.tokens = token | to % PAGE << 16;
     }
-    way.target = all.pages + (u64)page * HEAD_PAGE_BYTES + to % PAGE * ROW_BYTES;
+    way.target = all.pages + (u64)all.first * SET_UNIT + (u64)(to / PAGE) * page_bytes;
     if (all.marks) all.marks[move.x] = make_uint2(all.now, to);
     return way;
 }
@@ -60,8 +60,9 @@ DEVICE u32 at_once() { return CODES ? 2 : 1; }
 
 // Puts down a row, or what is coded there, that has come to shared memory, by as many lanes as it has.
 template <bool CODES>
-DEVICE void put_down(const u8* row, u8* target, u32 tokens, u32 kind) {
+DEVICE void put_down(const u8* row, u8* page, u32 tokens, u32 kind, bool are_kept) {
     const u32 token = tokens >> 16, n_lanes = 32 / at_once<CODES>(), lane = threadIdx.x % n_lanes;
+    u8* target = page + token * ROW_BYTES;
     LOOP for (u32 at = lane; !CODES && at < 2 * ROW_PIECES; at += n_lanes) {
         const u32 half = at / ROW_PIECES, part = at % ROW_PIECES;
         *(uint4*)(target + half * HALF_PAGE_BYTES + piece_from(token, part)) =
@@ -69,8 +70,15 @@ DEVICE void put_down(const u8* row, u8* target, u32 tokens, u32 kind) {
     }
     LOOP for (u32 at = lane; CODES && at < CODE_PIECES; at += n_lanes) {
         const u32 half = at / (CODE_PIECES / 2), part = at % (CODE_PIECES / 2);
+        const u32 scale = tokens >> half * 8 & 0xFF;
+#if KEEPS_CODES
+        if (are_kept) {
+            keep_piece(page, token, half, part, *(const uint4*)(row + at * 16), scale);
+            continue;
+        }
+#endif
         uint4 out[sizeof(Element)];
-        expand(kind, *(const uint4*)(row + at * 16), __uint_as_float((tokens >> half * 8 & 0xFF) << 23), out);
+        expand(kind, *(const uint4*)(row + at * 16), __uint_as_float(scale << 23), out);
         u8* to = target + half * HALF_PAGE_BYTES;
         UNROLL
         for (u32 k = 0; k < sizeof(Element); k++)
@@ -143,7 +151,7 @@ struct Ring {
 
 // Puts down what has come to some slots, where the lanes of these know its way.
 template <bool CODES, u32 BYTES>
-DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& way, u32 kind) {
+DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& way, const Codes& codes) {
     // Two at a time if they are coded: see `at_once`.
     const bool is_second = CODES && threadIdx.x % 32 >= 16;
     LOOP while (come) {
@@ -152,7 +160,7 @@ DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& wa
         const u32 slot = is_second && others ? __ffs(others) - 1 : one;
         u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, slot);
         const u32 tokens = __shfl_sync(~0u, way.tokens, slot);
-        if (has_row) put_down<CODES>(ring.row(slot), target, tokens, kind);
+        if (has_row) put_down<CODES>(ring.row(slot), target, tokens, codes.kind, codes.are_kept);
         come = CODES ? others & others - 1 : others;
     }
     __syncwarp();
@@ -162,8 +170,8 @@ DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& wa
 // a key to its value, unless they are coded, side by side. Each warp has a share of rows that follow each other;
 // steps take a little longer if warps take runs of 32 in turns.
 template <bool CODES, u32 BYTES, typename Find>
-DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kind, Ring<CODES, BYTES> ring,
-                       const Find& find) {
+DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, const Codes& codes,
+                       Ring<CODES, BYTES> ring, const Find& find) {
     if (n_all == 0) return;
     const u32 lane = threadIdx.x % 32, share = (n_all + n_warps - 1) / n_warps;
     u32 first = warp * share, sent = 0;  // of the 32 rows from there on
@@ -193,6 +201,6 @@ DEVICE void bring_rows(u32 warp, u32 n_warps, u32 n_all, u32 half_bytes, u32 kin
         if (is_new) way = next, sent = 0, first += 32;
         const u32 come = ring.wait(is_coming);
         if (come >> lane & 1) is_coming = false;
-        put_down_all(ring, come, own, kind);
+        put_down_all(ring, come, own, codes);
     }
 }

@@ -55,6 +55,16 @@ impl PageShape {
     pub(crate) fn bytes(self) -> usize {
         2 * PAGE_LEN * (self.width() * self.dtype.bytes() + self.dtype.scale_bytes())
     }
+
+    /// Bytes of one head's page of a working set: rows may stay in eight bits as they come, each with its factors.
+    pub(crate) fn set_bytes(self, is_kept: bool) -> usize {
+        if is_kept { 2 * PAGE_LEN * (self.width() + 2) } else { self.bytes() }
+    }
+
+    /// Whether rows that come so stay so in working sets: `KEEPS_CODES` of the kernels.
+    pub(crate) fn keeps(self, code: RowCode) -> bool {
+        matches!(self.dtype, KvDtype::F16 | KvDtype::Bf16) && code == RowCode::Fp8
+    }
 }
 
 /// Where eight columns of a token's key are, as `kernels/kv.cuh` counts them.
@@ -423,6 +433,17 @@ impl CudaKv {
             return CodeRows::NONE;
         };
         codes.starting_at((self.rank(layer) * self.shape.n_kv_heads) as usize)
+    }
+
+    /// Whether the working sets of a layer have rows in eight bits.
+    pub(crate) fn keeps_codes(&self, layer: u32) -> bool {
+        let codes = self.codes.as_ref().filter(|_| self.is_far(layer));
+        codes.is_some_and(|codes| self.page.keeps(codes.code()))
+    }
+
+    /// [`CudaKv::codes_of`], for what decides: to its working sets rows may come as they are.
+    pub(crate) fn kept_codes_of(&self, layer: u32) -> CodeRows {
+        CodeRows { are_kept: self.keeps_codes(layer).into(), ..self.codes_of(layer) }
     }
 
     /// These pages were written, but not their copies on the device.

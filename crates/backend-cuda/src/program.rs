@@ -186,6 +186,7 @@ impl Program {
         files.extend([
             ("codes.cuh", include_str!("../kernels/codes.cuh")),
             ("sparse.cuh", include_str!("../kernels/sparse.cuh")),
+            ("sparse_set.cuh", include_str!("../kernels/sparse_set.cuh")),
             ("sparse_digest.cu", include_str!("../kernels/sparse_digest.cu")),
         ]);
         files.extend(DECIDE);
@@ -193,6 +194,11 @@ impl Program {
             ("sparse_score.cu", include_str!("../kernels/sparse_score.cu")),
             ("sparse_gather.cu", include_str!("../kernels/sparse_gather.cu")),
             ("sparse_post.cu", include_str!("../kernels/sparse_post.cu")),
+        ]);
+        if page.dtype != KvDtype::F32 {
+            files.push(("sparse_page.cuh", include_str!("../kernels/sparse_page.cuh")));
+        }
+        files.extend([
             ("sparse_attend.cu", include_str!("../kernels/sparse_attend.cu")),
             ("compact", "#define COMPACT\nnamespace compact {\n"),
         ]);

@@ -4,13 +4,13 @@
 //!
 //! Without a driver the test says so and passes: nothing was judged, and the output shows it.
 
-#![expect(clippy::print_stdout, reason = "a skip must be seen")]
+#![expect(clippy::print_stdout, reason = "a skip must be seen, and how far results are")]
 
 mod gpu;
 
 use nuthatch_backend::{
-    AttnSpec, Backend, BatchLayout, DeviceError, Pass, Pick, PlanShape, RopeSpec, RopeStyle,
-    RowCode, narrow, widen,
+    AttnSpec, Backend, BatchLayout, Deciding, DeviceError, Pass, Pick, PlanShape, RopeSpec,
+    RopeStyle, RowCode, Rules, ScoreBy, narrow, topk::HeadNumbers, widen,
 };
 use nuthatch_backend_cuda::{Cuda, FarPages};
 use nuthatch_types::{HeadSet, KvDtype, KvShape, KvSlots, LayerIdx, LayerSet, PageCopy, Slot};
@@ -23,6 +23,9 @@ const N_HEADS: usize = 4;
 /// Tokens of the sequence: a prompt, and one by one.
 const N_PROMPT: usize = 70;
 const N_ALL: usize = 75;
+/// Places that are seen where they are, when a device decides.
+const SINKS: u32 = 4;
+const RECENT: u32 = 9;
 
 /// `[token][q | k | v]`, of sizes from tiny to large, one vector all zeros.
 fn tokens(d: usize) -> Vec<Vec<f32>> {
@@ -56,12 +59,34 @@ fn rounded(tokens: &[Vec<f32>], d: usize, (code, dtype): (RowCode, KvDtype)) -> 
     tokens.iter().map(round).collect()
 }
 
-/// Attention of the last token to some places, after all were appended and their pages copied.
+/// What a device decides by that chooses everything between the first places and the last ones.
+fn choose_all() -> Rules {
+    let head =
+        HeadNumbers { threshold: 0.0, soft: f32::INFINITY, weight: 1.0, importances: vec![1.0; 2] };
+    Rules {
+        by: ScoreBy::Keys,
+        percent: 100.0,
+        k_min: 0,
+        k_max: u32::MAX,
+        sinks: SINKS,
+        recent: RECENT,
+        fade: 0,
+        working_set: 1.0,
+        is_whole: false,
+        reuse: None,
+        has_choice: true,
+        first_layer: 0,
+        heads: vec![head; 3 * N_KV],
+    }
+}
+
+/// Attention of the last token to some places, or to all by working sets that the device decides about, after all
+/// were appended and their pages copied.
 fn attend(
     cuda: &Cuda,
     kv: KvShape,
     tokens: &[Vec<f32>],
-    places: &[u32],
+    places: Option<&[u32]>,
 ) -> Result<Vec<f32>, DeviceError> {
     let d = kv.head_dim as usize;
     let rope =
@@ -112,10 +137,24 @@ fn attend(
     let slots: Vec<Slot> = (0..n_pages).map(moved).collect();
     cuda.write_table(&mut tables, 0, 0, &slots)?;
     lay_out(N_ALL - 1, 1, &mut qkv, (&tables, &mut plan))?;
-    let pick = |head| Pick { seq: 0, head, n_first: 0, places, tail: N_ALL as u32, rows: &[] };
-    let picks: Vec<Pick<'_>> = (0..N_KV as u32).map(pick).collect();
     let mut out = cuda.alloc(N_HEADS * d)?;
-    cuda.attend_picks(&plan, LAYER, &spec, &qkv, &arena, &picks, &mut out)?;
+    match places {
+        Some(places) => {
+            let pick =
+                |head| Pick { seq: 0, head, n_first: 0, places, tail: N_ALL as u32, rows: &[] };
+            let picks: Vec<Pick<'_>> = (0..N_KV as u32).map(pick).collect();
+            cuda.attend_picks(&plan, LAYER, &spec, &qkv, &arena, &picks, &mut out)?;
+        }
+        None => {
+            assert!(
+                cuda.decide_by(&plan, &mut arena, &[choose_all()], 1)?,
+                "a device that decides"
+            );
+            let row = Deciding { seq: 0, table_row: 0, rules: 0, is_new: true };
+            cuda.begin_deciding(&mut plan, &arena, &[row])?;
+            cuda.attend_deciding(&plan, (1, LAYER), &spec, &qkv, &arena, &mut out)?;
+        }
+    }
     let mut found = vec![0.0; N_HEADS * d];
     cuda.read(&out, &mut found)?;
     Ok(found)
@@ -132,7 +171,7 @@ fn rows_in_eight_bits_are_those_of_the_reference() {
     };
     let Some(here) = open(None) else { return };
     let attend = |cuda: &Cuda, kv, tokens: &[Vec<f32>], places: &[u32]| {
-        attend(cuda, kv, tokens, places).unwrap()
+        attend(cuda, kv, tokens, Some(places)).unwrap()
     };
     let far_plain = far(2, None).unwrap();
     let coded = RowCode::ALL.map(|code| (code, [1, 64].map(|n| far(n, Some(code)).unwrap())));
@@ -152,6 +191,73 @@ fn rows_in_eight_bits_are_those_of_the_reference() {
                     let found = attend(cuda, kv, &exact, places);
                     let same = found.iter().zip(&expected).filter(|(a, b)| a == b).count();
                     assert_eq!(found, expected, "{code} {dtype} {d}: {same} same");
+                }
+            }
+        }
+    }
+}
+
+/// Working sets may keep rows in eight bits: attention to them is that to rounded rows, but for the order of sums.
+/// The last places and the first are not rounded. Some numbers are so large that their power of two is none that an
+/// element can be multiplied by at once.
+#[test]
+fn working_sets_in_eight_bits_have_the_rows_of_the_reference() {
+    let Some(here) = open(None) else { return };
+    let far = |resident: &[u32], code| {
+        let resident = LayerSet::of(resident).unwrap();
+        let coded_here = if resident.is_empty() { HeadSet::of([3]) } else { HeadSet::NONE };
+        let far =
+            FarPages { n_near: 64, resident, n_threads: 0, code, coded_here, fails_after: None };
+        open(Some(far)).unwrap()
+    };
+    for code in RowCode::ALL {
+        // Some layers' working sets have rows as they are; and all have the same.
+        for cuda in [far(&[0, 2], Some(code)), far(&[], Some(code))] {
+            for (dtype, head_dim) in [
+                (KvDtype::Bf16, 128),
+                (KvDtype::Bf16, 80),
+                (KvDtype::Bf16, 64),
+                (KvDtype::Bf16, 24),
+                (KvDtype::F16, 128),
+            ] {
+                let kv =
+                    KvShape { n_layers: 3, n_kv_heads: N_KV as u32, head_dim, page_len: 16, dtype };
+                let d = head_dim as usize;
+                let mut exact = tokens(d);
+                // One value that outweighs the others, a key that does, and one of each that is next to nothing.
+                let by = if dtype == KvDtype::Bf16 { [1e8, 1e6, 1e-20] } else { [6e4, 6e4, 1e-6] };
+                for (at, (x, most)) in [
+                    (20, (N_KV * d, by[0])),
+                    (41, (0, by[1])),
+                    (33, (N_KV * d, by[2])),
+                    (35, (0, by[2])),
+                ] {
+                    let vector = &mut exact[at][N_HEADS * d + x..][..d];
+                    let largest = vector.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                    vector.iter_mut().for_each(|x| *x *= most / largest);
+                }
+                let mut coded = rounded(&exact, d, (code, dtype));
+                let end = N_ALL - RECENT as usize;
+                coded[..SINKS as usize].clone_from_slice(&exact[..SINKS as usize]);
+                coded[end..].clone_from_slice(&exact[end..]);
+                let expected = attend(&here, kv, &coded, None).unwrap();
+                let plain = attend(&here, kv, &exact, None).unwrap();
+                let found = attend(&cuda, kv, &exact, None).unwrap();
+                for (head, ((found, expected), plain)) in
+                    (0..).zip(found.chunks(d).zip(expected.chunks(d)).zip(plain.chunks(d)))
+                {
+                    let most = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                    let distance = |other: &[f32]| {
+                        expected
+                            .iter()
+                            .zip(other)
+                            .fold(0.0f32, |far, (a, b)| far.max((a - b).abs()))
+                    };
+                    let (far, rounding) = (distance(found), distance(plain));
+                    println!(
+                        "{code} {dtype} {d} head {head}: {far} of {most}, rounding {rounding}"
+                    );
+                    assert!(far <= 2e-3 * most, "{code} {dtype} {d} head {head}: {far} of {most}");
                 }
             }
         }

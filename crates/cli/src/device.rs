@@ -168,12 +168,13 @@ impl Device {
     }
 
     /// Bytes that it needs to decide about top-k attention by itself, for sequences of `max_context`
-    /// tokens.
+    /// tokens; if all pages are far, and rows come in eight bits, with `code`.
     pub(crate) fn deciding_bytes(
         &self,
         files: &ModelFiles,
         topk: &TopKOptions,
         (kv, max_context, n_tables): (KvShape, u32, u32),
+        code: Option<RowCode>,
     ) -> u64 {
         match self {
             Device::Cpu(_) => 0,
@@ -187,6 +188,7 @@ impl Device {
                     n_tables,
                     set_rows: topk.working_rows(&shape, max_context),
                     is_soft: topk.policies.iter().any(Policy::is_soft),
+                    code,
                 })
             }
         }
@@ -196,7 +198,7 @@ impl Device {
     pub(crate) fn far(
         &self,
         topk: Option<&TopKOptions>,
-        (kv, way): (KvShape, &FarWay),
+        (kv, way, deciding_saved): (KvShape, &FarWay, u64),
     ) -> Option<FarRequest> {
         let Device::Cuda(_) = self else { return None };
         let topk = topk.filter(|topk| topk.offload.is_some())?;
@@ -215,6 +217,7 @@ impl Device {
                 let (host, device) = nuthatch_backend_cuda::code_bytes(kv.head_dim);
                 CodeBytes { host: heads * host, device: heads * device }
             }),
+            deciding_saved,
             staged: if way.n_threads > 0 { nuthatch_backend_cuda::STAGED_BYTES } else { 0 },
         })
     }

@@ -104,19 +104,23 @@ impl Prepared {
         let kv = kv_shape(files.config(), config.kv_dtype);
         let policies = topk.as_ref().map_or(&[][..], |topk| &topk.policies);
         let context = config.max_context.unwrap_or(files.config().max_context);
-        let deciding = |max_seqs: u32| {
-            let bytes = |topk| device.deciding_bytes(&files, topk, (kv, context, max_seqs));
+        let deciding = |max_seqs: u32, code| {
+            let bytes = |topk| device.deciding_bytes(&files, topk, (kv, context, max_seqs), code);
             topk.as_ref().map_or(0, bytes)
         };
         let mut max_seqs = config.max_seqs;
-        while config.may_run_fewer && max_seqs > 1 && deciding(max_seqs) > available / 4 {
+        while config.may_run_fewer && max_seqs > 1 && deciding(max_seqs, None) > available / 4 {
             max_seqs /= 2;
         }
         if max_seqs < config.max_seqs {
             tracing::info!("top-k attention takes much memory: {max_seqs} sequences at one time");
         }
+        let way = config.sparse.far_way();
+        // Where threads bring rows, some layers may stay, whose working sets have rows as they are.
+        let code = way.code.filter(|_| way.n_threads == 0);
+        let saved = deciding(max_seqs, None) - deciding(max_seqs, code);
         let request = SizeRequest {
-            deciding: deciding(max_seqs),
+            deciding: deciding(max_seqs, None),
             weights: device.weight_bytes(&files, policies)?,
             digest_page_bytes: digest_page_bytes(policies, &kv) as u64,
             max_context: config.max_context,
@@ -124,7 +128,7 @@ impl Prepared {
             max_rows: config.max_rows,
             host_bytes: config.host_bytes,
             host_reads: device.host_reads(),
-            far: device.far(topk.as_ref(), (kv, &config.sparse.far_way())),
+            far: device.far(topk.as_ref(), (kv, &way, saved)),
             budget: budget(config),
             ..SizeRequest::for_model(&files, config.kv_dtype, available)
         };

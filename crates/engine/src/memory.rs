@@ -218,8 +218,9 @@ impl Sizes {
         let n_host_pages = (request.host_bytes / page_bytes).min(pages_countable - n_pages);
         let countable = |n: u64| u32::try_from(n).expect("at most 2^32 - 1 tokens");
         let near = far.as_ref().map(|room| room.near(request, n_pages));
-        let far_bytes =
-            far.zip(near).map_or(0, |(room, near)| room.host_kv(request, n_pages, &near));
+        let both = far.as_ref().zip(near);
+        let far_bytes = both.map_or(0, |(room, near)| room.host_kv(request, n_pages, &near));
+        let saved = both.map_or(0, |(room, near)| room.saved(near.n_layers.into()));
         Ok(Sizes {
             n_pages: countable(n_pages),
             n_host_pages: countable(n_host_pages),
@@ -235,7 +236,7 @@ impl Sizes {
             host_kv: far_bytes + n_host_pages * page_bytes,
             near,
             working: working_bytes(request),
-            deciding: request.deciding,
+            deciding: request.deciding - saved,
         })
     }
 

@@ -56,13 +56,14 @@ params! {
         scales: Address,
         n_slots: u64,
         kind: u32,
-        padding: u32,
+        /// Whether they stay so in working sets.
+        are_kept: u32,
     }
 }
 
 impl CodeRows {
     /// There are none.
-    pub(crate) const NONE: Self = CodeRows { rows: 0, scales: 0, n_slots: 0, kind: 0, padding: 0 };
+    pub(crate) const NONE: Self = CodeRows { rows: 0, scales: 0, n_slots: 0, kind: 0, are_kept: 0 };
 }
 
 /// An address in device memory.

@@ -14,6 +14,9 @@ use crate::device::{Device, Kernel};
 use crate::kv::{PAGE_LEN, PageShape};
 use crate::launch::attend_shape::AttendShape;
 
+/// Bytes that working sets are counted by: their pages are whole ones.
+const SET_UNIT: usize = 64;
+
 params! {
     /// Mirrors `SparseRow`: a row of the batch that sees what is picked for its heads.
     SparseRow {
@@ -36,7 +39,7 @@ params! {
         now: u32,
         n_members: u32,
         n_first: u32,
-        first_page: u32,
+        first: u32,
         n_pages: u32,
         lookup: u32,
         similarity: f32,
@@ -50,8 +53,8 @@ params! {
 }
 
 impl HeadState {
-    /// Nothing is remembered; the working set has its place.
-    pub(crate) fn empty(first_page: usize, n_pages: usize) -> Self {
+    /// Nothing is remembered; the working set has its place, so many bytes behind the row's pages.
+    pub(crate) fn empty(first_byte: usize, n_pages: usize) -> Self {
         HeadState {
             has_label: 0,
             cut: 0,
@@ -59,7 +62,7 @@ impl HeadState {
             now: 0,
             n_members: 0,
             n_first: 0,
-            first_page: count(first_page),
+            first: count(first_byte / SET_UNIT),
             n_pages: count(n_pages),
             lookup: 0,
             similarity: 0.0,
@@ -222,6 +225,7 @@ pub(crate) fn constants(
         ("SPARSE_ROW_SIZE", size_of::<SparseRow>().to_string()),
         ("HEAD_STATE_SIZE", size_of::<HeadState>().to_string()),
         ("DIGEST_PARAMS_SIZE", size_of::<DigestParams>().to_string()),
+        ("SET_UNIT", SET_UNIT.to_string()),
         ("READ_KEYS_PARAMS_SIZE", size_of::<ReadKeysParams>().to_string()),
         ("SCORE_PARAMS_SIZE", size_of::<ScoreParams>().to_string()),
         ("QUESTION_SIZE", size_of::<Question>().to_string()),
@@ -233,8 +237,9 @@ pub(crate) fn constants(
         ("SPARSE_PARAMS_SIZE", size_of::<SparseParams>().to_string()),
     ];
     if attend.page.dtype != KvDtype::F32 {
-        let shapes = SparseShape::fitting(attend, shared_bytes_max);
-        constants.push(("SPARSE_ENTRIES", shapes.map(|shape| shape.entry(attend)).join(" ")));
+        let shapes = SparseShape::fitting(attend, shared_bytes_max).into_iter();
+        let entries: Vec<String> = shapes.map(|shape| shape.entry(attend)).collect();
+        constants.push(("SPARSE_ENTRIES", entries.join(" ")));
     }
     constants
 }

@@ -1,6 +1,6 @@
 //! `sparse_attend.cu`: attention to what is picked.
 
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, RowCode};
 
 use super::sparse::{SparseHeads, SparsePages};
 use super::{Address, count, params};
@@ -23,7 +23,7 @@ params! {
         asked: Address,
         q_stride: u32,
         scale: f32,
-        head_tasks: u32,
+        row_tasks: u32,
         is_early: u32,
     }
 }
@@ -32,66 +32,98 @@ params! {
 const CHUNK_PAGES: usize = 4;
 /// Rows and heads of a batch; `MAX_NUMBERS`.
 pub(crate) const MAX_NUMBERS: usize = 1024;
-/// Static shared memory of a block: the tasks.
-const STATIC_BYTES: usize = 4 * (MAX_NUMBERS + 1) + 128;
+/// Static shared memory of a block: the first task of each head, and how long those of a row are.
+const STATIC_BYTES: usize = 4 * (2 * MAX_NUMBERS + 1) + 128;
 const MERGE_THREADS: u32 = 512;
 /// Shared memory that a block leaves to one of `decide`, which runs beside it if a layer is decided about
 /// before its turn.
 const LEFT_BYTES: usize = 47 * 1024;
 /// Unless fewer warps would have room then: so many keep the memory busy.
 const WARPS_LEAST: usize = 4;
+/// Pages that are on their way to a warp, or computed by it. More of them leave room for fewer warps.
+const STAGES: usize = 2;
 
 /// Most tasks of a head that sees so many places, in up to three runs.
 pub(crate) fn max_tasks(n_places: usize) -> usize {
     (n_places.div_ceil(PAGE_LEN) + 3).div_ceil(CHUNK_PAGES)
 }
 
-/// A block of `sparse_attend`: warps that each have a ring of two steps.
+/// Most warps that have registers beside a block of `decide_beside`, which takes more than half of them, and the
+/// threads that a multiprocessor would have if all had as many. Sums are what registers are for.
+fn registers(lines: usize, attend: AttendShape) -> (usize, usize) {
+    match lines / 8 * attend.page.width() {
+        ..=128 => (8, 640),
+        ..=256 => (5, 384),
+        _ => (3, 256),
+    }
+}
+
+/// A block of `sparse_attend`: warps that each have a ring of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SparseShape {
     lines: usize,
+    /// Whether rows of working sets are in eight bits.
+    is_kept: bool,
     pub(crate) warps: usize,
 }
 
 impl SparseShape {
-    /// Those for groups up to eight, and for larger ones, that fit a device's shared memory.
-    pub(crate) fn fitting(attend: AttendShape, shared_bytes_max: usize) -> [Self; 2] {
-        [8, 16].map(|lines| {
-            let one = SparseShape { lines, warps: 1 }.shared_bytes(attend);
+    /// Those for groups up to eight, and for larger ones, that fit a device's shared memory; and both for rows in
+    /// eight bits, if those may stay so.
+    pub(crate) fn fitting(attend: AttendShape, shared_bytes_max: usize) -> Vec<Self> {
+        let all = [(8, false), (16, false), (8, true), (16, true)].into_iter();
+        let able = all.filter(|&(_, is_kept)| !is_kept || attend.page.keeps(RowCode::Fp8));
+        let fit = |(lines, is_kept)| {
+            let one = SparseShape { lines, is_kept, warps: 1 }.shared_bytes(attend);
             let room = |left| shared_bytes_max.saturating_sub(STATIC_BYTES + left) / one;
             let warps = if room(LEFT_BYTES) < WARPS_LEAST { room(0) } else { room(LEFT_BYTES) };
-            SparseShape { lines, warps: warps.clamp(1, 8) }
-        })
+            let (most, _) = registers(lines, attend);
+            SparseShape { lines, is_kept, warps: warps.clamp(1, most) }
+        };
+        able.map(fit).collect()
     }
 
     pub(crate) fn name(self) -> &'static str {
-        if self.lines == 8 { "sparse_attend_8" } else { "sparse_attend_16" }
+        match (self.lines, self.is_kept) {
+            (8, false) => "sparse_attend_8",
+            (_, false) => "sparse_attend_16",
+            (8, true) => "sparse_attend_kept_8",
+            (_, true) => "sparse_attend_kept_16",
+        }
     }
 
     /// The kernel, for the compiler.
     pub(crate) fn entry(self, attend: AttendShape) -> String {
-        let SparseShape { lines, warps } = self;
+        let SparseShape { lines, is_kept, warps } = self;
         let (name, shared) = (self.name(), self.shared_bytes(attend));
-        format!("SPARSE({name}, {}, {warps}, {shared})", lines / 8)
+        let (sets, (_, threads)) = (lines / 8, registers(lines, attend));
+        format!("SPARSE({name}, {sets}, {is_kept}, {STAGES}, {warps}, {shared}, {threads})")
     }
 
     /// Dynamic shared memory: the ring, queries, masks and barriers of each warp.
     pub(crate) fn shared_bytes(self, attend: AttendShape) -> usize {
-        self.warps * (2 * attend.step_bytes() + attend.query_bytes(self.lines) + 128)
+        // Queries as operands are sixteen bytes for each sixteen columns, of eight queries.
+        let queries = self.lines * attend.page.width() * 2 * attend.parts;
+        self.warps * (STAGES * attend.page.bytes() + queries + 128)
     }
 }
 
 /// How picked rows are attended.
 pub(crate) enum SparseAttend {
     F32(Kernel),
-    Mma { splits: [(SparseShape, Kernel); 2], merge: Kernel },
+    /// As [`SparseShape::fitting`] has them.
+    Mma {
+        splits: Vec<(SparseShape, Kernel)>,
+        merge: Kernel,
+    },
 }
 
-/// Attends to what the rows' heads see.
+/// Attends to what the rows' heads see; `is_kept` if their working sets are in eight bits.
 pub(crate) fn attend(
     device: &Device,
     kernels: &SparseAttend,
     params: &SparseParams,
+    is_kept: bool,
 ) -> Result<(), DeviceError> {
     let SparseHeads { n_rows, n_kv_heads, group, .. } = params.heads;
     assert!((n_rows * n_kv_heads) as usize <= MAX_NUMBERS, "no more than a block counts");
@@ -105,13 +137,18 @@ pub(crate) fn attend(
                 device.launch(kernel, heads, 32, params)
             }
         }
-        SparseAttend::Mma { splits: [small, large], merge } => {
-            let (shape, kernel) = if group <= 8 { small } else { large };
+        SparseAttend::Mma { splits, merge } => {
+            let lines = if group <= 8 { 8 } else { 16 };
+            let is_meant = |split: &&(SparseShape, Kernel)| {
+                (split.0.lines, split.0.is_kept) == (lines, is_kept)
+            };
+            let (shape, kernel) =
+                splits.iter().find(is_meant).expect("sets are kept so where that can be read");
             let (grid, threads) = ((device.n_multiprocessors(), 1), count(32 * shape.warps));
-            // One for each warp if a single sequence sees many pages.
+            // One for each warp if a single sequence sees many pages: the last of each head is a whole one too.
             let n_warps = device.n_multiprocessors() * count(shape.warps);
-            let head_tasks = (n_warps / n_kv_heads).max(1);
-            let params = &SparseParams { head_tasks, ..*params };
+            let row_tasks = n_warps.saturating_sub(n_kv_heads).max(1);
+            let params = &SparseParams { row_tasks, ..*params };
             #[expect(unsafe_code, reason = "a kernel")]
             // SAFETY: as above; there is room for the partial results of all tasks.
             unsafe {

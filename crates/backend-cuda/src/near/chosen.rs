@@ -90,7 +90,7 @@ impl ChosenRows {
         seqs.sort_unstable();
         seqs.dedup();
         let stride = brings.iter().map(|bring| bring.places.len()).max().unwrap_or(0).max(1);
-        let first_page = |head: usize| head * self.n_tables * self.n_pages;
+        let first = |head: usize| head * self.n_tables * self.n_pages * kv.page.bytes();
         let base = self.of_layer(kv, layer).layer;
         let row = |(state_row, &number): (usize, &u32)| {
             let seq = &plan.seqs[number as usize];
@@ -105,8 +105,8 @@ impl ChosenRows {
             }
         };
         let rows: Vec<SparseRow> = seqs.iter().enumerate().map(row).collect();
-        let states = (0..seqs.len() * n_heads)
-            .map(|i| HeadState::empty(first_page(i % n_heads), self.n_pages));
+        let states =
+            (0..seqs.len() * n_heads).map(|i| HeadState::empty(first(i % n_heads), self.n_pages));
         let mut states: Vec<HeadState> = states.collect();
         let mut moves = vec![[0; 2]; states.len() * stride];
         for bring in brings {

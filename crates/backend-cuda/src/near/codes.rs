@@ -83,8 +83,12 @@ impl Codes {
                 RowCode::Fp8 => 1,
                 RowCode::Int8 => 2,
             },
-            padding: 0,
+            are_kept: 0,
         }
+    }
+
+    pub(crate) fn code(&self) -> RowCode {
+        self.code
     }
 
     /// Bytes of a row and its scales.

@@ -119,7 +119,7 @@ impl Cuda {
             first_head: count(first_head),
             stride: count(decider.room.stride),
             padding: 0,
-            codes: at.kv.codes_of(at.layer.0),
+            codes: at.kv.kept_codes_of(at.layer.0),
         };
         let is_far = at.kv.is_far(at.layer.0);
         // A desk has one order at a time.

@@ -58,6 +58,8 @@ pub(crate) struct Decider {
     pub(super) marks: Memory,
     /// `[table]` the pages of working sets.
     pages: Memory,
+    /// Whether those of some layers have rows as they are, and others in eight bits.
+    has_both_sets: bool,
     /// The rows of the batch.
     rows: Memory,
     pub(super) sets: Vec<Set>,
@@ -116,7 +118,7 @@ impl Decider {
             group,
             max_context,
             n_rows: plan.shape.max_seqs,
-            set_pages: rules.iter().map(DeviceRules::n_pages).max().unwrap_or(0),
+            set_bytes: rules.iter().map(DeviceRules::set_bytes).max().unwrap_or(0),
             is_soft,
         });
         let sets = (0..room.n_sets).map(|_| Set::new(device, &room)).collect::<Result<_, _>>()?;
@@ -131,6 +133,8 @@ impl Decider {
             asked: alloc(n_tables * room.asked)?,
             marks: alloc(n_tables * room.marks)?,
             pages: alloc(n_tables * room.pages)?,
+            has_both_sets: (1..kv.shape.n_layers)
+                .any(|layer| kv.keeps_codes(layer) != kv.keeps_codes(layer - 1)),
             rows: alloc(room.rows)?,
             sets,
             branch: Branch::new(device, true)?,
@@ -190,10 +194,15 @@ impl Decider {
     fn seat(&self, device: &Device, row: &Deciding) -> Result<(u64, u64), DeviceError> {
         let mut seats = self.seats.lock().unwrap_or_else(PoisonError::into_inner);
         let (seat, rules) = (row.table_row as usize, row.rules as usize);
+        if self.has_both_sets && seats.rules(seat).is_some_and(|before| before != rules) {
+            // Codes of other rules may stand where rows will, and be no numbers there.
+            device.clear(&self.pages, seat * self.room.pages, self.room.pages)?;
+        }
         if seats.take(seat, rules, row.is_new) {
             device.clear(&self.marks, seat * self.room.marks, self.room.marks)?;
-            let pages = self.rules[rules].pages.iter();
-            let empty: Vec<_> = pages.map(|&(first, n)| HeadState::empty(first, n)).collect();
+            let DeviceRules { pages, set_page, .. } = &self.rules[rules];
+            let empty = pages.iter().map(|&(first, n)| HeadState::empty(first * set_page, n));
+            let empty: Vec<_> = empty.collect();
             device.upload(&self.states, seat * self.room.states, &empty)?;
         }
         let at = |memory: &Memory, bytes: usize| memory.address() + (seat * bytes) as u64;
@@ -228,11 +237,12 @@ impl Cuda {
             shared_bytes(kind, width, group, d)
         });
         let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
+        let set_page = kv.page.set_bytes((0..kv.shape.n_layers).all(|layer| kv.keeps_codes(layer)));
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
             let kernel = |name| self.device.kernel(&sparse.kernels.module, name, shared);
             let kernels = [kernel("decide")?, kernel("decide_beside")?];
-            DeviceRules::new(&self.device, kernels, plan.shape.max_context, rules)
+            DeviceRules::new(&self.device, kernels, (plan.shape.max_context, set_page), rules)
         };
         let all = rules.iter().map(on_device).collect::<Result<Vec<_>, _>>()?;
         let all = (all, n_tables as usize);
@@ -428,7 +438,7 @@ impl Cuda {
             importances: by.importances.address() + at_head(decider.group * 4),
             tallies: tallies.address(),
             moves: moves.address(),
-            codes: at.kv.codes_of(at.layer.0),
+            codes: at.kv.kept_codes_of(at.layer.0),
             done,
             percent: rules.percent,
             mark_stride: decider.room.stride as u64,
@@ -481,10 +491,11 @@ impl Cuda {
             asked: if decider.is_soft(at.plan) { decider.asked(at, idx).0 } else { 0 },
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
-            head_tasks: 0,
+            row_tasks: 0,
             is_early: u32::from(at.plan.is_short && self.tuning.early > 0),
         };
-        attend(&self.device, &at.sparse().kernels.attend, &params)
+        let is_kept = at.kv.keeps_codes(at.layer.0);
+        attend(&self.device, &at.sparse().kernels.attend, &params, is_kept)
     }
 }
 

@@ -46,8 +46,8 @@ impl ListedRows {
 }
 
 /// A head whose working set is empty, to which so many rows move.
-fn state_of(head: usize, n_pages: usize, n_moves: u32) -> HeadState {
-    HeadState { n_moves, n_gone: n_moves, ..HeadState::empty(head * n_pages, n_pages) }
+fn state_of(first_byte: usize, n_pages: usize, n_moves: u32) -> HeadState {
+    HeadState { n_moves, n_gone: n_moves, ..HeadState::empty(first_byte, n_pages) }
 }
 
 impl Cuda {
@@ -78,7 +78,8 @@ impl Cuda {
         let mut scratch = sparse.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let room = scratch.picked(&self.device, &listed.sizes(kv))?;
         let state = |(head, list): (usize, &Vec<u32>)| {
-            state_of(head, listed.longest.div_ceil(PAGE_LEN), count(list.len()))
+            let n_pages = listed.longest.div_ceil(PAGE_LEN);
+            state_of(head * n_pages * kv.page.bytes(), n_pages, count(list.len()))
         };
         let states: Vec<HeadState> = lists.iter().enumerate().map(state).collect();
         let padded = |list: &Vec<u32>| {

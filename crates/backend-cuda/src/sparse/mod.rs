@@ -184,8 +184,8 @@ impl SparseKernels {
         let split_kernels = match attend.page.dtype {
             KvDtype::F32 => SparseAttend::F32(kernel("sparse_attend_f32", 0)?),
             KvDtype::F16 | KvDtype::Bf16 | KvDtype::Int8(_) | KvDtype::Fp8(_) => {
-                let [small, large] = SparseShape::fitting(attend, limit);
-                let splits = [split(small)?, split(large)?];
+                let splits = SparseShape::fitting(attend, limit).into_iter().map(split);
+                let splits = splits.collect::<Result<_, _>>()?;
                 SparseAttend::Mma { splits, merge: kernel("sparse_merge", 0)? }
             }
         };
@@ -401,10 +401,10 @@ impl Cuda {
             asked: 0,
             q_stride: at.q_stride(),
             scale: at.spec.scale * std::f32::consts::LOG2_E,
-            head_tasks: 0,
+            row_tasks: 0,
             is_early: 0,
         };
-        attend(&self.device, &sparse.kernels.attend, &params)
+        attend(&self.device, &sparse.kernels.attend, &params, false)
     }
 }
 
@@ -455,7 +455,7 @@ impl Picked {
                 n_members: n,
                 n_moves: n,
                 n_gone: n,
-                ..HeadState::empty(n_pages, own_pages)
+                ..HeadState::empty(n_pages * at.kv.page.bytes(), own_pages)
             });
             // Where the host keeps rows on the device, they come from there.
             let sources = if pick.rows.is_empty() { pick.places } else { pick.rows };

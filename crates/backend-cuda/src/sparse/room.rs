@@ -6,7 +6,7 @@
 //!   once         scores and moves of as many rows as are decided about at a time, partial results
 //! ```
 
-use nuthatch_backend::DeviceError;
+use nuthatch_backend::{DeviceError, RowCode};
 use nuthatch_types::KvShape;
 
 use crate::device::{Device, Memory};
@@ -40,6 +40,8 @@ pub struct DecidingShape {
     pub set_rows: u64,
     /// Whether selections may be made late.
     pub is_soft: bool,
+    /// What all rows come as from the host, if in eight bits.
+    pub code: Option<RowCode>,
 }
 
 /// Bytes that deciding takes at most; the rules themselves, a few bytes for each head, are not counted.
@@ -47,14 +49,15 @@ pub fn deciding_bytes(shape: &DecidingShape) -> u64 {
     let n_all = shape.n_layers as usize * shape.kv.n_kv_heads as usize;
     // Each head's rows begin in a page of their own, and have one more.
     let set_pages = (shape.set_rows as usize).div_ceil(PAGE_LEN) + 2 * n_all;
+    let page = PageShape::of_layer(&shape.kv, 0);
     let room = Room::new(&RoomShape {
-        page: PageShape::of_layer(&shape.kv, 0),
+        page,
         n_all,
         n_kv_heads: shape.kv.n_kv_heads as usize,
         group: (shape.n_heads / shape.kv.n_kv_heads.max(1)) as usize,
         max_context: shape.max_context as usize,
         n_rows: shape.n_tables as usize,
-        set_pages,
+        set_bytes: set_pages * page.set_bytes(shape.code.is_some_and(|code| page.keeps(code))),
         is_soft: shape.is_soft,
     });
     room.bytes(shape.n_tables as usize) as u64
@@ -71,8 +74,8 @@ pub(super) struct RoomShape {
     pub(super) max_context: usize,
     /// Rows of a batch.
     pub(super) n_rows: usize,
-    /// Pages of the working sets of a sequence.
-    pub(super) set_pages: usize,
+    /// Bytes of the working sets of a sequence.
+    pub(super) set_bytes: usize,
     /// Whether selections may be made late.
     pub(super) is_soft: bool,
 }
@@ -107,7 +110,7 @@ pub(super) struct Room {
 
 impl Room {
     pub(super) fn new(shape: &RoomShape) -> Self {
-        let &RoomShape { page, n_all, n_kv_heads, group, max_context, n_rows, set_pages, is_soft } =
+        let &RoomShape { page, n_all, n_kv_heads, group, max_context, n_rows, set_bytes, is_soft } =
             shape;
         let stride = max_context.next_multiple_of(PIECE);
         let one = n_kv_heads * stride * 4 * (group + 3) + n_kv_heads * size_of::<Tally>();
@@ -123,7 +126,7 @@ impl Room {
             labels: n_all * group * page.head_dim as usize * 4,
             asked: if is_soft { n_all * group * page.head_dim as usize * 4 } else { 0 },
             marks: n_all * stride * 8,
-            pages: set_pages * page.bytes(),
+            pages: set_bytes,
             // Two for what is decided before or after its turn, which overlaps; one more for the turn.
             n_sets: if is_soft { 3 } else { 2 },
             raw: n * group * stride * 4,
@@ -192,6 +195,11 @@ impl Seats {
         std::mem::replace(has_chosen, *has_chosen || is_choice) && is_choice
     }
 
+    /// The rules that a seat was last taken by.
+    pub(super) fn rules(&self, seat: usize) -> Option<usize> {
+        self.0[seat].0
+    }
+
     /// A row of this seat is decided about by these rules; says whether the seat has to be cleared, because
     /// another sequence had it, or other rules.
     pub(super) fn take(&mut self, seat: usize, rules: usize, is_new: bool) -> bool {
@@ -222,6 +230,7 @@ mod tests {
             n_tables,
             set_rows,
             is_soft: false,
+            code: None,
         }
     }
 
@@ -245,6 +254,11 @@ mod tests {
             + size_of::<SparseRow>() as u64
             + 2 * (raw_scores_moves + sums + tallies);
         assert_eq!(seat, expected);
+        // Rows in eight bits are half as large, but for two factors each.
+        let coded = |n| deciding_bytes(&DecidingShape { code: Some(RowCode::Fp8), ..shape(n) });
+        assert_eq!(seat - (coded(2) - coded(1)), pages * (8192 - 4160));
+        let int8 = deciding_bytes(&DecidingShape { code: Some(RowCode::Int8), ..shape(2) });
+        assert_eq!(int8, deciding_bytes(&shape(2)), "these are expanded");
         // More rows than fit the scratch take turns, so that from then on only seats are added.
         let many = deciding_bytes(&shape(200)) - deciding_bytes(&shape(199));
         assert_eq!(many, states + labels + marks + pages * 8192 + size_of::<SparseRow>() as u64);

@@ -25,13 +25,15 @@ pub(super) struct DeviceRules {
     pub(super) importances: Memory,
     /// Where each head's working set begins, and how many pages it has.
     pub(super) pages: Vec<(usize, usize)>,
+    /// Bytes of a page.
+    pub(super) set_page: usize,
 }
 
 impl DeviceRules {
     pub(super) fn new(
         device: &Device,
         [kernel, beside]: [Kernel; 2],
-        max_context: usize,
+        (max_context, set_page): (usize, usize),
         rules: &Rules,
     ) -> Result<Self, DeviceError> {
         let head_rule = |head: &HeadNumbers| {
@@ -49,6 +51,7 @@ impl DeviceRules {
             head_rules: device.alloc(size_of_val(&head_rules[..]), WHAT)?,
             importances: device.alloc(size_of_val(&importances[..]), WHAT)?,
             pages: working_sets(rules, max_context),
+            set_page,
             serves_all: serves_all(rules),
             rules: rules.clone(),
         };
@@ -63,9 +66,9 @@ impl DeviceRules {
         has_choice && kv_len.saturating_sub(recent) > sinks
     }
 
-    /// Pages of the working sets of all heads.
-    pub(super) fn n_pages(&self) -> usize {
-        self.pages.last().map_or(0, |&(first, n)| first + n)
+    /// Bytes of the working sets of all heads.
+    pub(super) fn set_bytes(&self) -> usize {
+        self.pages.last().map_or(0, |&(first, n)| (first + n) * self.set_page)
     }
 
     /// How similarities are mixed, as the kernel calls it.

@@ -27,6 +27,8 @@ pub struct FarRequest {
     pub keeps_layers: bool,
     /// Bytes beside each page, over all layers, if rows come in eight bits.
     pub codes: CodeBytes,
+    /// Bytes that deciding takes less if no layer stays, because rows in eight bits stay so in working sets.
+    pub deciding_saved: u64,
     /// Bytes of the device for rows on their way, where threads of the host bring them; the host has as
     /// many for them.
     pub staged: u64,
@@ -84,6 +86,7 @@ pub(super) struct FarRoom {
     near_most: u64,
     budget: u64,
     codes: CodeBytes,
+    deciding_saved: u64,
     staged: u64,
     /// Copies that are needed, and that are made unless the budget says otherwise.
     least: u64,
@@ -152,6 +155,7 @@ impl FarRoom {
             near_most: budget - deciding - staged,
             budget,
             codes: far.codes,
+            deciding_saved: far.deciding_saved,
             staged,
             least,
             usual: least + pages_per_seq(request, max_context),
@@ -174,6 +178,7 @@ impl FarRoom {
         let takes_heads = self.codes.host > 0 && self.staged == 0;
         let least = if self.has_budget && !takes_heads { 0 } else { all };
         let n_layers = (least..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
+        let room = room + self.saved(n_layers);
         let layers = n_pages * layer * n_layers;
         let far_bytes = layer * (all - n_layers);
         let all_heads = all * u64::from(request.kv.n_kv_heads);
@@ -204,6 +209,11 @@ impl FarRoom {
         }
     }
 
+    /// Bytes that deciding takes less, if so many layers stay.
+    pub(super) fn saved(&self, n_layers: u64) -> u64 {
+        if n_layers == 0 { self.deciding_saved } else { 0 }
+    }
+
     /// Bytes of the host for so many pages, of which these layers are not there.
     pub(super) fn host_kv(&self, request: &SizeRequest, n_pages: u64, near: &NearSizes) -> u64 {
         let all = u64::from(request.kv.n_layers);
@@ -228,6 +238,7 @@ mod tests {
                 pages_per_seq: 14,
                 keeps_layers: false,
                 codes: CodeBytes::default(),
+                deciding_saved: 0,
                 staged: 0,
             }),
             digest_page_bytes: 256 * 16 * 34,
@@ -300,13 +311,22 @@ mod tests {
             ] {
                 let budget = mib << 20;
                 let mut request = SizeRequest { available: 128 * GIB, ..far(Some(budget)) };
-                request.far =
-                    request.far.map(|far| FarRequest { keeps_layers, codes, staged, ..far });
+                let has_codes = codes.host > 0 && staged == 0;
+                let deciding_saved = if has_codes { 300 << 20 } else { 0 };
+                request.far = request.far.map(|far| FarRequest {
+                    keeps_layers,
+                    codes,
+                    deciding_saved,
+                    staged,
+                    ..far
+                });
                 match Sizes::compute(&request) {
                     Ok(sizes) => {
                         let near = sizes.near.unwrap();
                         assert!(sizes.deciding + sizes.kv <= budget, "{mib} MiB: {sizes:?}");
                         assert_eq!(near.budget, budget);
+                        let saved = if near.n_layers == 0 { deciding_saved } else { 0 };
+                        assert_eq!(sizes.deciding, GIB - saved);
                         let n_far = u64::from(32 - near.n_layers);
                         let pages = u64::from(sizes.n_pages) * n_far;
                         assert_eq!(near.scales, pages * (codes.device / 32));
@@ -375,6 +395,7 @@ mod tests {
             pages_per_seq: 14,
             keeps_layers: false,
             codes: CodeBytes::default(),
+            deciding_saved: 0,
             staged: 0,
         };
         let error = Sizes::compute(&SizeRequest { far: Some(small), ..far(None) }).unwrap_err();
