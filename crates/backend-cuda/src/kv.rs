@@ -441,6 +441,11 @@ impl CudaKv {
         codes.is_some_and(|codes| self.page.keeps(codes.code()))
     }
 
+    /// Whether those of others have rows as they are.
+    pub(crate) fn has_both_sets(&self) -> bool {
+        (1..self.shape.n_layers).any(|layer| self.keeps_codes(layer) != self.keeps_codes(0))
+    }
+
     /// [`CudaKv::codes_of`], for what decides: to its working sets rows may come as they are.
     pub(crate) fn kept_codes_of(&self, layer: u32) -> CodeRows {
         CodeRows { are_kept: self.keeps_codes(layer).into(), ..self.codes_of(layer) }

@@ -46,6 +46,14 @@ pub(crate) struct FarWay {
     pub(crate) n_threads: u32,
 }
 
+impl FarWay {
+    /// As what they may stay in working sets of all layers; where threads bring rows, some layers may stay
+    /// here, whose working sets have rows as they are.
+    pub(crate) fn kept_code(&self) -> Option<RowCode> {
+        self.code.filter(|_| self.n_threads == 0)
+    }
+}
+
 /// What decides how a device is used.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceConfig {

@@ -116,9 +116,7 @@ impl Prepared {
             tracing::info!("top-k attention takes much memory: {max_seqs} sequences at one time");
         }
         let way = config.sparse.far_way();
-        // Where threads bring rows, some layers may stay, whose working sets have rows as they are.
-        let code = way.code.filter(|_| way.n_threads == 0);
-        let saved = deciding(max_seqs, None) - deciding(max_seqs, code);
+        let saved = deciding(max_seqs, None) - deciding(max_seqs, way.kept_code());
         let request = SizeRequest {
             deciding: deciding(max_seqs, None),
             weights: device.weight_bytes(&files, policies)?,

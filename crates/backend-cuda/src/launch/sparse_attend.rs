@@ -52,8 +52,8 @@ pub(crate) fn max_tasks(n_places: usize) -> usize {
 /// threads that a multiprocessor would have if all had as many. Sums are what registers are for.
 fn registers(lines: usize, attend: AttendShape) -> (usize, usize) {
     match lines / 8 * attend.page.width() {
-        ..=128 => (8, 640),
-        ..=256 => (5, 384),
+        0..=128 => (8, 640),
+        129..=256 => (5, 384),
         _ => (3, 256),
     }
 }
@@ -121,9 +121,8 @@ pub(crate) enum SparseAttend {
 /// Attends to what the rows' heads see; `is_kept` if their working sets are in eight bits.
 pub(crate) fn attend(
     device: &Device,
-    kernels: &SparseAttend,
+    (kernels, is_kept): (&SparseAttend, bool),
     params: &SparseParams,
-    is_kept: bool,
 ) -> Result<(), DeviceError> {
     let SparseHeads { n_rows, n_kv_heads, group, .. } = params.heads;
     assert!((n_rows * n_kv_heads) as usize <= MAX_NUMBERS, "no more than a block counts");

@@ -58,8 +58,6 @@ pub(crate) struct Decider {
     pub(super) marks: Memory,
     /// `[table]` the pages of working sets.
     pages: Memory,
-    /// Whether those of some layers have rows as they are, and others in eight bits.
-    has_both_sets: bool,
     /// The rows of the batch.
     rows: Memory,
     pub(super) sets: Vec<Set>,
@@ -133,8 +131,6 @@ impl Decider {
             asked: alloc(n_tables * room.asked)?,
             marks: alloc(n_tables * room.marks)?,
             pages: alloc(n_tables * room.pages)?,
-            has_both_sets: (1..kv.shape.n_layers)
-                .any(|layer| kv.keeps_codes(layer) != kv.keeps_codes(layer - 1)),
             rows: alloc(room.rows)?,
             sets,
             branch: Branch::new(device, true)?,
@@ -194,15 +190,13 @@ impl Decider {
     fn seat(&self, device: &Device, row: &Deciding) -> Result<(u64, u64), DeviceError> {
         let mut seats = self.seats.lock().unwrap_or_else(PoisonError::into_inner);
         let (seat, rules) = (row.table_row as usize, row.rules as usize);
-        if self.has_both_sets && seats.rules(seat).is_some_and(|before| before != rules) {
-            // Codes of other rules may stand where rows will, and be no numbers there.
+        if seats.rules(seat).is_some_and(|before| before != rules) {
+            // As rows, codes of others may be no numbers.
             device.clear(&self.pages, seat * self.room.pages, self.room.pages)?;
         }
         if seats.take(seat, rules, row.is_new) {
             device.clear(&self.marks, seat * self.room.marks, self.room.marks)?;
-            let DeviceRules { pages, set_page, .. } = &self.rules[rules];
-            let empty = pages.iter().map(|&(first, n)| HeadState::empty(first * set_page, n));
-            let empty: Vec<_> = empty.collect();
+            let empty = self.rules[rules].empty_states();
             device.upload(&self.states, seat * self.room.states, &empty)?;
         }
         let at = |memory: &Memory, bytes: usize| memory.address() + (seat * bytes) as u64;
@@ -237,7 +231,7 @@ impl Cuda {
             shared_bytes(kind, width, group, d)
         });
         let shared = shared.max().unwrap_or(0).max(DECIDE_WARPS * sparse::ring_bytes(kv.page));
-        let set_page = kv.page.set_bytes((0..kv.shape.n_layers).all(|layer| kv.keeps_codes(layer)));
+        let set_page = kv.page.set_bytes(kv.keeps_codes(0) && !kv.has_both_sets());
         let on_device = |rules: &Rules| {
             assert!(rules.heads.iter().all(|head| head.importances.len() == group), "one each");
             let kernel = |name| self.device.kernel(&sparse.kernels.module, name, shared);
@@ -494,8 +488,8 @@ impl Cuda {
             row_tasks: 0,
             is_early: u32::from(at.plan.is_short && self.tuning.early > 0),
         };
-        let is_kept = at.kv.keeps_codes(at.layer.0);
-        attend(&self.device, &at.sparse().kernels.attend, &params, is_kept)
+        let kernels = (&at.sparse().kernels.attend, at.kv.keeps_codes(at.layer.0));
+        attend(&self.device, kernels, &params)
     }
 }
 

@@ -404,7 +404,7 @@ impl Cuda {
             row_tasks: 0,
             is_early: 0,
         };
-        attend(&self.device, &sparse.kernels.attend, &params, false)
+        attend(&self.device, (&sparse.kernels.attend, false), &params)
     }
 }
 

@@ -5,6 +5,7 @@ use nuthatch_backend::{DeviceError, Rules};
 
 use crate::device::{Device, Kernel, Memory};
 use crate::kv::PAGE_LEN;
+use crate::launch::sparse::HeadState;
 use crate::launch::sparse_score::{HeadRule, NOTHING, REUSES, WHOLE, most_blocks};
 
 use super::decide::WHAT;
@@ -69,6 +70,12 @@ impl DeviceRules {
     /// Bytes of the working sets of all heads.
     pub(super) fn set_bytes(&self) -> usize {
         self.pages.last().map_or(0, |&(first, n)| (first + n) * self.set_page)
+    }
+
+    /// What is remembered of the heads of a sequence that is new.
+    pub(super) fn empty_states(&self) -> Vec<HeadState> {
+        let empty = |&(first, n)| HeadState::empty(first * self.set_page, n);
+        self.pages.iter().map(empty).collect()
     }
 
     /// How similarities are mixed, as the kernel calls it.

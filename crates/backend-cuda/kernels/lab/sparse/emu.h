@@ -100,3 +100,10 @@ DEVICE void copy_async(u32 s, const void* g, u32 n) { memset(emu::dynamic_base +
 DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE bool barrier_test(u32, u32) { return true; } inline void __nanosleep(unsigned) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_fence() {} DEVICE void bulk_fence_all() {} DEVICE void bulk_prefetch(const void*, u32) {}
 DEVICE void store_zeros(u32 s) { memset(emu::dynamic_base + s, 0, 16); }
 DEVICE float warp_sum(float x) { for (int s = 16; s > 0; s /= 2) x += __shfl_xor_sync(~0u, x, s); return x; } DEVICE float warp_max(float x) { for (int s = 16; s > 0; s /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, s)); return x; }
+
+// Turns a matrix of eight rows: lane 4 g + t has elements 2t and 2t + 1 of row g.
+DEVICE u32 emu_turn(u32 two) {
+    const u32 l = emu::cur->tid % 32, g = l / 4, t = l % 4;
+    const u32 first = emu::exchange(two, 8 * t + g / 2), second = emu::exchange(two, 8 * t + 4 + g / 2);
+    return (first >> g % 2 * 16 & 0xFFFF) | (second >> g % 2 * 16) << 16;
+}

@@ -13,10 +13,10 @@ import re
 from pathlib import Path
 
 K = str(Path(__file__).resolve().parents[2]) + '/'
-c={'COMPACT':1,'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':128,'GATHER_RING_BYTES':5632,'RING_BYTES':2048,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','ATTEND_WARPS':6,'ATTEND_SHARED':6*(2*16384+4096+128)}
+c={'COMPACT':1,'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':128,'GATHER_RING_BYTES':5632,'RING_BYTES':2048,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','SET_UNIT':64,'ATTEND_WARPS':8,'ATTEND_SHARED':8*(2*8192+2048+128)}
 for n,t in [('SPARSE_ROW','SparseRow'),('HEAD_STATE','HeadState'),('DIGEST_PARAMS','DigestParams'),('READ_KEYS_PARAMS','ReadKeysParams'),('SCORE_PARAMS','ScoreParams'),('QUESTION','Question'),('ASKED_PARAMS','AskedParams'),('TALLY','Tally'),('DECIDE_PARAMS','DecideParams'),('GATHER_ROWS_PARAMS','GatherRowsParams'),('POST_PARAMS','PostParams'),('SPARSE_PARAMS','SparseParams')]: c[n+'_SIZE']=f'sizeof({t})'
-c['SPARSE_ENTRIES']='SPARSE(sparse_attend_8, 1, ATTEND_WARPS, ATTEND_SHARED)'
-files=['prelude.cuh','kv.cuh','attend.cuh','codes.cuh','sparse.cuh','sparse_digest.cu','sparse_score.cuh','sparse_piece.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_settle.cuh','sparse_move.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_attend.cu']
+c['SPARSE_ENTRIES']='SPARSE(sparse_attend_8, 1, false, 2, ATTEND_WARPS, ATTEND_SHARED, 640)'
+files=['prelude.cuh','kv.cuh','attend.cuh','codes.cuh','sparse.cuh','sparse_set.cuh','sparse_digest.cu','sparse_score.cuh','sparse_piece.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_settle.cuh','sparse_move.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_page.cuh','sparse_attend.cu']
 s=''.join(f'#define {k} {v}\n' for k,v in c.items())+''.join(open(K+f).read() for f in files)
 open('all.cuh','w').write(s)
 
@@ -25,6 +25,7 @@ i=s.index('// Shared device code'); j=s.index('// How keys and values lie in a p
 s=s[:i]+s[j:]
 s=s.replace('extern __shared__ __align__(128) u32 shared_words[];','u32* shared_words = (u32*)emu::dynamic_base;').replace('extern __shared__ __align__(128) u8 shared[];','u8* shared = emu::dynamic_base;')
 s=re.sub(r'asm volatile\("ld\.acquire.*?"=r"\((\w+)\).*?"l"\((.*?)\)\s*: "memory"\);',r'\1 = __atomic_load_n(\2, __ATOMIC_ACQUIRE); sched_yield();',s,flags=re.S)
+s=re.sub(r'asm\("movmatrix.*?\);','out = emu_turn(two);',s)
 s=re.sub(r'asm volatile\("ldmatrix[^"]*trans.*?: "memory"\);','emu_ldmatrix(b, row, true);',s,flags=re.S)
 s=re.sub(r'asm volatile\("ldmatrix.*?: "memory"\);','emu_ldmatrix(b, row, false);',s,flags=re.S)
 s=re.sub(r'copy_word_async\(shared_address\((.*?)\), (.*?)\);',r'*(\1) = *(\2);',s)
@@ -59,7 +60,7 @@ int main(int argc, char** argv) {
         {"loki:16 5% x1.5 always", SCORE_CHANNELS, 16, {5.0, 256, 300, 16, 64, 1.5f, 0.85f, 0}}, {"hata:256 10% whole", SCORE_SIGNS, 256, {10.0, 64, ~0u, 4, 1, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE}},
         {"loki:32 bits=4 3% x3 qsac", SCORE_NIBBLES, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES}}, {"loki:32 3% x3 soft", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, 0.3f, 1}}, {"loki:32 3% x3 late", SCORE_CHANNELS, 32, {3.0, 64, ~0u, 16, 64, 3.0f, 0.85f, FLAG_REUSES, -1.0f, 2}}, {"hata:128 whole late", SCORE_SIGNS, 128, {10.0, 64, ~0u, 16, 64, 1.0f, 0.85f, FLAG_REUSES | FLAG_WHOLE, -1.0f, 2}}};
     u32 n = argc > 1 ? atoi(argv[1]) : 700; int from = argc > 2 ? atoi(argv[2]) : 0, steps = argc > 3 ? atoi(argv[3]) : 8; bool all_ok = true;
-    for (int ci = from; ci < 8; ci++) for (int nb : {1, -3}) { auto& c = cases[ci]; Lab l; l.apart = nb < 0; nb = abs(nb); l.init(n, c.kind, c.width, c.r, false, arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; if (nb > 1) l.bringing = ci % 2 ? ~0u : 0; bool ok = true; for (int i = 0; i < steps && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i + 2 >= steps); if (!ok) printf("FAILED at step %d\\n", i); } printf("%s %s n %u, %d blocks: hits %u and late %u of 8, moved %u\\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_late, l.n_moved); all_ok &= ok; }
+    for (int ci = from; ci < 8; ci++) for (int nb : {1, -3}) { auto& c = cases[ci]; Lab l; l.apart = nb < 0, l.few_tasks = ci % 2; nb = abs(nb); l.init(n, c.kind, c.width, c.r, false, arena); l.blocks = l.apart ? std::min<u32>(nb, l.stride / PIECE) : nb; if (nb > 1) l.bringing = ci % 2 ? ~0u : 0; bool ok = true; for (int i = 0; i < steps && ok; i++) { ok = l.step(n + i, i % 3 ? 40 : 0, i % 5 ? 0.7f : 0.1f, i + 2 >= steps); if (!ok) printf("FAILED at step %d\\n", i); } printf("%s %s n %u, %d blocks: hits %u and late %u of 8, moved %u\\n", ok ? "ok" : "FAILED", c.name, n, l.blocks, l.n_hits, l.n_late, l.n_moved); all_ok &= ok; }
     return !all_ok;
 }
 '''
