@@ -1,7 +1,7 @@
 //! Scores that places have by those before them: what follows a place that fits is chosen with it.
 
 #[cfg(target_arch = "x86_64")]
-use std::arch::x86_64::*;
+use std::{arch::x86_64::*, cell::Cell};
 
 #[cfg(target_arch = "x86_64")]
 use nuthatch_backend::Best;
@@ -200,7 +200,7 @@ pub(super) fn gather_following<'a>(
     let (mut following, least) =
         (Following::new(best.fade), _mm512_set1_epi32(floor.cast_signed()));
     // Whether a place of the block before reaches it.
-    let (mut n_found, mut place, mut any_before) = (0, 0, 0);
+    let (mut n_found, mut place, any_before) = (0, 0, Cell::new(0));
     for (rows, factors) in pieces {
         let n = rows.len() / factors.len();
         let n_none = (best.first as usize).saturating_sub(place);
@@ -208,7 +208,7 @@ pub(super) fn gather_following<'a>(
             let n_not = n_none.saturating_sub(at).min(16);
             let x = after(x, n_not);
             let any = _mm512_cmpge_epu32_mask(x, least);
-            if any | std::mem::replace(&mut any_before, any) == 0 {
+            if any | any_before.replace(any) == 0 {
                 // Nothing follows from places that do not reach the floor.
                 return following.pass_by(x);
             }
@@ -222,8 +222,14 @@ pub(super) fn gather_following<'a>(
         };
         let whole = n / 64 * 64;
         for at in (0..whole).step_by(64) {
-            let sums = sums::<4>(rows, factors, (n, at));
-            for (i, x) in sums.into_iter().enumerate() {
+            let [a, b, c, d] = sums::<4>(rows, factors, (n, at));
+            let most = _mm512_max_epu32(_mm512_max_epu32(a, b), _mm512_max_epu32(c, d));
+            // Mostly there is none among them.
+            if any_before.get() == 0 && _mm512_cmpge_epu32_mask(most, least) == 0 {
+                write(d, at + 48);
+                continue;
+            }
+            for (i, x) in [a, b, c, d].into_iter().enumerate() {
                 write(x, at + 16 * i);
             }
         }

@@ -102,7 +102,7 @@ impl SparseShape {
 
     /// Dynamic shared memory: the ring, queries, masks and barriers of each warp.
     pub(crate) fn shared_bytes(self, attend: AttendShape) -> usize {
-        // Queries as operands are sixteen bytes for each sixteen columns, of eight queries.
+        // Of queries, as operands, two bytes for each column and part.
         let queries = self.lines * attend.page.width() * 2 * attend.parts;
         self.warps * (STAGES * attend.page.bytes() + queries + 128)
     }
