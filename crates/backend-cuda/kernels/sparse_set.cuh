@@ -23,7 +23,7 @@ static_assert(CODE_WIDTH == WIDTH && set_page_bytes(true) % SET_UNIT == 0, "sets
 
 // Where a piece of a token is in its half of a page; counted in pieces of sixteen bytes.
 DEVICE u32 set_piece_at(u32 token, u32 piece) {
-    // Rows of an odd number of lines lie in different banks but for those that are half of eight tokens apart.
+    // Narrower rows begin in different banks already, but for those that are two, or four, tokens apart.
     const u32 turn = WIDTH % 128 == 0 ? token % 8 : WIDTH % 64 == 0 ? token / 2 % 4 : token / 4 % 2;
     return token * (WIDTH / 16) + (piece ^ turn);
 }

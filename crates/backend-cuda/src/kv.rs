@@ -441,7 +441,7 @@ impl CudaKv {
         codes.is_some_and(|codes| self.page.keeps(codes.code()))
     }
 
-    /// Whether those of others have rows as they are.
+    /// Whether the working sets of some layers have rows in eight bits, and others rows as they are.
     pub(crate) fn has_both_sets(&self) -> bool {
         (1..self.shape.n_layers).any(|layer| self.keeps_codes(layer) != self.keeps_codes(0))
     }
