@@ -1,17 +1,19 @@
 """Puts together what `cuda_bench FILE.json topk WORDS` wrote, and draws it.
 
-    python3 speed.py --commit HASH --machine "one H200, ..." --out results.json [--svg steps.svg] [--bars bars.svg] FILE...
+    python3 speed.py --commit HASH --machine "one H200, ..." --out results.json [--svg steps.svg] [--bars bars.svg]
+        [--layer layer.svg] FILE...
 
 A file may hold the reports of several runs, one behind the other, also those of `step`, which attend to everything.
 The plot has milliseconds of a step against the length of the context, a line for each policy, way over the link, and
-share of heads that turn; `--bars` has a bar for each policy, by residents, of the longest context.
+share of heads that turn; `--bars` has a bar for each policy, by residents, of the longest context; `--layer` what a
+layer's kernels take by `breakdown`, a bar for each policy.
 """
 import argparse
 import json
 import math
 import re
 
-STEP = re.compile(r"topk (\S+), (.+?)(, ahead)?, (\d+) x (\d+), (\d+) turn: (\d+) % hits, ([\d.]+) % moved")
+STEP = re.compile(r"topk (\S+), (.+?)(, ahead)?, (\d+) x (\d+), (\d+ turn|traced): (\d+) % hits, ([\d.]+) % moved")
 FULL = re.compile(r"step (\S+), (\d+) x (\d+)$")
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
 
@@ -29,12 +31,14 @@ def steps(report):
     way = next((word for word in words if word.startswith("threads=")), "blocks")
     rows = next((word + " rows, " for word in words if word in ("fp8", "int8")), "")
     resident = next((int(word[9:]) for word in words if word.startswith("resident=")), 0)
+    graph = "eager" not in words
     for kernel in report["kernels"]:
         found, full = STEP.match(kernel["name"]), FULL.match(kernel["name"])
         if full:
             yield {
                 "shape": full[1], "policy": "full attention", "ahead": False, "sequences": int(full[2]),
-                "tokens": int(full[3]), "pages": "device", "way": way, "resident": 0, "heads_turn_percent": 0,
+                "tokens": int(full[3]), "pages": "device", "way": way, "resident": 0, "heads_turn": "",
+                "graph": graph,
                 "ms": round(kernel["us"] / 1e3, 3),
             }
         if not found:
@@ -43,7 +47,7 @@ def steps(report):
         yield {
             "shape": shape, "policy": policy, "ahead": bool(ahead), "sequences": int(n),
             "tokens": int(tokens), "pages": "host" if "host" in words else "device", "way": rows + way, "resident": resident,
-            "heads_turn_percent": int(turn), "hits_percent": int(hits), "moved_percent": float(moved),
+            "heads_turn": turn, "graph": graph, "hits_percent": int(hits), "moved_percent": float(moved),
             "ms": round(kernel["us"] / 1e3, 3),
         }
 
@@ -54,8 +58,9 @@ def name_of(step):
         return f"{step['sequences']} x {step['shape']}, full attention, device"
     way = "" if step["pages"] == "device" else f", {step['way']}"
     way += f", {step['resident']} layers whole" if step["resident"] else ""
+    way += "" if step["graph"] else ", no graph"
     of = f"{step['sequences']} x {step['shape']}, {step['policy']}{ahead}"
-    return f"{of}, {step['pages']}{way}, {step['heads_turn_percent']} % turn"
+    return f"{of}, {step['pages']}{way}, {step['heads_turn'].replace(' ', ' % ')}"
 
 
 def svg(found):
@@ -113,6 +118,46 @@ def bars(found):
     return "\n".join(out + ["</svg>\n"])
 
 
+def layers(all_reports):
+    """What each policy's layer is made of: [(policy, {kernel: us})], by `of a layer:` behind its step."""
+    found = []
+    for report in all_reports:
+        for kernel in report["kernels"]:
+            step = STEP.match(kernel["name"])
+            if step:
+                found.append((f"{step[2]}, {int(step[5]) // 1024}K", {}))
+            elif kernel["name"].startswith("of a layer: "):
+                found[-1][1][kernel["name"][12:]] = kernel["us"]
+    return [layer for layer in found if layer[1]]
+
+
+def stacks(found):
+    """Stacked bars, the kernels that take most with a colour of their own."""
+    sums = {}
+    for _, kernels in found:
+        for name, us in kernels.items():
+            sums[name] = sums.get(name, 0) + us
+    named = sorted(sums, key=sums.get, reverse=True)[: len(COLORS) - 1]
+    most = max(sum(kernels.values()) for _, kernels in found)
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {76 + 24 * len(found)}" '
+           'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>',
+           '<text x="10" y="18">microseconds of a layer, each kernel by itself</text>']
+    for i, name in enumerate(named + ["others"]):
+        x, y = 10 + i % 4 * 210, 30 + i // 4 * 16
+        out.append(f'<rect x="{x}" y="{y}" width="12" height="10" fill="{COLORS[i]}"/>'
+                   f'<text x="{x + 18}" y="{y + 9}">{name}</text>')
+    for j, (name, kernels) in enumerate(found):
+        x, y = 240.0, 70 + 24 * j
+        others = sum(us for kernel, us in kernels.items() if kernel not in named)
+        for i, us in enumerate([kernels.get(kernel, 0) for kernel in named] + [others]):
+            width = 560 * us / most
+            out.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{COLORS[i]}"/>')
+            x += width
+        out.append(f'<text x="232" y="{y + 12}" text-anchor="end">{name}</text>'
+                   f'<text x="{x + 5:.1f}" y="{y + 12}">{sum(kernels.values()):.0f}</text>')
+    return "\n".join(out + ["</svg>\n"])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", required=True)
@@ -121,6 +166,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--svg")
     parser.add_argument("--bars")
+    parser.add_argument("--layer")
     parser.add_argument("files", nargs="+")
     args = parser.parse_args()
     all_reports = [report for path in args.files for report in reports(path)]
@@ -139,6 +185,9 @@ def main():
     if args.bars:
         with open(args.bars, "w") as file:
             file.write(bars(found))
+    if args.layer:
+        with open(args.layer, "w") as file:
+            file.write(stacks(layers(all_reports)))
 
 
 if __name__ == "__main__":

@@ -69,16 +69,15 @@ DEVICE void write_code(const Codes& codes, u32 head, u32 slot, u32 token, bool i
 #if KV == KV_F16 || KV == KV_BF16
 #define EXPANDS_PAIRS 1
 #if KV == KV_F16
-// Powers of two, as floats have them, by which pairs are multiplied without leaving what an element can be,
+// The least exponent of a float that pairs can be multiplied by, and an element's bits of 2^8 times that power.
 #define LEAST_POWER 105
-// and what takes such a power, times 256, to an element's bits.
 #define POWER_BITS(power) (((power) - 104) << 10)
 #else
+// The least exponent, and an element's bits of 2^120 times that power.
 #define LEAST_POWER 1
-// The same, times 2^120.
 #define POWER_BITS(power) (((power) + 120) << 7)
 #endif
-#define MOST_POWER 134
+#define MOST_POWER 134  // the largest exponent
 
 // Two e4m3 numbers, in the upper halves of two elements, times two powers. Moved, their bits are those of a 256th,
 // or a 2^120th, of them.

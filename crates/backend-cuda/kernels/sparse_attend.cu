@@ -7,9 +7,9 @@
 //
 // A task is a chunk of pages of one head, a longer one if the heads of its row see many. A warp takes every n-th
 // task, and needs nobody: its pages come through a ring of its own, the next ones while one is computed
-// (sparse_page.cuh). `sparse_merge` brings the chunks of a head together. Chunks are counted from the list's beginning, so that a row has the same
-// bits in any company. Reads each page once. Reference: backend-cpu/src/attend/picks.rs; conformance:
-// picks_match, picks_rows_agree.
+// (sparse_page.cuh). `sparse_merge` brings the chunks of a head together. Chunks are counted from the list's
+// beginning, so that a row has the same bits in any company. Reads each page once.
+// Reference: backend-cpu/src/attend/picks.rs; conformance: picks_match, picks_rows_agree; tests/rows.rs.
 
 #define SHORT_CHUNK 4  // pages
 #define MAX_NUMBERS 1024  // rows and heads of a batch
@@ -166,15 +166,13 @@ DEVICE bool find_task(const SparseParams& p, const Tasks& all, u32 index, Sparse
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads;
     const u32* tasks = all.first;
     if (index >= tasks[n]) return false;
-    // The last head whose first task is not behind this one.
+    // The last head whose first task is not behind this one; those that see nothing have no tasks.
     u32 low = 0, high = n;
     while (low + 1 < high) {
         const u32 middle = (low + high) / 2;
         if (tasks[middle] <= index) low = middle;
         else high = middle;
     }
-    // Heads that see nothing have no tasks.
-    while (tasks[low + 1] <= index) low++;
     task.index = index, task.number = low, task.head = low % p.heads.n_kv_heads;
     const u32 chunk = all.chunk[low / p.heads.n_kv_heads];
     task.first = (index - tasks[low]) * chunk, task.n_pages = chunk;
@@ -317,12 +315,12 @@ struct Sparse {
     }
 };
 
-// Bounds for THREADS leave so many registers to each thread that the warps fit beside a block of `decide_beside`.
-#define SPARSE(name, R, KEPT, STAGES, WARPS, SHARED, THREADS)                          \
-    static_assert(WARPS * Sparse<R, KEPT, STAGES>::WARP_BYTES == SHARED,               \
-                  "the host's memory differs");                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(SparseParams p) {    \
-        Sparse<R, KEPT, STAGES>::run(p);                                               \
+// With so many REGISTERS the warps fit beside a block of `decide_beside`.
+#define SPARSE(name, R, KEPT, STAGES, WARPS, SHARED, REGISTERS)                 \
+    static_assert(WARPS * Sparse<R, KEPT, STAGES>::WARP_BYTES == SHARED,        \
+                  "the host's memory differs");                                 \
+    extern "C" __global__ void __maxnreg__(REGISTERS) name(SparseParams p) {    \
+        Sparse<R, KEPT, STAGES>::run(p);                                        \
     }
 SPARSE_ENTRIES
 

@@ -5,8 +5,8 @@
 //   o += V^T p     [16 columns][8 queries] for each sixteen columns; p is split as q is
 //
 // A lane = 4 g + t has of s tokens g and g + 8 and queries 2t and 2t + 1, of o columns g and g + 8 likewise. So few
-// registers are for sums, and a warp takes a page at a time. Totals are those of attend.cuh; a warp's lanes
-// agree about m only when a score is MOST_ABOVE above it, and add up their sums at the end.
+// registers are for sums, and a warp takes a page at a time. Totals are those of attend.cuh; m moves, for all
+// lanes at once, only when a score is MOST_ABOVE above it, and lanes add up their sums at the end.
 
 #define STEPS (WIDTH / 16)
 #define CHAINS (PARTS == 1 ? 2 : 1)
@@ -164,7 +164,7 @@ DEVICE void weigh_page(u32 tokens, float2 by, Group<R>& group, float (&s)[R][4])
 }
 
 // Turns a matrix of eight rows, of which each lane has two elements.
-DEVICE u32 turn(u32 two) {
+DEVICE u32 transposed(u32 two) {
     u32 out;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(two));
     return out;
@@ -177,8 +177,8 @@ DEVICE void mix_page(Values values, float (&s)[R][4], Group<R>& group) {
     for (int r = 0; r < R; r++)
         UNROLL
         for (int part = 0; part < PARTS; part++) {
-            weights[r][part][0] = turn(take_part(s[r][0], s[r][1]));
-            weights[r][part][1] = turn(take_part(s[r][2], s[r][3]));
+            weights[r][part][0] = transposed(take_part(s[r][0], s[r][1]));
+            weights[r][part][1] = transposed(take_part(s[r][2], s[r][3]));
         }
     UNROLL
     for (int step = 0; step < STEPS; step++) {

@@ -19,7 +19,10 @@ use gpu::open;
 
 const LAYER: LayerIdx = LayerIdx(1);
 const N_KV: usize = 2;
+/// Query heads.
 const N_HEADS: usize = 4;
+/// More of them than one matrix instruction takes.
+const MANY_HEADS: usize = 24;
 /// Tokens of the sequence: a prompt, and one by one.
 const N_PROMPT: usize = 70;
 const N_ALL: usize = 75;
@@ -28,13 +31,13 @@ const SINKS: u32 = 4;
 const RECENT: u32 = 9;
 
 /// `[token][q | k | v]`, of sizes from tiny to large, one vector all zeros.
-fn tokens(d: usize) -> Vec<Vec<f32>> {
+fn tokens(n_heads: usize, d: usize) -> Vec<Vec<f32>> {
     let mut state: u32 = 5;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 8) as f32 / 8_388_608.0 - 1.0
     };
-    let width = (N_HEADS + 2 * N_KV) * d;
+    let width = (n_heads + 2 * N_KV) * d;
     let token = |i: usize| {
         let size = [1.0, 0.02, 7.0, 1.7][i % 4];
         let x = (0..width).map(|_| size * next()).collect::<Vec<f32>>();
@@ -47,7 +50,8 @@ fn tokens(d: usize) -> Vec<Vec<f32>> {
 fn rounded(tokens: &[Vec<f32>], d: usize, (code, dtype): (RowCode, KvDtype)) -> Vec<Vec<f32>> {
     let round = |token: &Vec<f32>| {
         let mut token = token.clone();
-        for head in token[N_HEADS * d..].chunks_exact_mut(d) {
+        let queries = token.len() - 2 * N_KV * d;
+        for head in token[queries..].chunks_exact_mut(d) {
             let mut bytes = vec![0; d * dtype.bytes()];
             // As the page has it, and as it then comes.
             narrow(dtype, head, &mut bytes);
@@ -60,9 +64,13 @@ fn rounded(tokens: &[Vec<f32>], d: usize, (code, dtype): (RowCode, KvDtype)) -> 
 }
 
 /// What a device decides by that chooses everything between the first places and the last ones.
-fn choose_all() -> Rules {
-    let head =
-        HeadNumbers { threshold: 0.0, soft: f32::INFINITY, weight: 1.0, importances: vec![1.0; 2] };
+fn choose_all(group: usize) -> Rules {
+    let head = HeadNumbers {
+        threshold: 0.0,
+        soft: f32::INFINITY,
+        weight: 1.0,
+        importances: vec![1.0; group],
+    };
     Rules {
         by: ScoreBy::Keys,
         percent: 100.0,
@@ -80,6 +88,17 @@ fn choose_all() -> Rules {
     }
 }
 
+fn spec(n_heads: usize, d: usize) -> AttnSpec<'static, Cuda> {
+    AttnSpec {
+        n_heads: n_heads as u32,
+        scale: 1.0 / (d as f32).sqrt(),
+        window: None,
+        owns_kv: true,
+        head_norms: None,
+        eps: 1e-6,
+    }
+}
+
 /// Attention of the last token to some places, or to all by working sets that the device decides about, after all
 /// were appended and their pages copied.
 fn attend(
@@ -89,10 +108,11 @@ fn attend(
     places: Option<&[u32]>,
 ) -> Result<Vec<f32>, DeviceError> {
     let d = kv.head_dim as usize;
+    let n_all_heads = tokens[0].len() / d;
+    let n_heads = n_all_heads - 2 * N_KV;
     let rope =
         RopeSpec { inv_freq: vec![0.0; d / 2], attention_factor: 1.0, style: RopeStyle::Halves };
-    let shape =
-        PlanShape { max_rows: N_PROMPT, max_seqs: 1, max_context: 96, n_heads: N_HEADS, kv, rope };
+    let shape = PlanShape { max_rows: N_PROMPT, max_seqs: 1, max_context: 96, n_heads, kv, rope };
     let n_pages = N_ALL.div_ceil(16) as u32;
     let mut arena = cuda.alloc_kv(kv, KvSlots::on_device(3 * n_pages))?;
     cuda.keep_digests(&mut arena, &[])?;
@@ -100,12 +120,8 @@ fn attend(
     let slots: Vec<Slot> = (0..n_pages).map(|i| Slot(2 * i + 1)).collect();
     cuda.write_table(&mut tables, 0, 0, &slots)?;
     let mut plan = cuda.alloc_plan(&shape)?;
-    let scale = 1.0 / (d as f32).sqrt();
-    let n_heads = N_HEADS as u32;
-    let spec =
-        AttnSpec { n_heads, scale, window: None, owns_kv: true, head_norms: None, eps: 1e-6 };
-    let width = (N_HEADS + 2 * N_KV) * d;
-    let mut qkv = cuda.alloc(N_PROMPT * width)?;
+    let spec = spec(n_heads, d);
+    let mut qkv = cuda.alloc(N_PROMPT * n_all_heads * d)?;
     let lay_out = |start: usize, n: usize, qkv: &mut _, (tables, plan): (&_, &mut _)| {
         let layout = BatchLayout {
             tokens: vec![0; n],
@@ -137,7 +153,7 @@ fn attend(
     let slots: Vec<Slot> = (0..n_pages).map(moved).collect();
     cuda.write_table(&mut tables, 0, 0, &slots)?;
     lay_out(N_ALL - 1, 1, &mut qkv, (&tables, &mut plan))?;
-    let mut out = cuda.alloc(N_HEADS * d)?;
+    let mut out = cuda.alloc(n_heads * d)?;
     match places {
         Some(places) => {
             let pick =
@@ -147,7 +163,7 @@ fn attend(
         }
         None => {
             assert!(
-                cuda.decide_by(&plan, &mut arena, &[choose_all()], 1)?,
+                cuda.decide_by(&plan, &mut arena, &[choose_all(n_heads / N_KV)], 1)?,
                 "a device that decides"
             );
             let row = Deciding { seq: 0, table_row: 0, rules: 0, is_new: true };
@@ -155,7 +171,7 @@ fn attend(
             cuda.attend_deciding(&plan, (1, LAYER), &spec, &qkv, &arena, &mut out)?;
         }
     }
-    let mut found = vec![0.0; N_HEADS * d];
+    let mut found = vec![0.0; n_heads * d];
     cuda.read(&out, &mut found)?;
     Ok(found)
 }
@@ -180,7 +196,7 @@ fn rows_in_eight_bits_are_those_of_the_reference() {
     for (dtype, head_dim) in [(KvDtype::F16, 128), (KvDtype::Bf16, 80), (KvDtype::F32, 64)] {
         let kv = KvShape { n_layers: 3, n_kv_heads: N_KV as u32, head_dim, page_len: 16, dtype };
         let d = head_dim as usize;
-        let exact = tokens(d);
+        let exact = tokens(N_HEADS, d);
         for places in [&all, &some] {
             let plain = attend(&here, kv, &exact, places);
             assert_eq!(attend(&far_plain, kv, &exact, places), plain, "{dtype} {d}");
@@ -213,17 +229,22 @@ fn working_sets_in_eight_bits_have_the_rows_of_the_reference() {
     for code in RowCode::ALL {
         // Some layers' working sets have rows as they are; and all have the same.
         for cuda in [far(&[0, 2], Some(code)), far(&[], Some(code))] {
-            for (dtype, head_dim) in [
-                (KvDtype::Bf16, 128),
-                (KvDtype::Bf16, 80),
-                (KvDtype::Bf16, 64),
-                (KvDtype::Bf16, 24),
-                (KvDtype::F16, 128),
+            for (dtype, head_dim, n_heads) in [
+                (KvDtype::Bf16, 128, N_HEADS),
+                (KvDtype::Bf16, 80, N_HEADS),
+                (KvDtype::Bf16, 64, N_HEADS),
+                (KvDtype::Bf16, 24, N_HEADS),
+                (KvDtype::Bf16, 128, MANY_HEADS),
+                (KvDtype::Bf16, 256, N_HEADS),
+                (KvDtype::F16, 128, N_HEADS),
+                (KvDtype::F16, 128, MANY_HEADS),
+                (KvDtype::F16, 96, N_HEADS),
+                (KvDtype::F16, 256, MANY_HEADS),
             ] {
                 let kv =
                     KvShape { n_layers: 3, n_kv_heads: N_KV as u32, head_dim, page_len: 16, dtype };
                 let d = head_dim as usize;
-                let mut exact = tokens(d);
+                let mut exact = tokens(n_heads, d);
                 // One value that outweighs the others, a key that does, and one of each that is next to nothing.
                 let by = if dtype == KvDtype::Bf16 { [1e8, 1e6, 1e-20] } else { [6e4, 6e4, 1e-6] };
                 for (at, (x, most)) in [
@@ -232,7 +253,7 @@ fn working_sets_in_eight_bits_have_the_rows_of_the_reference() {
                     (33, (N_KV * d, by[2])),
                     (35, (0, by[2])),
                 ] {
-                    let vector = &mut exact[at][N_HEADS * d + x..][..d];
+                    let vector = &mut exact[at][n_heads * d + x..][..d];
                     let largest = vector.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                     vector.iter_mut().for_each(|x| *x *= most / largest);
                 }

@@ -46,14 +46,6 @@ pub(crate) struct FarWay {
     pub(crate) n_threads: u32,
 }
 
-impl FarWay {
-    /// As what they may stay in working sets of all layers; where threads bring rows, some layers may stay
-    /// here, whose working sets have rows as they are.
-    pub(crate) fn kept_code(&self) -> Option<RowCode> {
-        self.code.filter(|_| self.n_threads == 0)
-    }
-}
-
 /// What decides how a device is used.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceConfig {
@@ -263,14 +255,15 @@ impl Device {
     }
 
     /// Pages are far, but for those of some layers, and rows in eight bits but for those of some heads: of which most
-    /// rows would come. Nobody else has the device yet.
+    /// rows would come, but for so many of each layer as come in time. Nobody else has the device yet.
     pub(crate) fn keep_far(
         &mut self,
         near: &NearSizes,
-        (topk, shape): (Option<&TopKOptions>, &TopKShape),
+        (topk, shape, n_in_time): (Option<&TopKOptions>, &TopKShape, u32),
         way: &FarWay,
     ) {
-        let (layers, heads) = topk.map_or_else(Default::default, |topk| topk.hardest(shape));
+        let (layers, heads) =
+            topk.map_or_else(Default::default, |topk| topk.hardest(shape, n_in_time));
         // Of layers and heads that sets can have.
         let first = |all: Vec<u32>, most, n: u32| {
             all.into_iter().filter(move |&i| i < most).take(n as usize).collect::<Vec<u32>>()

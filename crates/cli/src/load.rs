@@ -116,7 +116,7 @@ impl Prepared {
             tracing::info!("top-k attention takes much memory: {max_seqs} sequences at one time");
         }
         let way = config.sparse.far_way();
-        let saved = deciding(max_seqs, None) - deciding(max_seqs, way.kept_code());
+        let saved = deciding(max_seqs, None) - deciding(max_seqs, way.code);
         let request = SizeRequest {
             deciding: deciding(max_seqs, None),
             weights: device.weight_bytes(&files, policies)?,
@@ -137,10 +137,9 @@ impl Prepared {
             reserve_tables(&mut sizes, config.may_run_fewer)?;
         }
         let of = (&sizes, kv, request.digest_page_bytes);
-        if let Some(forecast) =
-            device.forecast(&files, topk.as_ref(), of, &config.sparse.far_way())?
-        {
-            say(&describe_forecast(&forecast, &sizes, kv.n_layers));
+        let forecast = device.forecast(&files, topk.as_ref(), of, &config.sparse.far_way())?;
+        if let Some(forecast) = &forecast {
+            say(&describe_forecast(forecast, &sizes, kv.n_layers));
             near_table(&sizes).iter().for_each(|table| say(table));
             // Where nothing leaves the device, the faster of both ways is taken.
             if sizes.host_kv == 0
@@ -156,7 +155,8 @@ impl Prepared {
                 "--kv-offload disk: a GPU reads pages from the host's memory only"
             );
             let shape = nuthatch_model::topk_shape(files.config());
-            device.keep_far(near, (topk.as_ref(), &shape), &config.sparse.far_way());
+            let n_in_time = forecast.map_or(0, |of| of.n_in_time / sizes.max_seqs);
+            device.keep_far(near, (topk.as_ref(), &shape, n_in_time), &config.sparse.far_way());
         }
         let slow = slow_options(config)?;
         let (options, is_disk_optional) = (config.options, false);

@@ -45,12 +45,14 @@ impl TopKOptions {
         working_rows(shape, &self.policies, self.profile.as_deref().unwrap_or(&empty), n)
     }
 
-    /// Layers, and heads counting those of all layers, those first that should stay on a device where not all can.
-    pub fn hardest(&self, shape: &TopKShape) -> (Vec<u32>, Vec<u32>) {
+    /// Layers, and heads counting those of all layers, those first that should stay on a device where not all can;
+    /// rows of so many heads of a layer come in time.
+    pub fn hardest(&self, shape: &TopKShape, n_in_time: u32) -> (Vec<u32>, Vec<u32>) {
         let empty = Profile::empty(shape);
         let profile = self.profile.as_deref().unwrap_or(&empty);
         let policies = &self.policies;
-        (hardest_layers(shape, policies, profile), hardest_heads(shape, policies, profile))
+        let heads = hardest_heads(shape, policies, profile, n_in_time as usize);
+        (hardest_layers(shape, policies, profile), heads)
     }
 
     /// The same for a device that reads far pages over a link and keeps what it needs near by itself: only

@@ -220,7 +220,8 @@ impl Sizes {
         let near = far.as_ref().map(|room| room.near(request, n_pages));
         let both = far.as_ref().zip(near);
         let far_bytes = both.map_or(0, |(room, near)| room.host_kv(request, n_pages, &near));
-        let saved = both.map_or(0, |(room, near)| room.saved(near.n_layers.into()));
+        let deciding = both
+            .map_or(request.deciding, |(room, near)| room.deciding(request, near.n_layers.into()));
         Ok(Sizes {
             n_pages: countable(n_pages),
             n_host_pages: countable(n_host_pages),
@@ -236,7 +237,7 @@ impl Sizes {
             host_kv: far_bytes + n_host_pages * page_bytes,
             near,
             working: working_bytes(request),
-            deciding: request.deciding - saved,
+            deciding,
         })
     }
 

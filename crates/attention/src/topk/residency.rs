@@ -23,8 +23,7 @@ pub fn prefetchable_heads(layer_seconds: f64, link_bytes_per_s: f64, head_bytes:
 /// be fetched ahead, then the others, the most difficult first.
 ///
 /// A head is the more difficult, the higher its threshold is above its average similarity less a
-/// margin. In each layer the `n_prefetchable` least difficult ones are left to prefetching, and come
-/// last. `thresholds` and `similarities` are `[layer][G]`; similarities that are missing are 0.
+/// margin. `thresholds` and `similarities` are `[layer][G]`; similarities that are missing are 0.
 pub(super) fn residency(
     n_kv_heads: usize,
     thresholds: &[f32],
@@ -32,44 +31,63 @@ pub(super) fn residency(
     n_prefetchable: usize,
 ) -> Vec<usize> {
     let similarity = |i: usize| similarities.get(i).copied().unwrap_or(0.0);
-    let difficulty = |i: usize| thresholds[i] - (similarity(i) - MARGIN);
-    let most_difficult = |heads: &mut [usize]| {
-        heads.sort_by(|&a, &b| difficulty(b).total_cmp(&difficulty(a)).then(a.cmp(&b)));
+    let difficulty: Vec<f32> =
+        (0..thresholds.len()).map(|i| thresholds[i] - (similarity(i) - MARGIN)).collect();
+    let others = most_difficult_first(&difficulty, n_kv_heads, n_prefetchable);
+    let first = 0..n_kv_heads.min(thresholds.len());
+    first.chain(others.into_iter().filter(|&head| head >= n_kv_heads)).collect()
+}
+
+/// Heads by their difficulty, but the `n_prefetchable` least difficult of each layer, which are left to prefetching,
+/// come last.
+fn most_difficult_first(
+    difficulty: &[f32],
+    n_kv_heads: usize,
+    n_prefetchable: usize,
+) -> Vec<usize> {
+    let sort = |heads: &mut [usize]| {
+        heads.sort_by(|&a, &b| difficulty[b].total_cmp(&difficulty[a]).then(a.cmp(&b)));
     };
-    let heads: Vec<usize> = (0..thresholds.len()).collect();
+    let heads: Vec<usize> = (0..difficulty.len()).collect();
     let (mut order, mut left) = (Vec::new(), Vec::new());
-    for heads in heads.chunks(n_kv_heads.max(1)).skip(1) {
+    for heads in heads.chunks(n_kv_heads.max(1)) {
         let mut heads = heads.to_vec();
-        most_difficult(&mut heads);
+        sort(&mut heads);
         let (stay, prefetched) = heads.split_at(heads.len().saturating_sub(n_prefetchable));
         order.extend_from_slice(stay);
         left.extend_from_slice(prefetched);
     }
-    most_difficult(&mut order);
-    most_difficult(&mut left);
-    let first = heads.into_iter().take(n_kv_heads);
-    first.chain(order).chain(left).collect()
+    sort(&mut order);
+    sort(&mut left);
+    order.extend(left);
+    order
 }
 
 /// The layers that own keys and values, those first that should stay on the device where not all can: those that
 /// attend to everything, then those of which most rows come.
 pub fn hardest_layers(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
     let heads = rows_that_come(shape, policies, profile);
-    hardest_first(heads.chunks(shape.n_kv_heads.max(1)).map(|heads| heads.iter().sum()))
+    let layers: Vec<f32> =
+        heads.chunks(shape.n_kv_heads.max(1)).map(|heads| heads.iter().sum()).collect();
+    countable(most_difficult_first(&layers, 1, 0))
 }
 
-/// The heads of layers that do not attend to everything, counting those of all layers, in such an order.
-pub fn hardest_heads(shape: &TopKShape, policies: &[Policy], profile: &Profile) -> Vec<u32> {
+/// The heads of layers that do not attend to everything, counting those of all layers, in such an order; rows of
+/// `n_prefetchable` heads of a layer come in time.
+pub fn hardest_heads(
+    shape: &TopKShape,
+    policies: &[Policy],
+    profile: &Profile,
+    n_prefetchable: usize,
+) -> Vec<u32> {
     let rows = rows_that_come(shape, policies, profile);
-    let mut heads = hardest_first(rows.iter().copied());
-    heads.retain(|&head| rows[head as usize].is_finite());
-    heads
+    let mut heads = most_difficult_first(&rows, shape.n_kv_heads, n_prefetchable);
+    heads.retain(|&head| rows[head].is_finite());
+    countable(heads)
 }
 
-fn hardest_first(rows: impl Iterator<Item = f32>) -> Vec<u32> {
-    let mut all: Vec<(u32, f32)> = (0..).zip(rows).collect();
-    all.sort_by(|a, b| b.1.total_cmp(&a.1));
-    all.into_iter().map(|(i, _)| i).collect()
+fn countable(all: Vec<usize>) -> Vec<u32> {
+    all.into_iter().map(|i| u32::try_from(i).expect("layers and heads of a model")).collect()
 }
 
 /// `[layer][G]` how many rows come to each head, by a measure of its own: difficult heads that choose much, by the
@@ -112,15 +130,19 @@ mod tests {
         let policies = |text: &str| vec![text.parse().unwrap()];
         let adaptive = policies("hata,reuse=qsac(eta=0.8,thresholds=fixed)");
         assert_eq!(hardest_layers(&shape, &adaptive, &profile), [1, 0, 2]);
-        assert_eq!(hardest_heads(&shape, &adaptive, &profile), [3, 2, 1, 0, 4, 5]);
+        let heads = |n| hardest_heads(&shape, &adaptive, &profile, n);
+        assert_eq!(heads(0), [3, 2, 1, 0, 4, 5]);
+        // The easier head of each layer is left to the link.
+        assert_eq!(heads(1), [3, 1, 4, 2, 0, 5]);
+        assert_eq!(heads(2), heads(0));
         let dense = policies("hata,reuse=qsac(eta=0.8,thresholds=fixed),dense_layers=1");
         assert_eq!(hardest_layers(&shape, &dense, &profile), [0, 1, 2]);
-        assert_eq!(hardest_heads(&shape, &dense, &profile), [3, 2, 4, 5]);
+        assert_eq!(hardest_heads(&shape, &dense, &profile, 0), [3, 2, 4, 5]);
         // Nothing is known, or layers share keys.
         assert_eq!(hardest_layers(&shape, &[], &profile), [0, 1, 2]);
         let shared = TopKShape { n_kv_layers: 2, ..shape };
         assert_eq!(hardest_layers(&shared, &adaptive, &profile), [0, 1]);
-        assert_eq!(hardest_heads(&shared, &adaptive, &profile), [0, 1, 2, 3]);
+        assert_eq!(hardest_heads(&shared, &adaptive, &profile, 0), [0, 1, 2, 3]);
     }
 
     #[test]

@@ -88,6 +88,16 @@ impl Report {
             name.trim_start()
         );
     }
+
+    /// Bytes, by what they are for.
+    fn keep(&mut self, of: &str, memory: &[(&str, usize)]) {
+        for (name, bytes) in memory {
+            println!("{of}: {name:<60} {:>8.3} GB", *bytes as f64 / 1e9);
+            let comma = if self.text.is_empty() { "" } else { ",\n" };
+            let _ =
+                write!(self.text, "{comma}  {{\"name\": \"{of}: {name}\", \"bytes\": {bytes}}}");
+        }
+    }
 }
 
 fn main() -> Outcome {

@@ -22,6 +22,8 @@ pub(crate) struct Rig<'a> {
     pub(crate) n_seqs: usize,
     n_heads: u32,
     plan_shape: PlanShape,
+    /// Bytes of the device's memory, by what they are for.
+    pub(crate) memory: Vec<(&'static str, usize)>,
 }
 
 impl<'a> Rig<'a> {
@@ -59,6 +61,13 @@ impl<'a> Rig<'a> {
             kv: shape,
             rope,
         };
+        let (mut free, _) = cuda.memory()?;
+        let mut memory = Vec::new();
+        let mut taken = |name| {
+            let before = std::mem::replace(&mut free, cuda.memory()?.0);
+            memory.push((name, before.saturating_sub(free)));
+            Outcome::Ok(())
+        };
         let mut tables = cuda.alloc_tables(n_seqs as u32, pages as u32)?;
         // A step that is prime to the number of slots visits each of them once.
         let scattered = [7919, 7907, 7901].into_iter().find(|p| !n_slots.is_multiple_of(*p));
@@ -77,11 +86,13 @@ impl<'a> Rig<'a> {
             let (gib, took) = (backed as f64 / f64::from(1 << 30), clock.now() - begin);
             println!("{gib:.2} GiB put behind addresses in {:.1} ms", took.as_secs_f64() * 1e3);
         }
+        taken("pages, or copies, heads and layers that stay")?;
         if let Some(digests) = digests {
             cuda.keep_digests(&mut kv, digests)?;
+            taken("digests")?;
         }
         let plan = cuda.alloc_plan(&plan_shape)?;
-        let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads, plan_shape };
+        let mut rig = Rig { cuda, shape, kv, tables, plan, n_seqs, n_heads, plan_shape, memory };
         let width = (n_heads + 2 * shape.n_kv_heads) as usize * shape.head_dim as usize;
         let mut qkv = cuda.alloc(FILL * width)?;
         cuda.write(&mut qkv, &random(FILL * width))?;

@@ -185,6 +185,34 @@ pub(crate) fn digests(shape: &Shape, words: &[String]) -> [Digest; 2] {
     [channels, signs]
 }
 
+/// What is timed, by the words.
+fn lines(words: &[String], is_traced: bool) -> Vec<Part> {
+    let has = |name: &str| words.iter().any(|word| word == name);
+    let usual = if is_traced { vec![0] } else { vec![100, 45, 25, 10, 0] };
+    let percents = number(words, "turn").map_or(usual, |n| vec![n as u32]);
+    let cosine = number(words, "cosine").map_or(TURNS, |n| n as f32 / 100.0);
+    match has("policies") {
+        _ if has("ablation") => parts(cosine),
+        _ if has("moves") => moving(),
+        is_all => {
+            let mut of = POLICIES[..if is_all { POLICIES.len() } else { 1 }].to_vec();
+            of.drain(..if has("only") { of.len() } else { 0 });
+            of.extend(has("late").then_some(LATE));
+            of.extend(has("overlap").then_some(OVERLAP));
+            let turns =
+                |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
+            let way = match (is_traced, has("around")) {
+                (true, _) => Way::Traced,
+                (false, true) => Way::Around,
+                (false, false) => Way::Away,
+            };
+            let turn = move |percent| Turn { percent, cosine, way };
+            let part = |of: Named| move |percent| Part { of, turn: turn(percent), has_graph: true };
+            of.iter().flat_map(|of| turns(of).into_iter().map(part(*of))).collect()
+        }
+    }
+}
+
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
 /// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
 /// rates, or, with `turn=N`, at that one, and with `around` for a step only, or, with `heads=FILE`, as those of a
@@ -203,29 +231,7 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
     }
     let shape = &model.shape;
     let traced = traced(words)?;
-    let usual = if traced.is_some() { vec![0] } else { vec![100, 45, 25, 10, 0] };
-    let percents = number(words, "turn").map_or(usual, |n| vec![n as u32]);
-    let cosine = number(words, "cosine").map_or(TURNS, |n| n as f32 / 100.0);
-    let lines: Vec<Part> = match has("policies") {
-        _ if has("ablation") => parts(cosine),
-        _ if has("moves") => moving(),
-        is_all => {
-            let mut of = POLICIES[..if is_all { POLICIES.len() } else { 1 }].to_vec();
-            of.drain(..if has("only") { of.len() } else { 0 });
-            of.extend(has("late").then_some(LATE));
-            of.extend(has("overlap").then_some(OVERLAP));
-            let turns =
-                |of: &Named| percents[..if of.reuses { percents.len() } else { 1 }].to_vec();
-            let way = match (&traced, has("around")) {
-                (Some(_), _) => Way::Traced,
-                (None, true) => Way::Around,
-                (None, false) => Way::Away,
-            };
-            let turn = move |percent| Turn { percent, cosine, way };
-            let part = |of: Named| move |percent| Part { of, turn: turn(percent), has_graph: true };
-            of.iter().flat_map(|of| turns(of).into_iter().map(part(*of))).collect()
-        }
-    };
+    let lines = lines(words, traced.is_some());
     let n_digests = if lines.iter().any(|line| line.of.by == SIGNS) { 2 } else { 1 };
     for depth in depths {
         let (free, _) = cuda.memory()?;
@@ -237,10 +243,15 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         )?;
         let all_rules: Vec<Rules> =
             lines.iter().map(|line| rules(shape, &line.of, traced.as_ref())).collect();
+        let before = cuda.memory()?.0;
         let decides = cuda.decide_by(&rig.plan, &mut rig.kv, &all_rules, n_seqs as u32)?;
         assert!(decides, "this device decides");
-        let used = (free - cuda.memory()?.0) as f64;
-        println!("{n_seqs} x {depth}: {:.2} GB on the device for KV", used / 1e9);
+        let left = cuda.memory()?.0;
+        rig.memory.extend([
+            ("working sets, and what decides", before - left),
+            ("all of KV", free - left),
+        ]);
+        report.keep(&format!("{n_seqs} x {depth}, on the device"), &rig.memory);
         let has_kernels = report.has_breakdown;
         let mut run = Run {
             cuda,
@@ -385,7 +396,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What the kernels of one layer take on the average, each queued by itself.
+    /// What a layer's kernels take on the average, each queued by itself; those of a step are spread over its layers.
     fn kernels(
         &mut self,
         rig: &mut Rig<'_>,
@@ -395,23 +406,18 @@ impl Run<'_> {
         turn: Turn,
     ) -> Outcome {
         const N: usize = 3;
-        let mut sums: BTreeMap<&'static str, (f64, usize)> = BTreeMap::new();
+        let mut sums: BTreeMap<&'static str, f64> = BTreeMap::new();
         for step in 0..N {
             self.turn((step, turn), query_bufs, queries)?;
             self.cuda.begin_timing();
             self.step(rig, (query_bufs, acts))?;
             for kernel in self.cuda.end_timing()? {
-                let sum = sums.entry(kernel.name).or_default();
-                *sum = (sum.0 + kernel.seconds, sum.1 + 1);
+                *sums.entry(kernel.name).or_default() += kernel.seconds;
             }
         }
-        for (name, (seconds, n)) in sums {
-            let is_ours =
-                ["decide", "sparse_", "digest", "rope_"].iter().any(|s| name.starts_with(s));
-            if is_ours {
-                let name = format!("    {name}, {} turn", turn.percent);
-                report.add(&name, seconds / n as f64, 0.0, 0.0);
-            }
+        let n_layers = N as f64 * f64::from(self.model.shape.n_layers);
+        for (name, seconds) in sums {
+            report.add(&format!("    of a layer: {name}"), seconds / n_layers, 0.0, 0.0);
         }
         Ok(())
     }

@@ -48,14 +48,19 @@ pub(crate) fn max_tasks(n_places: usize) -> usize {
     (n_places.div_ceil(PAGE_LEN) + 3).div_ceil(CHUNK_PAGES)
 }
 
-/// Most warps that have registers beside a block of `decide_beside`, which takes more than half of them, and the
-/// threads that a multiprocessor would have if all had as many. Sums are what registers are for.
+/// Registers of a multiprocessor that a block of `decide_beside` leaves: its 512 threads have 72 each.
+const LEFT_REGISTERS: usize = 65_536 - 512 * 72;
+
+/// Most warps that have registers beside a block of `decide_beside`, and those of each of their threads. Sums are
+/// what most of them are for.
 fn registers(lines: usize, attend: AttendShape) -> (usize, usize) {
-    match lines / 8 * attend.page.width() {
-        0..=128 => (8, 640),
-        129..=256 => (5, 384),
-        _ => (3, 256),
-    }
+    let warps = match lines / 8 * attend.page.width() {
+        0..=128 => 8,
+        129..=256 => 5,
+        _ => 3,
+    };
+    // Threads are given eight at a time.
+    (warps, (LEFT_REGISTERS / (32 * warps) / 8 * 8).min(255))
 }
 
 /// A block of `sparse_attend`: warps that each have a ring of pages.
@@ -96,8 +101,8 @@ impl SparseShape {
     pub(crate) fn entry(self, attend: AttendShape) -> String {
         let SparseShape { lines, is_kept, warps } = self;
         let (name, shared) = (self.name(), self.shared_bytes(attend));
-        let (sets, (_, threads)) = (lines / 8, registers(lines, attend));
-        format!("SPARSE({name}, {sets}, {is_kept}, {STAGES}, {warps}, {shared}, {threads})")
+        let (sets, (_, registers)) = (lines / 8, registers(lines, attend));
+        format!("SPARSE({name}, {sets}, {is_kept}, {STAGES}, {warps}, {shared}, {registers})")
     }
 
     /// Dynamic shared memory: the ring, queries, masks and barriers of each warp.
@@ -159,5 +164,42 @@ pub(crate) fn attend(
                 device.launch(merge, heads, MERGE_THREADS, params)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nuthatch_types::KvDtype;
+
+    use super::*;
+    use crate::kv::PageShape;
+
+    const HOPPER: usize = 227 * 1024;
+    const SMALLEST: usize = 99 * 1024;
+
+    #[test]
+    fn warps_have_memory_and_registers_beside_a_block_that_decides() {
+        for dtype in [KvDtype::F16, KvDtype::Bf16] {
+            for head_dim in [24, 64, 96, 128, 256] {
+                for is_exact in [false, true] {
+                    let attend = AttendShape::new(PageShape { dtype, head_dim }, is_exact);
+                    for shape in SparseShape::fitting(attend, HOPPER) {
+                        let shared = STATIC_BYTES + shape.shared_bytes(attend);
+                        // Wide heads leave no room.
+                        let left = if head_dim > 128 { 0 } else { LEFT_BYTES };
+                        assert!(shared + left <= HOPPER, "{shape:?} of {head_dim}, {is_exact}");
+                        let (most, registers) = registers(shape.lines, attend);
+                        assert!(shape.warps <= most && 32 * most * registers <= LEFT_REGISTERS);
+                    }
+                    for shape in SparseShape::fitting(attend, SMALLEST) {
+                        assert!(STATIC_BYTES + shape.shared_bytes(attend) <= SMALLEST, "{shape:?}");
+                    }
+                }
+            }
+        }
+        // What most models have.
+        let attend = AttendShape::new(PageShape { dtype: KvDtype::Bf16, head_dim: 128 }, false);
+        assert_eq!(SparseShape::fitting(attend, HOPPER)[0].warps, 8);
+        assert_eq!(registers(8, attend), (8, 112));
     }
 }

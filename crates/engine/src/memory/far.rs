@@ -134,7 +134,9 @@ impl FarRoom {
         let least = u64::from(request.max_seqs) * u64::from(far.pages_per_seq) + step;
         let copies = least * page;
         let digests = n_least * (request.digest_page_bytes + far.codes.device);
-        let SizeRequest { deciding, max_seqs, .. } = *request;
+        let SizeRequest { max_seqs, .. } = *request;
+        // At least: no layer stays.
+        let deciding = request.deciding - far.deciding_saved;
         let staged = far.staged;
         let needed = [copies, digests, staged].into_iter().fold(deciding, u64::saturating_add);
         let Some(rest) = budget.checked_sub(needed) else {
@@ -152,7 +154,7 @@ impl FarRoom {
             host_bytes,
             n_digests: n_least + rest / digest,
             host_page: page + far.codes.host,
-            near_most: budget - deciding - staged,
+            near_most: budget - staged,
             budget,
             codes: far.codes,
             deciding_saved: far.deciding_saved,
@@ -173,12 +175,15 @@ impl FarRoom {
         let room = self.near_most.saturating_sub(digests + scales);
         // A prompt's copies come first: it is read by every chunk of it.
         let usual = self.usual.min(n_pages);
-        let fits = |n: &u64| n_pages * layer * n + usual * layer * (all - n) <= room;
+        let fits = |&n: &u64| {
+            let pages = n_pages * layer * n + usual * layer * (all - n);
+            pages + self.deciding(request, n) <= room
+        };
         // Threads of the host read all rows there.
         let takes_heads = self.codes.host > 0 && self.staged == 0;
         let least = if self.has_budget && !takes_heads { 0 } else { all };
         let n_layers = (least..=all).rev().filter(|_| self.keeps_layers).find(fits).unwrap_or(0);
-        let room = room + self.saved(n_layers);
+        let room = room.saturating_sub(self.deciding(request, n_layers));
         let layers = n_pages * layer * n_layers;
         let far_bytes = layer * (all - n_layers);
         let all_heads = all * u64::from(request.kv.n_kv_heads);
@@ -209,9 +214,9 @@ impl FarRoom {
         }
     }
 
-    /// Bytes that deciding takes less, if so many layers stay.
-    pub(super) fn saved(&self, n_layers: u64) -> u64 {
-        if n_layers == 0 { self.deciding_saved } else { 0 }
+    /// Bytes that deciding takes, if so many layers stay.
+    pub(super) fn deciding(&self, request: &SizeRequest, n_layers: u64) -> u64 {
+        request.deciding - if n_layers == 0 { self.deciding_saved } else { 0 }
     }
 
     /// Bytes of the host for so many pages, of which these layers are not there.
@@ -311,8 +316,7 @@ mod tests {
             ] {
                 let budget = mib << 20;
                 let mut request = SizeRequest { available: 128 * GIB, ..far(Some(budget)) };
-                let has_codes = codes.host > 0 && staged == 0;
-                let deciding_saved = if has_codes { 300 << 20 } else { 0 };
+                let deciding_saved = if codes.host > 0 { 300 << 20 } else { 0 };
                 request.far = request.far.map(|far| FarRequest {
                     keeps_layers,
                     codes,
@@ -346,7 +350,11 @@ mod tests {
                         assert!(near.staged == staged || near.n_layers == 32);
                         n_kept += 1;
                     }
-                    Err(MemoryError::Near { budget: told, .. }) => assert_eq!(told, budget),
+                    // Nothing is refused that has room if no layer stays.
+                    Err(MemoryError::Near { budget: told, deciding, digests, copies, .. }) => {
+                        assert_eq!((told, deciding), (budget, GIB - deciding_saved));
+                        assert!(deciding + digests + copies + staged > budget);
+                    }
                     Err(error) => panic!("{error}"),
                 }
             }
