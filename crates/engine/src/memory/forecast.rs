@@ -36,10 +36,10 @@ pub struct ForecastRequest {
     pub is_ahead: bool,
 }
 
-/// Share of lookups that choose again, and share of the context that then moves: what `auto` did on the
-/// two models of docs/sparse-answers.md before `follow`; it does a third less of both since.
-const TURNING: f64 = 0.45;
-const MOVED: f64 = 0.008;
+/// Share of lookups that choose again, and share of the context that moves: what `auto` did in the recorded trace of
+/// docs/sparse-speed.md.
+const TURNING: f64 = 0.34;
+const MOVED: f64 = 0.0034;
 /// Seconds that deciding, and bringing attention's parts together, add to a layer; measured on an H200.
 const DECIDING_SECONDS: f64 = 22e-6;
 
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn a_slow_link_keeps_layers() {
         let slow = ForecastRequest {
-            rates: Rates { read: 4.3e12, link: 6e9 },
+            rates: Rates { read: 4.3e12, link: 2.5e9 },
             is_ahead: false,
             ..llama(131_072)
         };
