@@ -24,6 +24,8 @@ pub(crate) const LINK_BLOCKS: u32 = 8;
 pub struct LinkTuning {
     /// Threads of a block that brings rows.
     pub threads: u32,
+    /// Bytes of a warp's rows that are on their way there.
+    pub ring: u32,
     /// Such blocks, beside which something else runs.
     pub blocks: u32,
     /// The same of blocks that have decided,
@@ -46,6 +48,7 @@ impl Default for LinkTuning {
     fn default() -> Self {
         LinkTuning {
             threads: 128,
+            ring: 5632,
             blocks: 8,
             blocks_decided: 6,
             blocks_expanding: 16,

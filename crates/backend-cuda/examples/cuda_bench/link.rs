@@ -40,7 +40,7 @@ pub(crate) fn beside(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outc
     };
     step("alone", &|_| Ok(()))?;
     step("beside the copy engine", &|_| Ok(cuda.copy_beside(&beside, &far.kv, 256 << 20)?))?;
-    for n_blocks in [4, 6, 7, 8] {
+    for n_blocks in [4, 5, 6, 7, 8] {
         step(&format!("beside {n_blocks} blocks"), &|i| {
             let layer = LayerIdx(kv.n_layers + i as u32 % 4);
             Ok(cuda.bring_beside(&beside, (&far.plan, &far.kv), layer, &listed, n_blocks)?)
@@ -73,7 +73,7 @@ pub(crate) fn bring(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
             let bytes = (n * row_bytes) as f64;
             let layer = |i: usize| LayerIdx(i as u32 % kv.n_layers);
             let listed = cuda.list_rows(&rig.plan, &rig.kv, lists)?;
-            for blocks in [4, 6, 7, 8] {
+            for blocks in [4, 5, 6, 7, 8] {
                 let seconds = time(cuda, |i| {
                     Ok(cuda.bring_rows(&rig.plan, layer(i), &rig.kv, &listed, blocks)?)
                 })?;

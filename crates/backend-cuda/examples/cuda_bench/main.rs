@@ -190,7 +190,7 @@ fn coded_here(words: &[String]) -> Result<HeadSet, Box<dyn Error>> {
     Ok(HeadSet::of(heads.into_iter().take(n)))
 }
 
-/// How rows are brought, with `gather_threads=`, `blocks=`, `decided=`, `expanding=`, `alone=`, `deciding=`,
+/// How rows are brought, with `gather_threads=`, `gather_ring=`, `blocks=`, `decided=`, `expanding=`, `alone=`, `deciding=`,
 /// `late_blocks=`, `short=` and `early=` otherwise
 /// than usually.
 fn tuning(words: &[String]) -> LinkTuning {
@@ -198,6 +198,7 @@ fn tuning(words: &[String]) -> LinkTuning {
     let or = |name, usual| number(words, name).map_or(usual, |n| n as u32);
     LinkTuning {
         threads: or("gather_threads", usual.threads),
+        ring: or("gather_ring", usual.ring),
         blocks: or("blocks", usual.blocks),
         blocks_decided: or("decided", usual.blocks_decided),
         blocks_expanding: or("expanding", usual.blocks_expanding),

@@ -217,7 +217,7 @@ pub(crate) fn constants(
 ) -> Vec<(&'static str, String)> {
     let mut constants = vec![
         ("GATHER_THREADS", tuning.threads.to_string()),
-        ("GATHER_RING_BYTES", gather_ring_bytes(attend.page).to_string()),
+        ("GATHER_RING_BYTES", gather_ring_bytes(attend.page, tuning).to_string()),
         ("RING_BYTES", ring_bytes(attend.page).to_string()),
         ("MAX_GROUP", MAX_GROUP.to_string()),
         ("N_FOLLOWERS", N_FOLLOWERS.to_string()),
@@ -283,8 +283,8 @@ pub(crate) fn ring_bytes(page: PageShape) -> usize {
 }
 
 /// The same of kernels that only bring rows: two blocks find room beside two of a product.
-pub(crate) fn gather_ring_bytes(page: PageShape) -> usize {
-    (page.bytes() / PAGE_LEN).max(5632)
+pub(crate) fn gather_ring_bytes(page: PageShape, tuning: LinkTuning) -> usize {
+    (page.bytes() / PAGE_LEN).max(tuning.ring as usize)
 }
 
 /// A kernel that brings rows, or asks for them, threads of its blocks, and bytes of their rings.
@@ -353,11 +353,12 @@ mod tests {
     fn two_blocks_that_bring_rows_find_room_beside_two_of_a_product() {
         // Of a multiprocessor, less what every block takes by itself, and fixed arrays: sums of products, and
         // 22 barriers of each warp.
-        let warps = LinkTuning::default().threads as usize / 32;
+        let tuning = LinkTuning::default();
+        let warps = tuning.threads as usize / 32;
         let room = 228 * 1024 - 4 * 1024 - 2 * 128 - 2 * warps * 22 * 8;
         let product = matmul_one::shared_bytes(WeightType::BF16) - matmul_one::ROW_BYTES + 4096 * 2;
         let page = PageShape { dtype: KvDtype::F16, head_dim: 128 };
-        let rings = warps * gather_ring_bytes(page);
+        let rings = warps * gather_ring_bytes(page, tuning);
         assert!(2 * product + 2 * Gather::shared_bytes(rings, 8) <= room);
     }
 }

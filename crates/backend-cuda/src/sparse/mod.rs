@@ -173,7 +173,7 @@ impl SparseKernels {
             cuda.device.load(cuda.cubin(&Program::sparse(attend, limit, cuda.tuning))?)?;
         let kernel = |name, shared| cuda.device.kernel(&module, name, shared);
         let threads = cuda.tuning.threads;
-        let rings = threads as usize / 32 * gather_ring_bytes(attend.page);
+        let rings = threads as usize / 32 * gather_ring_bytes(attend.page, cuda.tuning);
         let gather = |name, rings| {
             let kernel = kernel(name, Gather::shared_bytes(rings, MAX_NUMBERS))?;
             Ok::<_, DeviceError>(Gather { kernel, threads, rings })
