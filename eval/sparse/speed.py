@@ -126,7 +126,7 @@ def layers(all_reports):
             step = STEP.match(kernel["name"])
             if step:
                 found.append((f"{step[2]}, {int(step[5]) // 1024}K", {}))
-            elif kernel["name"].startswith("of a layer: "):
+            elif kernel["name"].startswith("of a layer: ") and found:
                 found[-1][1][kernel["name"][12:]] = kernel["us"]
     return [layer for layer in found if layer[1]]
 
@@ -185,7 +185,7 @@ def main():
     if args.bars:
         with open(args.bars, "w") as file:
             file.write(bars(found))
-    if args.layer:
+    if args.layer and layers(all_reports):
         with open(args.layer, "w") as file:
             file.write(stacks(layers(all_reports)))
 

@@ -262,8 +262,12 @@ impl Device {
         (topk, shape, n_in_time): (Option<&TopKOptions>, &TopKShape, u32),
         way: &FarWay,
     ) {
-        let (layers, heads) =
-            topk.map_or_else(Default::default, |topk| topk.hardest(shape, n_in_time));
+        let hardest = |topk: &TopKOptions| {
+            // Rows come in time only if they are known before a layer's turn.
+            let is_ahead = topk.policies[0].speculates;
+            topk.hardest(shape, if is_ahead { n_in_time } else { 0 })
+        };
+        let (layers, heads) = topk.map_or_else(Default::default, hardest);
         // Of layers and heads that sets can have.
         let first = |all: Vec<u32>, most, n: u32| {
             all.into_iter().filter(move |&i| i < most).take(n as usize).collect::<Vec<u32>>()

@@ -38,8 +38,8 @@ pub(super) fn residency(
     first.chain(others.into_iter().filter(|&head| head >= n_kv_heads)).collect()
 }
 
-/// Heads by their difficulty, but the `n_prefetchable` least difficult of each layer, which are left to prefetching,
-/// come last.
+/// Heads by their difficulty, but the `n_prefetchable` least difficult of each layer after the first, which are left
+/// to prefetching, come last.
 fn most_difficult_first(
     difficulty: &[f32],
     n_kv_heads: usize,
@@ -50,10 +50,11 @@ fn most_difficult_first(
     };
     let heads: Vec<usize> = (0..difficulty.len()).collect();
     let (mut order, mut left) = (Vec::new(), Vec::new());
-    for heads in heads.chunks(n_kv_heads.max(1)) {
+    for (layer, heads) in heads.chunks(n_kv_heads.max(1)).enumerate() {
         let mut heads = heads.to_vec();
         sort(&mut heads);
-        let (stay, prefetched) = heads.split_at(heads.len().saturating_sub(n_prefetchable));
+        let n_left = if layer == 0 { 0 } else { n_prefetchable };
+        let (stay, prefetched) = heads.split_at(heads.len().saturating_sub(n_left));
         order.extend_from_slice(stay);
         left.extend_from_slice(prefetched);
     }
@@ -132,9 +133,9 @@ mod tests {
         assert_eq!(hardest_layers(&shape, &adaptive, &profile), [1, 0, 2]);
         let heads = |n| hardest_heads(&shape, &adaptive, &profile, n);
         assert_eq!(heads(0), [3, 2, 1, 0, 4, 5]);
-        // The easier head of each layer is left to the link.
-        assert_eq!(heads(1), [3, 1, 4, 2, 0, 5]);
-        assert_eq!(heads(2), heads(0));
+        // The easier head of each layer is left to the link; nothing comes ahead for the first.
+        assert_eq!(heads(1), [3, 1, 0, 4, 2, 5]);
+        assert_eq!(heads(2), [1, 0, 3, 2, 4, 5]);
         let dense = policies("hata,reuse=qsac(eta=0.8,thresholds=fixed),dense_layers=1");
         assert_eq!(hardest_layers(&shape, &dense, &profile), [0, 1, 2]);
         assert_eq!(hardest_heads(&shape, &dense, &profile, 0), [3, 2, 4, 5]);

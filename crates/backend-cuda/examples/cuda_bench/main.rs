@@ -11,7 +11,7 @@
 //! with `host`, on the host, from where `threads=N` bring rows instead of the device, and where rows are in eight
 //! bits with `fp8` or `int8`; `chunks` for the time of a long prompt, with copies of `near=N` pages if they are
 //! on the host; `breakdown` also times
-//! steps without each of their stages, or the kernels of top-k attention one by one. `eager` records
+//! steps without each of their stages, or the kernels of a step with top-k attention one by one. `eager` records
 //! nothing, `l2` brings pages to the second-level cache early. Pages lie in a scattered order, or, for
 //! `decode` and `bring` with `ordered`, one after the other; with `virtual` too, and attention then needs no table.
 //!

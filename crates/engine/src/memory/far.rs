@@ -88,9 +88,9 @@ pub(super) struct FarRoom {
     codes: CodeBytes,
     deciding_saved: u64,
     staged: u64,
-    /// Copies that are needed, and that are made unless the budget says otherwise.
+    /// Copies that are needed, and those of one sequence's pages beside them.
     least: u64,
-    usual: u64,
+    longest: u64,
     keeps_layers: bool,
     has_budget: bool,
 }
@@ -160,7 +160,7 @@ impl FarRoom {
             deciding_saved: far.deciding_saved,
             staged,
             least,
-            usual: least + pages_per_seq(request, max_context),
+            longest: least + pages_per_seq(request, max_context),
             keeps_layers: far.keeps_layers,
             has_budget: far.near_budget.is_some(),
         })
@@ -173,10 +173,12 @@ impl FarRoom {
             (request.kv.page_bytes() as u64 / all, n_pages * request.digest_page_bytes);
         let scales = n_pages * self.codes.device;
         let room = self.near_most.saturating_sub(digests + scales);
-        // A prompt's copies come first: it is read by every chunk of it.
-        let usual = self.usual.min(n_pages);
+        let longest = self.longest.min(n_pages);
+        // A prompt's copies come first, for layers that take turns: it is read by every chunk of it.
+        let in_turn =
+            |n_far: u64| (2 * longest).div_ceil(n_far.max(1)).max(self.least).min(longest);
         let fits = |&n: &u64| {
-            let pages = n_pages * layer * n + usual * layer * (all - n);
+            let pages = n_pages * layer * n + in_turn(all - n) * layer * (all - n);
             pages + self.deciding(request, n) <= room
         };
         // Threads of the host read all rows there.
@@ -188,7 +190,10 @@ impl FarRoom {
         let far_bytes = layer * (all - n_layers);
         let all_heads = all * u64::from(request.kv.n_kv_heads);
         let head = n_pages * (self.codes.host / all_heads);
-        let n_heads = match room.saturating_sub(usual * far_bytes).checked_div(head) {
+        let n_heads = match room
+            .saturating_sub(in_turn(all - n_layers) * far_bytes)
+            .checked_div(head)
+        {
             Some(n) if takes_heads && self.keeps_layers && self.has_budget && n_layers < all => {
                 n.min(all_heads).min(HeadSet::MOST.into())
             }
@@ -196,7 +201,7 @@ impl FarRoom {
         };
         let heads = head * n_heads;
         let n_room = (room - layers - heads).checked_div(far_bytes).unwrap_or(0);
-        let most = if self.has_budget { n_pages } else { usual };
+        let most = if self.has_budget { n_pages } else { longest };
         let n = n_room.max(self.least).min(most);
         let countable = |n: u64| u32::try_from(n).expect("no more than there are pages or layers");
         NearSizes {
@@ -280,16 +285,16 @@ mod tests {
             request.far = request.far.map(|far| FarRequest { keeps_layers: true, ..far });
             Sizes::compute(&SizeRequest { available: 128 * GIB, ..request }).unwrap()
         };
-        // A layer's pages are 781 MiB, and copies of a sequence's 12.3 GiB.
-        let few = with(Some(12 * GIB)).near.unwrap();
+        // A layer's pages are 781 MiB, and copies of a sequence's for two layers at a time 0.8 GiB.
+        let few = with(Some(3 * GIB)).near.unwrap();
         assert_eq!((few.n_layers, few.layers), (0, 0));
         let sizes = with(Some(20 * GIB));
         let near = sizes.near.unwrap();
-        assert_eq!((near.n_layers, near.layers), (13, (13 * 12_500) << 16));
-        assert_eq!(near.copies, u64::from(near.n_pages) * (19 << 16));
-        assert_eq!(sizes.host_kv, 12_500 * (19 << 16));
+        assert_eq!((near.n_layers, near.layers), (21, (21 * 12_500) << 16));
+        assert_eq!(near.copies, u64::from(near.n_pages) * (11 << 16));
+        assert_eq!(sizes.host_kv, 12_500 * (11 << 16));
         let used = sizes.deciding + sizes.kv;
-        assert!(near.n_pages >= 6312 && used <= 20 * GIB, "{near:?}");
+        assert!(near.n_pages >= 2 * 6312 / 11 && used <= 20 * GIB, "{near:?}");
         // With room for everything nothing is far, and without a budget all or nothing is.
         let all = with(Some(40 * GIB));
         assert_eq!((all.near.unwrap().n_layers, all.host_kv), (32, 0));
@@ -300,6 +305,28 @@ mod tests {
         small.far = small.far.map(|far| FarRequest { keeps_layers: true, ..far });
         let none = Sizes::compute(&SizeRequest { available: 40 * GIB, ..small }).unwrap();
         assert_eq!(none.near.unwrap().n_layers, 0);
+    }
+
+    /// A quarter of the KV of one sequence of Llama-3-8B, as it is measured (docs/sparse-speed.md).
+    #[test]
+    fn heads_of_one_long_sequence_stay_in_a_quarter_of_its_pages() {
+        let mut request = SizeRequest {
+            digest_page_bytes: 256 * 16 * 18,
+            deciding: 1_976 << 20,
+            max_context: Some(131_072),
+            max_seqs: 1,
+            available: 128 * GIB,
+            ..far(Some(4 * GIB))
+        };
+        request.far = request.far.map(|far| FarRequest {
+            keeps_layers: true,
+            codes: CodeBytes { host: 1 << 20, device: 256 * 32 },
+            deciding_saved: 782 << 20,
+            ..far
+        });
+        let near = Sizes::compute(&request).unwrap().near.unwrap();
+        // And a prompt's pages have copies for two layers at a time.
+        assert!(near.n_heads >= 36 && near.n_pages >= 8192 * 2 / 32, "{near:?}");
     }
 
     /// Whatever the budget is: either it is kept, with all that is planned, or it is refused.
@@ -338,12 +365,12 @@ mod tests {
                         assert_eq!(sizes.host_kv, host - near.heads, "{mib} MiB");
                         let head = u64::from(sizes.n_pages) * codes.host / 256;
                         assert_eq!(near.heads, u64::from(near.n_heads) * head);
-                        // Heads stay one by one, beside copies of the longest sequence's pages.
+                        // Heads stay one by one, beside copies of the longest sequence's pages for two layers.
                         if (codes.host, staged, near.n_layers) == (1 << 20, 0, 0)
                             && near.n_heads < 256
                         {
                             let left = budget - sizes.deciding - sizes.kv;
-                            let usual = near.n_pages >= 6250 || near.n_heads == 0;
+                            let usual = near.n_pages >= 2 * 6250 / 32 || near.n_heads == 0;
                             assert!(usual && left < head + (2 << 20), "{mib} MiB: {near:?}");
                             n_heads = n_heads.max(near.n_heads);
                         }

@@ -278,7 +278,7 @@ struct Simulated {
     gave_way: [u64; 2],
 }
 
-/// What a seed mak of an engine: requests with common beginnings, some for several answers, some
+/// What a seed makes of an engine: requests with common beginnings, some for several answers, some
 /// cancelled, in little room.
 fn simulate<B: Backend>(
     seed: u64,
