@@ -12,6 +12,7 @@ use nuthatch_engine::{
     Policy, SharedClock, SizeRequest, Sizes, Submission, Tenant, TopKOptions,
 };
 use nuthatch_model::{LoadError, ModelFiles};
+use nuthatch_scheduler::Counters;
 use nuthatch_types::{HostReads, KvDtype, Limits, Sampling, SystemClock, TokenId};
 use safetensors::SafeTensors;
 
@@ -40,6 +41,19 @@ pub(crate) struct Pool {
     pub(crate) host_pages: u32,
     pub(crate) spill: bool,
     pub(crate) max_seqs: u32,
+}
+
+impl Pool {
+    /// Where there is little room somebody gave way, to pages of the host if there are any.
+    pub(crate) fn expect_preemptions(self, counters: &Counters, what: &str) {
+        let gave_way = match (self.kv_pages, self.host_pages) {
+            (40, _) => counters.preemptions == 0,
+            (_, 0) => counters.preemptions_recompute > 0,
+            // A prompt that may begin on the host gives way before it begins.
+            (_, _) => counters.preemptions_swap + counters.admissions_spilled > 0,
+        };
+        assert!(gave_way, "{what}: {counters:?}");
+    }
 }
 
 fn spawn(path: &Path, kv_pages: u32) -> EngineHandle {

@@ -255,14 +255,8 @@ fn company_and_little_room_leave_nothing_behind() {
                 }
             }
             let stats = handle.stats().unwrap().scheduler;
-            let counters = &stats.counters;
-            let gave_way = match (kv_pages, host_pages) {
-                (40, _) => counters.preemptions == 0,
-                (_, 0) => counters.preemptions_recompute > 0,
-                // A prompt that may begin on the host gives way before it begins.
-                (_, _) => counters.preemptions_swap + counters.admissions_spilled > 0,
-            };
-            assert!(gave_way, "{policy}, {kv_pages} and {host_pages} pages: {counters:?}");
+            let what = format!("{policy}, {kv_pages} and {host_pages} pages");
+            pool.expect_preemptions(&stats.counters, &what);
             assert_eq!(stats.cache.pages_used, 0, "{policy}");
             handle.shutdown().unwrap();
         }
