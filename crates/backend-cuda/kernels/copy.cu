@@ -59,21 +59,20 @@ extern "C" __global__ void land_pages(LandParams p) {
     }
 }
 
-// Pages of one layer that lie in memory of the host, to the frames on the device that they have: a block
-// takes FILL_SLOTS pages of a head, then others. All of their pieces are asked for before the first is
+// Pages of some heads that lie in memory of the host, to the frames on the device that they have: a block
+// takes FILL_PAGES pages of a head, then others. All of their pieces are asked for before the first is
 // stored, because the link is far.
 
 #define FILL_THREADS 512
-#define FILL_SLOTS 8
-#define NO_FRAME (~0u)  // NOT_NEAR of kv.cuh
+#define FILL_PAGES 8
 
 struct FillParams {
     u8* near;           // [head][frame][page]
     const u8* far;      // [head][slot][page]
-    const u32* frames;  // [slot] its frame, or NO_FRAME
+    const uint2* list;  // slot and frame of each page
     u64 near_head_bytes;
     u64 far_head_bytes;
-    u32 n_slots;
+    u32 n_pages;
     u32 page_bytes;     // of one head's page
     u32 n_heads;
     u32 padding;
@@ -82,20 +81,19 @@ static_assert(sizeof(FillParams) == FILL_PARAMS_SIZE, "the host's FillParams dif
 
 extern "C" __global__ void __launch_bounds__(FILL_THREADS) fill_frames(FillParams p) {
     begin();
-    const u32 runs = (p.n_slots + FILL_SLOTS - 1) / FILL_SLOTS;
+    const u32 runs = (p.n_pages + FILL_PAGES - 1) / FILL_PAGES;
     for (u32 i = blockIdx.x; i < runs * p.n_heads; i += gridDim.x) {
-        const u32 head = i / runs, slot = i % runs * FILL_SLOTS;
-        const u8* far = p.far + head * p.far_head_bytes + (u64)slot * p.page_bytes;
+        const u32 head = i / runs, first = i % runs * FILL_PAGES, n = min(p.n_pages - first, FILL_PAGES);
+        const u8* far = p.far + head * p.far_head_bytes;
         u8* near = p.near + head * p.near_head_bytes;
-        u32 frames[FILL_SLOTS];
-        UNROLL for (u32 k = 0; k < FILL_SLOTS; k++)
-            frames[k] = slot + k < p.n_slots ? p.frames[slot + k] : NO_FRAME;
+        uint2 pages[FILL_PAGES];
+        UNROLL for (u32 k = 0; k < FILL_PAGES; k++) pages[k] = p.list[first + min(k, n - 1)];
         for (u32 j = threadIdx.x; j < p.page_bytes / 16; j += FILL_THREADS) {
-            uint4 pieces[FILL_SLOTS];
-            UNROLL for (u32 k = 0; k < FILL_SLOTS; k++)
-                if (frames[k] != NO_FRAME) pieces[k] = ((const uint4*)(far + (u64)k * p.page_bytes))[j];
-            UNROLL for (u32 k = 0; k < FILL_SLOTS; k++)
-                if (frames[k] != NO_FRAME) ((uint4*)(near + (u64)frames[k] * p.page_bytes))[j] = pieces[k];
+            uint4 pieces[FILL_PAGES];
+            UNROLL for (u32 k = 0; k < FILL_PAGES; k++)
+                if (k < n) pieces[k] = ((const uint4*)(far + (u64)pages[k].x * p.page_bytes))[j];
+            UNROLL for (u32 k = 0; k < FILL_PAGES; k++)
+                if (k < n) ((uint4*)(near + (u64)pages[k].y * p.page_bytes))[j] = pieces[k];
         }
     }
 }

@@ -26,7 +26,7 @@ struct RopeParams {
     float eps;
     u32 defers;  // whether pages that have copies are written later, by `write_far`
     u32 only_queries;
-    u32 padding;
+    u32 near_heads;  // KV heads, from the first on, whose pages may have copies
 };
 static_assert(sizeof(RopeParams) == ROPE_PARAMS_SIZE, "the host's RopeParams differs");
 
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rope_append(RopeParams 
         page[is_value ? value_at(token, i) : key_at(token, i)] = code_of(finite(x[i]) * scale.y);
 #else
     Element* page = (Element*)(p.layer + kv_head * p.head_bytes + (u64)slot * HEAD_PAGE_BYTES);
-    const u32 frame = frame_of(p.near, slot);
+    const u32 frame = kv_head < p.near_heads ? frame_of(p.near, slot) : NOT_NEAR;
     Element* copy = frame == NOT_NEAR ? 0 : (Element*)near_page(p.near, kv_head, frame);
     for (u32 i = lane; i < HEAD_DIM; i += 32) {
         const u32 at = is_value ? value_at(token, i) : key_at(token, i);

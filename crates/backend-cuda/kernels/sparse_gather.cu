@@ -32,16 +32,22 @@ DEVICE u32 head_at(const u32* firsts, u32 n, u32 index) {
     return low;
 }
 
-// Works out how many rows the heads before each have to bring; gives how many there are in all.
+// Works out how many rows the heads before each have to bring; gives how many there are in all. Rows were there
+// before the step began, states were not.
 DEVICE u32 count_moves(const GatherRowsParams& p, u32* firsts) {
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads, lane = threadIdx.x % 32;
+    const auto state_at = [&](u32 i) {
+        const u32 at = min(i, n - 1);
+        return state_of(p.heads, p.heads.rows[at / p.heads.n_kv_heads], at % p.heads.n_kv_heads);
+    };
+    const HeadState* state = state_at(lane);
+    wait_for_previous();
     if (threadIdx.x < 32) {
         u32 before = 0;
         for (u32 start = 0; start < n; start += 32) {
             const u32 i = start + lane;
-            u32 own = 0;
-            if (i < n)
-                own = state_of(p.heads, p.heads.rows[i / p.heads.n_kv_heads], i % p.heads.n_kv_heads)->n_moves;
+            u32 own = i < n ? state->n_moves : 0;
+            if (start + 32 < n) state = state_at(i + 32);
             u32 upto = own;
             for (u32 step = 1; step < 32; step *= 2) {
                 const u32 other = __shfl_up_sync(~0u, upto, step);
@@ -100,7 +106,7 @@ DEVICE void gather(const GatherRowsParams& p) {
     __shared__ u64 barriers[GATHER_THREADS / 32 * RING_MOST];
     extern __shared__ __align__(128) u32 shared_words[];
     const Ring<CODES, GATHER_RING_BYTES> ring((u8*)shared_words, barriers);
-    begin();
+    allow_next();
     u32* firsts = shared_words + GATHER_THREADS / 32 * GATHER_RING_BYTES / 4;
     const u32 n_all = count_moves(p, firsts);
     bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
@@ -112,7 +118,7 @@ DEVICE void gather(const GatherRowsParams& p) {
 
 // Beside two blocks of a product with one row there is room for two warps of 56 registers in each quarter of a
 // multiprocessor; what does not fit there makes products, or attention, wait for a second round. Two blocks may
-// come to the same one, so a block has four warps.
+// come to the same one, so a block has at most four warps; three bring as much, and disturb less.
 #define GATHER_BOUNDS __launch_bounds__(GATHER_THREADS, 65536 / 56 / GATHER_THREADS)
 
 extern "C" __global__ void GATHER_BOUNDS sparse_gather(GatherRowsParams p) {

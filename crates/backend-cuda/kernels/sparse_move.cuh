@@ -54,19 +54,23 @@ DEVICE Way way_of(const SparsePages& pages, const Codes& codes, const Arrivals& 
 // Where a piece is, from the beginning of its token's row on, in bytes.
 DEVICE u32 piece_from(u32 token, u32 piece) { return (piece_at(token, piece) - token * ROW_PIECES) * 16; }
 
-// Rows that a warp puts down together: those in eight bits have half as many pieces, and work in each.
+// Rows that a warp puts down together, and lanes that each has: more of them cost fewer instructions, but those in
+// eight bits have half as many pieces, and work in each.
 template <bool CODES>
-DEVICE u32 at_once() { return CODES ? 2 : 1; }
+struct Together {
+    static const u32 N = CODES ? 2 : 4, LANES = 32 / N;
+};
 
 // Puts down a row, or what is coded there, that has come to shared memory, by as many lanes as it has.
 template <bool CODES>
 DEVICE void put_down(const u8* row, u8* page, u32 tokens, u32 kind, bool are_kept) {
-    const u32 token = tokens >> 16, n_lanes = 32 / at_once<CODES>(), lane = threadIdx.x % n_lanes;
+    const u32 n_lanes = Together<CODES>::LANES, token = tokens >> 16, lane = threadIdx.x % n_lanes;
     u8* target = page + token * ROW_BYTES;
-    LOOP for (u32 at = lane; !CODES && at < 2 * ROW_PIECES; at += n_lanes) {
-        const u32 half = at / ROW_PIECES, part = at % ROW_PIECES;
-        *(uint4*)(target + half * HALF_PAGE_BYTES + piece_from(token, part)) =
-            *(const uint4*)(row + half * ROW_BYTES + piece_from(tokens & 0xFFFF, part));
+    LOOP for (u32 part = lane; !CODES && part < ROW_PIECES; part += n_lanes) {
+        const u32 from = piece_from(tokens & 0xFFFF, part), to = piece_from(token, part);
+        const uint4 key = *(const uint4*)(row + from), value = *(const uint4*)(row + ROW_BYTES + from);
+        *(uint4*)(target + to) = key;
+        *(uint4*)(target + HALF_PAGE_BYTES + to) = value;
     }
     LOOP for (u32 at = lane; CODES && at < CODE_PIECES; at += n_lanes) {
         const u32 half = at / (CODE_PIECES / 2), part = at % (CODE_PIECES / 2);
@@ -152,16 +156,16 @@ struct Ring {
 // Puts down what has come to some slots, where the lanes of these know its way.
 template <bool CODES, u32 BYTES>
 DEVICE void put_down_all(const Ring<CODES, BYTES>& ring, u32 come, const Way& way, const Codes& codes) {
-    // Two at a time if they are coded: see `at_once`.
-    const bool is_second = CODES && threadIdx.x % 32 >= 16;
+    const u32 N = Together<CODES>::N;
     LOOP while (come) {
-        const u32 one = __ffs(come) - 1, others = come & come - 1;
-        const bool has_row = !is_second || others;
-        const u32 slot = is_second && others ? __ffs(others) - 1 : one;
+        u32 own = come;
+        UNROLL for (u32 k = 1; k < N; k++)
+            if (threadIdx.x % 32 >= k * Together<CODES>::LANES) own &= own - 1;
+        const u32 slot = __ffs(own ? own : come) - 1;
         u8* target = (u8*)__shfl_sync(~0u, (u64)way.target, slot);
         const u32 tokens = __shfl_sync(~0u, way.tokens, slot);
-        if (has_row) put_down<CODES>(ring.row(slot), target, tokens, codes.kind, codes.are_kept);
-        come = CODES ? others & others - 1 : others;
+        if (own) put_down<CODES>(ring.row(slot), target, tokens, codes.kind, codes.are_kept);
+        UNROLL for (u32 k = 0; k < N; k++) come &= come - 1;
     }
     __syncwarp();
 }

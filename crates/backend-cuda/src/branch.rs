@@ -47,8 +47,8 @@ pub struct LinkTuning {
 impl Default for LinkTuning {
     fn default() -> Self {
         LinkTuning {
-            threads: 128,
-            ring: 5632,
+            threads: 96,
+            ring: 8192,
             blocks: 8,
             blocks_decided: 6,
             blocks_expanding: 16,
@@ -67,6 +67,7 @@ pub(crate) struct Branch {
     streams: [Arc<CudaStream>; 2],
     forked: CudaEvent,
     done: [CudaEvent; 2],
+    pub(crate) is_urgent: bool,
 }
 
 impl Branch {
@@ -82,7 +83,7 @@ impl Branch {
             false => device.check(context.new_stream()),
         };
         let streams = [stream()?, stream()?];
-        Ok(Branch { streams, forked: event()?, done: [event()?, event()?] })
+        Ok(Branch { streams, forked: event()?, done: [event()?, event()?], is_urgent })
     }
 
     /// What is queued on the turn's branch from now on begins after all that is queued on the stream.

@@ -48,7 +48,7 @@ impl Drop for Graph {
 pub(crate) struct PassKey {
     pub(crate) n_rows: usize,
     /// Which kernel attends.
-    pub(crate) paced: Option<usize>,
+    pub(crate) paced: [Option<usize>; 2],
     /// Rules, and how many rows the device decides about by them.
     pub(crate) deciding: Vec<(usize, usize)>,
     /// Whether they are served by the selections that there are.
@@ -170,7 +170,7 @@ impl Cuda {
         }
         let key = PassKey {
             n_rows: plan.n_rows(),
-            paced: plan.paced(),
+            paced: [plan.all().paced, plan.rest().paced],
             deciding: plan.deciding.clone(),
             is_served: plan.is_served,
             is_short: plan.is_short,
@@ -208,7 +208,7 @@ mod tests {
         let (n_rows, deciding, is_served, is_short, scratch) = (3, Vec::new(), false, false, 0);
         let key = PassKey {
             n_rows,
-            paced: Some(1),
+            paced: [Some(1), None],
             deciding,
             is_served,
             is_short,
@@ -220,7 +220,7 @@ mod tests {
         let mut recordings = Recordings::default();
         assert_eq!(recordings.step(&key), Step::Queue);
         assert_eq!(recordings.step(&PassKey { n_rows: 4, ..key.clone() }), Step::Queue);
-        assert_eq!(recordings.step(&PassKey { paced: None, ..key.clone() }), Step::Queue);
+        assert_eq!(recordings.step(&PassKey { paced: [None; 2], ..key.clone() }), Step::Queue);
         assert_eq!(recordings.step(&PassKey { is_short: true, ..key.clone() }), Step::Queue);
         assert_eq!(
             recordings.step(&PassKey { deciding: vec![(0, 1)], ..key.clone() }),

@@ -422,9 +422,16 @@ impl CudaKv {
 
     /// Where the copies of a layer's pages are.
     pub(crate) fn near_pages(&self, layer: u32) -> NearPages {
-        let none = NearPages { frames: 0, layer: 0, head_bytes: 0 };
-        let Some(near) = self.near.as_ref().filter(|_| self.is_far(layer)) else { return none };
-        near.of_layer((layer, self.rank(layer)), self).unwrap_or(none)
+        let near = self.near.as_ref().filter(|_| self.is_far(layer));
+        let copies = near.and_then(|near| near.of_layer((layer, self.rank(layer)), self));
+        copies.unwrap_or(NearPages::NONE)
+    }
+
+    /// Where rows that are written go beside a layer's pages: copies of its first heads, and of how many.
+    pub(crate) fn written_pages(&self, layer: u32) -> (NearPages, u32) {
+        let in_turn = self.near.as_ref().filter(|_| self.is_far(layer));
+        let in_turn = in_turn.and_then(|near| near.written(layer, self));
+        in_turn.unwrap_or_else(|| (self.near_pages(layer), self.shape.n_kv_heads))
     }
 
     /// Rows in eight bits beside a layer's pages.

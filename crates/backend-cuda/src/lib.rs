@@ -59,7 +59,7 @@ use kv::PageShape;
 pub use kv::{CudaKv, FarPages};
 use launch::attend::AttendKernels;
 pub use link::STAGED_BYTES;
-pub use near::{code_bytes, near_pages};
+pub use near::{code_bytes, most_parts, near_pages};
 use nvrtc::Compiler;
 pub use open::CudaConfig;
 pub use plan::{CudaPlan, CudaTables};

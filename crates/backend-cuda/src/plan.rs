@@ -24,6 +24,7 @@ use crate::kv::{CudaKv, PAGE_LEN, PageShape};
 use crate::launch::attend::AttendKernels;
 use crate::launch::attend_shape::{Cuts, PacedShape, SplitShape};
 use crate::launch::draw::Draws;
+use crate::launch::{Address, count};
 
 pub(crate) use self::tasks::Seq;
 use self::tasks::{
@@ -88,15 +89,29 @@ impl CudaTables {
 struct Parts {
     n_rows: usize,
     n_outputs: usize,
-    splits: usize,
-    n_splits: usize,
-    tiles: usize,
-    n_tiles: usize,
-    parts: usize,
-    paced: Option<usize>,
+    /// Attention to everything: of all rows, and of those only about which nobody decides.
+    all: Listed,
+    rest: Listed,
     /// One more than the largest token.
     n_tokens_known: usize,
     is_decode: bool,
+}
+
+/// Attention tasks of some rows.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Listed {
+    /// How many chunks there are, and behind it how many were taken.
+    pub(crate) counts: Address,
+    /// Rows whose chunks are computed apart,
+    pub(crate) splits: Address,
+    pub(crate) n_splits: u32,
+    /// and their chunks.
+    pub(crate) parts: Address,
+    /// Which kernel those have, if they are many: see [`PacedShape::choose`].
+    pub(crate) paced: Option<usize>,
+    /// Tasks of many lines and all chunks.
+    pub(crate) tiles: Address,
+    pub(crate) n_tiles: u32,
 }
 
 /// A prepared batch.
@@ -112,6 +127,8 @@ pub struct CudaPlan {
     pub(crate) partials: Memory,
     pub(crate) sums: Memory,
     max_partials: usize,
+    /// Where tasks of the rows are about which nobody decides, in words.
+    rest_at: usize,
     /// The tables that the batch was planned with.
     pub(crate) tables: u64,
     pub(crate) table_len: u32,
@@ -138,7 +155,7 @@ pub struct CudaPlan {
     /// While a pass is queued: beside which pages that are far are written, or digests taken.
     pub(crate) beside: Option<Branch>,
     /// What it was before and will be again.
-    idle_beside: Option<Branch>,
+    idle_beside: [Option<Branch>; 2],
     /// Rows of the table that tokens were last looked up in.
     vocab: Cell<usize>,
     pub(crate) draws: Draws,
@@ -163,12 +180,12 @@ impl CudaPlan {
         let max_partials = shape.max_seqs.saturating_mul(chunks).min(MAX_PARTIALS);
         let max_tiles = (shape.max_rows * group).div_ceil(tile_lines(&kernels)) + shape.max_seqs;
         let words = N_COUNTS
-            + 4 * shape.max_rows
-            + 4
             + SPLIT_WORDS * shape.max_seqs
             + TASK_WORDS * max_tiles
             // Warps look at as many before they know how many there are.
             + PART_WORDS * max_partials.max(device.n_multiprocessors() as usize * SplitShape::MAX_WARPS);
+        let rest_at = (words + 4 * shape.max_rows).next_multiple_of(4) + 4;
+        let words = rest_at + words;
         let inv_freq = device.alloc(shape.rope.inv_freq.len() * 4, WHAT)?;
         device.upload(&inv_freq, 0, &shape.rope.inv_freq)?;
         let lines = max_partials * shape.n_heads;
@@ -188,13 +205,14 @@ impl CudaPlan {
             kernels,
             inv_freq,
             max_partials,
+            rest_at,
             tables: 0,
             table_len: 0,
             slots: Slots::default(),
             step: 0,
             parts: Parts::default(),
             beside: None,
-            idle_beside: None,
+            idle_beside: [None, None],
             vocab: Cell::new(0),
             draws: Draws::new(device, shape.max_rows)?,
             recordings: Recordings::default(),
@@ -269,9 +287,12 @@ impl CudaPlan {
 
     /// Something runs beside the pass that begins.
     pub(crate) fn begin_beside(&mut self, device: &Device) -> Result<(), DeviceError> {
-        if self.beside.is_none() {
-            let idle = self.idle_beside.take();
-            self.beside = Some(idle.map_or_else(|| Branch::new(device, false), Ok)?);
+        // Pages that come for a prompt would else wait until the last blocks of attention have begun.
+        let is_urgent = !self.is_decode();
+        if self.beside.as_ref().is_none_or(|branch| branch.is_urgent != is_urgent) {
+            self.leave_beside();
+            let idle = self.idle_beside[usize::from(is_urgent)].take();
+            self.beside = Some(idle.map_or_else(|| Branch::new(device, is_urgent), Ok)?);
         }
         Ok(())
     }
@@ -286,7 +307,10 @@ impl CudaPlan {
 
     /// Nothing runs beside the pass but what was recorded.
     pub(crate) fn leave_beside(&mut self) {
-        self.idle_beside = self.beside.take().or_else(|| self.idle_beside.take());
+        if let Some(branch) = self.beside.take() {
+            let at = usize::from(branch.is_urgent);
+            self.idle_beside[at] = Some(branch);
+        }
     }
 
     fn word(&self, at: usize) -> u64 {
@@ -318,29 +342,21 @@ impl CudaPlan {
         self.word(N_COUNTS + 3 * self.parts.n_rows)
     }
 
-    /// Rows whose chunks are computed apart.
-    pub(crate) fn splits(&self) -> (u64, u32) {
-        (self.word(self.parts.splits), self.parts.n_splits as u32)
+    /// Attention of all rows to everything.
+    pub(crate) fn all(&self) -> Listed {
+        self.parts.all
     }
 
-    /// The chunks of those rows.
-    pub(crate) fn split_parts(&self) -> u64 {
-        self.word(self.parts.parts)
+    /// The same of the rows about which nobody decides.
+    pub(crate) fn rest(&self) -> Listed {
+        self.parts.rest
     }
 
-    /// Which kernel splits have, if they have many tasks: see [`PacedShape::choose`].
-    pub(crate) fn paced(&self) -> Option<usize> {
-        self.parts.paced
-    }
-
-    /// How many chunks there are, and behind it how many were taken.
-    pub(crate) fn n_split_parts(&self) -> u64 {
-        self.word(0)
-    }
-
-    /// Tasks of many lines and all chunks.
-    pub(crate) fn tiles(&self) -> (u64, u32) {
-        (self.word(self.parts.tiles), self.parts.n_tiles as u32)
+    /// The same in a layer where so many rows pick: if those are all about which is decided, they see no more than
+    /// that, however much there is.
+    pub(crate) fn beside_picks(&self, n_picking: usize) -> Listed {
+        let n_deciding = self.deciding.iter().map(|same| same.1).sum();
+        if n_picking > 0 && n_picking == n_deciding { self.parts.rest } else { self.parts.all }
     }
 
     /// Works out the tasks of a batch and uploads everything, but for the tokens unless they are known:
@@ -369,9 +385,6 @@ impl CudaPlan {
         self.is_served = false;
         self.is_short = false;
         self.ahead.iter().for_each(|ahead| ahead.set(None));
-        let max_partials = self.max_partials;
-        let tile_lines = self.tile_lines();
-        let mut tasks = Tasks::new((self.group(), tile_lines), self.cuts(), max_partials);
         for i in 0..n_seqs {
             let rows = layout.query_start[i] as usize..layout.query_start[i + 1] as usize;
             let kv_len = layout.kv_len[i] as usize;
@@ -383,9 +396,7 @@ impl CudaPlan {
                 (places[row], table_rows[row]) = (place, layout.table_row[i]);
             }
             let (first_row, n_rows, table_row) = (rows.start, rows.len(), layout.table_row[i]);
-            let seq = Seq { first_row, n_rows, place: first, table_row };
-            tasks.push(&seq);
-            self.seqs.push(seq);
+            self.seqs.push(Seq { first_row, n_rows, place: first, table_row });
         }
         self.draws.clear();
         self.host.clear();
@@ -396,33 +407,65 @@ impl CudaPlan {
         self.host.extend(&layout.output_rows);
         // Tasks are read in pieces of sixteen bytes.
         self.host.resize(self.host.len().next_multiple_of(4), 0);
-        let splits = self.host.len();
-        self.host.extend(tasks.splits.iter().flat_map(split_words));
-        let tiles = self.host.len();
-        self.host.extend(tasks.tiles.iter().flat_map(task_words));
-        let parts = self.host.len();
-        let n_parts = tasks.parts(|part| self.host.extend(part_words(&part)));
-        let n_tasks =
-            n_parts as usize * self.shape.kv.n_kv_heads as usize * self.group().div_ceil(8);
-        let is_all = layout.output_rows.iter().copied().eq(0..n_rows as u32);
         self.parts = Parts {
             n_rows,
             n_outputs: layout.output_rows.len(),
-            splits,
-            n_splits: tasks.splits.len(),
-            tiles,
-            n_tiles: tasks.tiles.len(),
-            parts,
-            paced: PacedShape::choose(n_tasks, device.n_multiprocessors()),
             // What was drawn is a row of the table, or becomes its last row.
             n_tokens_known: if knows_tokens { end_of(&layout.tokens) } else { 0 },
-            is_decode: n_rows > 0 && tasks.splits.len() == n_rows && is_all,
+            ..Parts::default()
         };
-        self.host[0] = n_parts;
+        let mut host = std::mem::take(&mut self.host);
+        self.parts.all = self.list_tasks(device, (&mut host, 0), |_| true);
+        self.host = host;
+        let is_all = layout.output_rows.iter().copied().eq(0..n_rows as u32);
+        self.parts.is_decode = n_rows > 0 && self.parts.all.n_splits as usize == n_rows && is_all;
         if knows_tokens {
             device.upload(&self.draws.tokens, 0, &layout.tokens)?;
         }
         device.upload(&self.words, 0, &self.host)
+    }
+
+    /// About the rows of these sequences of the batch is decided.
+    pub(crate) fn leave_out(&mut self, device: &Device, seqs: &[u32]) -> Result<(), DeviceError> {
+        // Where it is about all of them, there is no rest.
+        if seqs.is_empty() || seqs.len() == self.seqs.len() {
+            return Ok(());
+        }
+        let (mut host, at) = (vec![0; N_COUNTS], self.rest_at);
+        self.parts.rest = self.list_tasks(device, (&mut host, at), |seq| !seqs.contains(&seq));
+        device.upload(&self.words, at * 4, &host)
+    }
+
+    /// Puts the tasks of some sequences behind everything else of an upload to a word, and how many chunks they have
+    /// in front. Where they are depends on nothing that grows, because recordings know it.
+    fn list_tasks(
+        &self,
+        device: &Device,
+        (host, at): (&mut Vec<u32>, usize),
+        takes: impl Fn(u32) -> bool,
+    ) -> Listed {
+        let lines = (self.group(), self.tile_lines());
+        let mut tasks = Tasks::new(lines, self.cuts(), self.max_partials);
+        for (_, seq) in (0..).zip(&self.seqs).filter(|(i, _)| takes(*i)) {
+            tasks.push(seq);
+        }
+        let splits = self.word(at + host.len());
+        host.extend(tasks.splits.iter().flat_map(split_words));
+        let tiles = self.word(at + host.len());
+        host.extend(tasks.tiles.iter().flat_map(task_words));
+        let parts = self.word(at + host.len());
+        let n_parts = tasks.parts(|part| host.extend(part_words(&part)));
+        let n_tasks = n_parts as usize * self.shape.kv.n_kv_heads as usize * lines.0.div_ceil(8);
+        host[0] = n_parts;
+        Listed {
+            counts: self.word(at),
+            splits,
+            n_splits: count(tasks.splits.len()),
+            parts,
+            paced: PacedShape::choose(n_tasks, device.n_multiprocessors()),
+            tiles,
+            n_tiles: count(tasks.tiles.len()),
+        }
     }
 }
 

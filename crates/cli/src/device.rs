@@ -211,6 +211,7 @@ impl Device {
                 most(|policy| policy.sinks),
                 most(|policy| policy.recent),
             ),
+            parts: nuthatch_backend_cuda::most_parts(&kv),
             keeps_layers: topk.offload.is_some_and(|offload| offload.keeps_heads),
             codes: way.code.map_or_else(CodeBytes::default, |_| {
                 let heads = u64::from(kv.n_layers) * u64::from(kv.n_kv_heads);

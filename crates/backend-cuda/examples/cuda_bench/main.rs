@@ -190,9 +190,8 @@ fn coded_here(words: &[String]) -> Result<HeadSet, Box<dyn Error>> {
     Ok(HeadSet::of(heads.into_iter().take(n)))
 }
 
-/// How rows are brought, with `gather_threads=`, `gather_ring=`, `blocks=`, `decided=`, `expanding=`, `alone=`, `deciding=`,
-/// `late_blocks=`, `short=` and `early=` otherwise
-/// than usually.
+/// How rows are brought, with `gather_threads=`, `gather_ring=`, `blocks=`, `decided=`, `expanding=`,
+/// `alone=`, `deciding=`, `late_blocks=`, `short=` and `early=` otherwise than usually.
 fn tuning(words: &[String]) -> LinkTuning {
     let usual = LinkTuning::default();
     let or = |name, usual| number(words, name).map_or(usual, |n| n as u32);

@@ -8,9 +8,9 @@ use super::attend_shape::{Cuts, PacedShape, SplitShape, TEAM, TileShape, WARP_LI
 use super::{Address, NearPages, count, params};
 use crate::Cuda;
 use crate::buf::CudaBuf;
-use crate::device::{Device, Kernel};
+use crate::device::Kernel;
 use crate::kv::CudaKv;
-use crate::plan::CudaPlan;
+use crate::plan::{CudaPlan, Listed};
 
 params! {
     /// Mirrors `Task`: the lines (pairs of a token and a query head) of one block.
@@ -153,14 +153,13 @@ impl AttendKernels {
 
 /// One layer's attention.
 pub(crate) struct Attention<'a> {
-    pub(crate) device: &'a Device,
+    pub(crate) cuda: &'a Cuda,
     pub(crate) plan: &'a CudaPlan,
     pub(crate) layer: LayerIdx,
     pub(crate) spec: &'a AttnSpec<'a, Cuda>,
     pub(crate) qkv: &'a CudaBuf,
     pub(crate) kv: &'a CudaKv,
-    /// Steps that splits bring to the second-level cache ahead of their use, or 0.
-    pub(crate) prefetch: u32,
+    pub(crate) tasks: Listed,
 }
 
 impl Cuda {
@@ -171,15 +170,14 @@ impl Cuda {
         spec: &'a AttnSpec<'a, Cuda>,
         (qkv, kv): (&'a CudaBuf, &'a CudaKv),
     ) -> Attention<'a> {
-        let (device, prefetch) = (&self.device, self.l2_prefetch);
-        Attention { device, plan, layer, spec, qkv, kv, prefetch }
+        Attention { cuda: self, plan, layer, spec, qkv, kv, tasks: plan.all() }
     }
 }
 
 /// Whether attention can also rotate queries and keys, and append keys and values.
 pub(crate) fn can_append(plan: &CudaPlan, spec: &AttnSpec<'_, Cuda>, kv: &CudaKv) -> bool {
     let (d, rotated) = (kv.page.head_dim as usize, 2 * plan.shape.rope.inv_freq.len());
-    let is_split = plan.n_rows() > 0 && plan.splits().1 as usize == plan.n_rows();
+    let is_split = plan.n_rows() > 0 && plan.all().n_splits as usize == plan.n_rows();
     let has_lanes = d.is_multiple_of(64) && rotated == d && kv.page.dtype != KvDtype::F32;
     is_split && has_lanes && spec.owns_kv && spec.head_norms.is_none() && kv.sparse.is_none()
 }
@@ -204,18 +202,19 @@ impl Attention<'_> {
         match &plan.kernels_of(kv, kv.page_of(self.layer.0)).attend {
             Attend::F32(kernel) => self.attend_f32(kernel, out),
             Attend::Mma { splits: [small, large], tile, merges, paced } => {
-                let (splits, n_splits) = plan.splits();
+                let Listed { splits, n_splits, tiles, n_tiles, .. } = self.tasks;
                 if n_splits > 0 {
                     let (shape, kernel) = if self.group() <= 8 { small } else { large };
-                    let is_paced = self.group() <= 8 && self.prefetch == 0;
-                    let paced = paced.as_ref().zip(plan.paced().filter(|_| is_paced));
+                    let is_paced = self.group() <= 8 && self.cuda.l2_prefetch == 0;
+                    let paced = paced.as_ref().zip(self.tasks.paced.filter(|_| is_paced));
                     let (kernel, warps) = match paced {
                         Some((paced, i)) => (&paced.kernels[i], PacedShape::ALL[i].warps),
                         None => (kernel, shape.warps),
                     };
-                    let grid = (self.device.n_multiprocessors(), 1);
-                    let tasks = (plan.split_parts(), 1, angles);
-                    self.attend(kernel, tasks, (grid, count(32 * warps)), out)?;
+                    let grid = (self.cuda.device.n_multiprocessors(), 1);
+                    let tasks = (self.tasks.parts, 1, angles);
+                    let all = (0, kv.near_pages(self.layer.0));
+                    self.attend(kernel, tasks, (grid, count(32 * warps)), all, out)?;
                     match paced {
                         Some((paced, _)) => {
                             self.merge_turns(&paced.merges, (splits, n_splits), out)?
@@ -223,13 +222,15 @@ impl Attention<'_> {
                         None => self.merge(merges, (splits, n_splits), out)?,
                     }
                 }
-                let (tiles, n_tiles) = plan.tiles();
                 if n_tiles > 0 {
                     // The plan is made before it is known how pages lie, and so which kernel it is for.
                     let parts = count(plan.tile_lines().div_ceil(tile.shape.lines));
-                    let grid = (n_tiles * parts, kv.shape.n_kv_heads);
                     let threads = count(tile.shape.threads);
-                    self.attend(&tile.kernel, (tiles, parts, 0), (grid, threads), out)?;
+                    self.cuda.in_parts(plan, self.layer, kv, |first, n_heads, near| {
+                        let grid = (n_tiles * parts, n_heads);
+                        let (kernel, tasks) = (&tile.kernel, (tiles, parts, 0));
+                        self.attend(kernel, tasks, (grid, threads), (first, near), out)
+                    })?;
                 }
                 Ok(())
             }
@@ -255,37 +256,42 @@ impl Attention<'_> {
         self.spec.window.unwrap_or(u32::MAX)
     }
 
-    /// Tasks of one kind.
+    /// Tasks of one kind, of the layer's heads from one on.
     fn attend(
         &self,
         kernel: &Kernel,
         (tasks, tile_parts, angles): (Address, u32, Address),
         (grid, threads): ((u32, u32), u32),
+        (first, near): (u32, NearPages),
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
+        let head_bytes = self.kv.layer_head_bytes(self.layer.0);
+        // Elements of a row that belong to heads before.
+        let before = u64::from(first * self.group() * self.kv.page.head_dim);
         let params = AttendParams {
-            qkv: self.qkv.floats.address(),
-            layer: self.kv.layer_address(self.layer.0),
-            out: out.floats.address(),
-            rounded: out.rounded.address(),
+            qkv: self.qkv.floats.address() + 4 * before,
+            layer: self.kv.layer_address(self.layer.0) + u64::from(first) * head_bytes,
+            out: out.floats.address() + 4 * before,
+            rounded: out.rounded.address() + 2 * before,
             partials: self.plan.partials.address(),
             sums: self.plan.sums.address(),
             tasks,
-            n_tasks: self.plan.n_split_parts(),
+            n_tasks: self.tasks.counts,
             tables: self.plan.tables,
             angles,
-            head_bytes: self.kv.layer_head_bytes(self.layer.0),
-            near: self.kv.near_pages(self.layer.0),
+            head_bytes,
+            near,
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
-            prefetch: self.prefetch,
+            // Steps that splits bring to the second-level cache ahead of their use, or 0.
+            prefetch: self.cuda.l2_prefetch,
             cuts: self.plan.cuts(),
             tile_parts,
             is_halves: u32::from(self.plan.shape.rope.style == RopeStyle::Halves),
-            is_contiguous: u32::from(self.device.has_virtual_kv()),
+            is_contiguous: u32::from(self.cuda.device.has_virtual_kv()),
             scale: self.scale(),
         };
         #[expect(unsafe_code, reason = "a kernel")]
@@ -294,7 +300,7 @@ impl Attention<'_> {
         // tables, whose entries the executor has checked against the arena. What is appended goes to the
         // pages of the rows, which nobody else reads meanwhile.
         unsafe {
-            self.device.launch(kernel, grid, threads, &params)
+            self.cuda.device.launch(kernel, grid, threads, &params)
         }
     }
 
@@ -320,7 +326,7 @@ impl Attention<'_> {
         #[expect(unsafe_code, reason = "a kernel")]
         // SAFETY: rows and heads were asserted to be in qkv and out; slots are as above.
         unsafe {
-            self.device.launch(kernel, grid, 32, &params)
+            self.cuda.device.launch(kernel, grid, 32, &params)
         }
     }
 }

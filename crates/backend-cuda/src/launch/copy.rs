@@ -46,10 +46,10 @@ params! {
     FillParams {
         near: Address,
         far: Address,
-        frames: Address,
+        list: Address,
         near_head_bytes: u64,
         far_head_bytes: u64,
-        n_slots: u32,
+        n_pages: u32,
         page_bytes: u32,
         n_heads: u32,
         padding: u32,
@@ -235,8 +235,8 @@ pub(crate) fn fill_frames(
     params: &FillParams,
 ) -> Result<(), DeviceError> {
     #[expect(unsafe_code, reason = "a kernel")]
-    // SAFETY: the kernel reads pages of all slots that the map names, which has an entry for each of them,
-    // and writes to their frames, of which the layer has as many as the list that the map was made from.
+    // SAFETY: the list has so many pages, slots of the arena and frames that the caller has; the kernel reads these
+    // pages of so many heads and writes to these frames.
     unsafe {
         device.launch_on((stream, false), kernel, ((LINK_BLOCKS, 1), FILL_THREADS), params)
     }

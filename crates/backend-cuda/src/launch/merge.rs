@@ -117,7 +117,7 @@ impl Attention<'_> {
         let width = count(self.kv.page.width());
         let heads = MergeShape::ALL.map(|of| self.spec.n_heads * width.div_ceil(of.columns));
         let n_blocks = heads.map(|heads| n_splits * heads);
-        let chosen = MergeShape::choose(n_blocks, self.device.n_multiprocessors());
+        let chosen = MergeShape::choose(n_blocks, self.cuda.device.n_multiprocessors());
         self.launch_merge(&merges[chosen], (splits, n_splits), heads[chosen], out)
     }
 
@@ -131,7 +131,7 @@ impl Attention<'_> {
         let width = count(self.kv.page.width());
         let heads = TurnShape::ALL.map(|of| self.spec.n_heads * width.div_ceil(of.columns));
         let n_blocks = heads.map(|heads| n_splits * heads);
-        let chosen = TurnShape::choose(n_blocks, self.device.n_multiprocessors());
+        let chosen = TurnShape::choose(n_blocks, self.cuda.device.n_multiprocessors());
         self.launch_merge(&merges[chosen], (splits, n_splits), heads[chosen], out)
     }
 
@@ -148,7 +148,7 @@ impl Attention<'_> {
             splits,
             out: out.floats.address(),
             rounded: out.rounded.address(),
-            n_taken: self.plan.n_split_parts() + 4,
+            n_taken: self.tasks.counts + 4,
             n_kv_heads: self.kv.shape.n_kv_heads,
             group: self.group(),
             window: self.window(),
@@ -158,7 +158,7 @@ impl Attention<'_> {
         // SAFETY: splits are rows of the batch, asserted to fit out, and partial results that the
         // splits have written.
         unsafe {
-            self.device.launch(kernel, (n_splits, n_heads), THREADS, &params)
+            self.cuda.device.launch(kernel, (n_splits, n_heads), THREADS, &params)
         }
     }
 }

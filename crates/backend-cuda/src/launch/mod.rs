@@ -48,6 +48,11 @@ params! {
     }
 }
 
+impl NearPages {
+    /// No page has a copy.
+    pub(crate) const NONE: NearPages = NearPages { frames: 0, layer: 0, head_bytes: 0 };
+}
+
 params! {
     /// Mirrors `Codes`: rows in eight bits beside pages that are far; all zero if there are none.
     CodeRows {

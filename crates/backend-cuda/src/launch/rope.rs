@@ -48,7 +48,7 @@ params! {
         eps: f32,
         defers: u32,
         only_queries: u32,
-        padding: u32,
+        near_heads: u32,
     }
 }
 
@@ -127,6 +127,11 @@ pub(crate) fn rope_append(
     assert!(plan.shape.rope.inv_freq.len() * 2 <= d, "no more is rotated than there is");
     let norms = spec.head_norms;
     assert!(norms.is_none_or(|(q, k)| q.len >= d && k.len >= d), "a weight for each element");
+    let (near, near_heads) = kv.written_pages(layer.0);
+    // Rows that decode may look at pages themselves, if only some heads have copies.
+    let sees_pages =
+        kv.near_pages(layer.0).frames == 0 && plan.seqs.iter().any(|seq| seq.n_rows == 1);
+    let defers = plan.beside.is_some() && !plan.is_decode() && !only_queries && !sees_pages;
     let params = RopeParams {
         qkv: qkv.floats.address(),
         layer: kv.layer_address(layer.0),
@@ -137,7 +142,7 @@ pub(crate) fn rope_append(
         table_rows: plan.table_rows(),
         tables: plan.tables,
         head_bytes: kv.layer_head_bytes(layer.0),
-        near: kv.near_pages(layer.0),
+        near,
         codes: kv.codes_of(layer.0),
         rows: count(plan.n_rows()),
         n_heads: spec.n_heads,
@@ -146,9 +151,9 @@ pub(crate) fn rope_append(
         half: count(plan.shape.rope.inv_freq.len()),
         is_halves: u32::from(plan.shape.rope.style == RopeStyle::Halves),
         eps: spec.eps,
-        defers: u32::from(plan.beside.is_some() && !plan.is_decode() && !only_queries),
+        defers: defers.into(),
         only_queries: u32::from(only_queries),
-        padding: 0,
+        near_heads,
     };
     qkv.set_stale();
     let blocks = count((plan.n_rows() * heads).div_ceil(WARPS));
@@ -158,7 +163,7 @@ pub(crate) fn rope_append(
     // entries the executor has checked against the arena.
     unsafe { device.launch(&kernels.rope, (blocks, 1), count(32 * WARPS), &params) }?;
     match &plan.beside {
-        Some(branch) if params.defers != 0 && n_kv_heads > 0 && kv.is_far(layer.0) => {
+        Some(branch) if defers && n_kv_heads > 0 && kv.is_far(layer.0) => {
             write_far(device, plan, layer, kv, branch)
         }
         _ => Ok(()),
@@ -173,16 +178,17 @@ fn write_far(
     kv: &CudaKv,
     branch: &Branch,
 ) -> Result<(), DeviceError> {
+    let (near, n_kv_heads) = kv.written_pages(layer.0);
     let params = WriteFarParams {
         layer: kv.layer_address(layer.0),
         places: plan.places(),
         table_rows: plan.table_rows(),
         tables: plan.tables,
         head_bytes: kv.layer_head_bytes(layer.0),
-        near: kv.near_pages(layer.0),
+        near,
         codes: kv.codes_of(layer.0),
         rows: count(plan.n_rows()),
-        n_kv_heads: kv.shape.n_kv_heads,
+        n_kv_heads,
         table_len: plan.table_len,
         padding: 0,
     };

@@ -64,12 +64,11 @@ impl ChosenRows {
     /// Where rows of a layer are read.
     pub(crate) fn of_layer(&self, kv: &CudaKv, layer: LayerIdx) -> SparsePages {
         let first = u64::from(layer.0) * u64::from(kv.shape.n_kv_heads);
-        let near = crate::launch::NearPages { frames: 0, layer: 0, head_bytes: 0 };
         SparsePages {
             layer: self.pages.address() + first * self.head_bytes(kv),
             tables: self.tables.address(),
             head_bytes: self.head_bytes(kv),
-            near,
+            near: crate::launch::NearPages::NONE,
             table_len: count(self.n_pages),
             padding: 0,
         }

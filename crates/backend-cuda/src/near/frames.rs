@@ -72,6 +72,12 @@ impl Frames {
         wanted.seen.iter().filter_map(load).collect()
     }
 
+    /// The pages that a step begins and that have frames: they are copied where they are not written.
+    pub(super) fn begun(&self, wanted: &Wanted) -> Vec<Load> {
+        let load = |&slot: &u32| Load { slot, frame: self.frames[slot as usize] };
+        wanted.begun.iter().map(load).filter(|load| load.frame != NOT_NEAR).collect()
+    }
+
     /// A page was written, but not its copy.
     pub(super) fn forget(&mut self, slot: u32) {
         // Slots of the host have no copies.

@@ -23,14 +23,15 @@ use nuthatch_types::{Clock as _, KvSlots, PageCopy, Slot, SystemClock};
 use crate::Cuda;
 use crate::device::{Device, Memory};
 use crate::kv::{CudaKv, PAGE_LEN};
-use crate::launch::NearPages;
 use crate::launch::copy::{self, Tiers};
+use crate::launch::{NearPages, count};
 use crate::pinned::PinnedMemory;
 use crate::plan::CudaPlan;
 pub(crate) use chosen::ChosenRows;
 pub(crate) use codes::Codes;
 pub use codes::code_bytes;
 use frames::{Frames, Wanted};
+pub use turns::most_parts;
 use turns::{Came, Turns};
 
 /// Tokens that a head goes on with one selection before the rest of its tail may come over the link.
@@ -48,13 +49,15 @@ pub fn near_pages(n_first: u32, n_last: u32) -> u32 {
 
 /// Copies of pages on the device.
 pub(crate) struct Near {
-    /// `[layer][kv head][frame]`, or, while layers take turns, two of them with more frames.
+    /// `[layer][kv head][frame]`, or, while layers take turns, two of them, or parts of them, with more frames.
     pages: Memory,
     /// `[slot]` the frame of each.
     map: Memory,
+    /// Slot and frame of pages that come when it is a layer's turn.
+    list: Memory,
     n_frames: u32,
-    /// Frames while layers take turns.
-    n_frames_in_turn: u32,
+    /// Layers whose pages are far.
+    n_layers: u32,
     came: Came,
     /// Bytes that the copy engine brings from the pages in a second.
     pub(crate) link_rate: u64,
@@ -84,14 +87,14 @@ impl Near {
     ) -> Result<Self, DeviceError> {
         let frames = Frames::new(n_slots, n_frames);
         let bytes = page_bytes.saturating_mul(n_frames as usize);
-        let n_in_turn = u64::from(n_frames) * u64::from(n_layers) / 2;
         let pages = device.alloc(bytes, "near KV pages")?;
         Ok(Near {
             link_rate: link_rate(device, far, &pages)?,
             pages,
             map: device.alloc(n_slots as usize * 4, "near KV pages")?,
+            list: device.alloc(n_slots as usize * 8, "near KV pages")?,
             n_frames,
-            n_frames_in_turn: n_in_turn.min(u64::from(n_slots)) as u32,
+            n_layers,
             came: Came::new(device)?,
             state: Mutex::new(State {
                 frames,
@@ -141,21 +144,27 @@ impl Near {
     /// while it is another one's turn.
     pub(crate) fn of_layer(&self, (layer, index): (u32, u32), kv: &CudaKv) -> Option<NearPages> {
         match &self.state().turns {
-            None => Some(self.part(index, self.n_frames, kv)),
-            Some(turns) if turns.now == Some(layer) => Some(self.half(index as usize % 2, kv)),
-            Some(_) => None,
+            None => Some(self.copies_at(index * kv.shape.n_kv_heads, self.n_frames, kv)),
+            Some(turns) => turns.of_layer(layer, self, kv),
         }
     }
 
-    /// Where the copies of a layer's pages are whose turn it is.
-    fn half(&self, half: usize, kv: &CudaKv) -> NearPages {
-        self.part(half as u32, self.n_frames_in_turn, kv)
+    /// Where rows that are written go beside the layer's pages, if layers take turns: copies of its first heads, and of
+    /// how many.
+    pub(crate) fn written(&self, layer: u32, kv: &CudaKv) -> Option<(NearPages, u32)> {
+        self.state().turns.as_ref().and_then(|turns| turns.written(layer, self, kv))
     }
 
-    fn part(&self, index: u32, n_frames: u32, kv: &CudaKv) -> NearPages {
+    /// Frames of a head, if two layers, or two such parts of a layer, have all of them.
+    fn n_frames_in_turn(&self, n_parts: u32, n_slots: u32) -> u32 {
+        let n = u64::from(self.n_frames) * u64::from(self.n_layers) * u64::from(n_parts) / 2;
+        n.min(n_slots.into()) as u32
+    }
+
+    /// The copies from a head's on, if each has so many frames.
+    fn copies_at(&self, first_head: u32, n_frames: u32, kv: &CudaKv) -> NearPages {
         let head_bytes = kv.page.bytes() as u64 * u64::from(n_frames);
-        let first = u64::from(index) * u64::from(kv.shape.n_kv_heads);
-        let layer = self.pages.address() + first * head_bytes;
+        let layer = self.pages.address() + u64::from(first_head) * head_bytes;
         NearPages { frames: self.map.address(), layer, head_bytes }
     }
 
@@ -245,14 +254,15 @@ impl Cuda {
         }
         state.step = plan.step;
         let mut wanted = state.wanted(plan);
-        let takes_turns = near.n_frames_in_turn > near.n_frames
-            && turns::are_needed(&wanted, near.n_frames, plan);
-        if takes_turns || state.turns.is_some() {
-            let n = if takes_turns { near.n_frames_in_turn } else { near.n_frames };
+        let turns = Some(Turns::new(wanted.len(), near, kv)).filter(|turns| {
+            turns.n_frames > near.n_frames && turns::are_needed(&wanted, near.n_frames, plan)
+        });
+        if turns.is_some() || state.turns.is_some() {
+            let n = turns.as_ref().map_or(near.n_frames, |turns| turns.n_frames);
             state.frames = Frames::new(kv.slots.device, n);
         }
-        state.turns = takes_turns.then(Turns::default);
-        if takes_turns {
+        state.turns = turns;
+        if state.turns.is_some() {
             // Pages that follow each other are brought in one go, and those before the last ones matter
             // as much as these.
             wanted.seen.sort_unstable();
@@ -260,8 +270,12 @@ impl Cuda {
         let loads = state.frames.begin(&wanted);
         state.n_loaded += loads.len() as u64;
         near.tell(&self.device, &mut state)?;
-        if takes_turns {
-            return Ok(());
+        let begun = state.frames.begun(&wanted);
+        if let Some(turns) = &mut state.turns {
+            turns.n_seen = count(loads.len());
+            turns.n_pages = count(loads.len() + begun.len());
+            let all = loads.iter().chain(&begun).map(|load| [load.slot, load.frame]);
+            return self.device.upload(&near.list, 0, &all.collect::<Vec<_>>());
         }
         let tiers = Tiers {
             device: near.pages.address(),

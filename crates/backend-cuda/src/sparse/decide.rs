@@ -284,7 +284,7 @@ impl Cuda {
         plan.late = decider.late.clone();
         plan.is_served = is_served;
         plan.is_short = is_short;
-        Ok(())
+        plan.leave_out(&self.device, &rows.iter().map(|row| row.seq).collect::<Vec<_>>())
     }
 
     /// Decides and attends in one layer.
@@ -299,8 +299,8 @@ impl Cuda {
         let turns = decider.turns(plan, idx);
         let n_picking: usize = turns.iter().map(|turn| turn.n).sum();
         if n_picking < plan.n_rows() {
-            let (device, prefetch) = (&self.device, self.l2_prefetch);
-            Attention { device, plan, layer, spec, qkv, kv, prefetch }.run(out)?;
+            let all = self.attention(plan, layer, spec, (qkv, kv));
+            Attention { tasks: plan.beside_picks(n_picking), ..all }.run(out)?;
         }
         let width = (spec.n_heads * kv.page.head_dim) as usize;
         assert!(plan.n_rows() * width <= out.len, "the rows fit out");

@@ -8,7 +8,7 @@ use crate::device::{Device, Memory};
 use crate::kv::{CudaKv, PAGE_LEN};
 use crate::launch::copy::Tiers;
 use crate::launch::sparse::{DigestParams, MAX_WIDTH, digest_keys, kind_number};
-use crate::launch::{Address, copy, count};
+use crate::launch::{Address, NearPages, copy, count};
 use crate::pinned::PinnedMemory;
 use crate::plan::CudaPlan;
 
@@ -151,16 +151,20 @@ impl Cuda {
         let n_heads = kv.shape.n_kv_heads;
         let beside = plan.beside.as_ref().filter(|_| plan.is_decode());
         let branch = beside.map(|branch| branch.fork(&self.device, 0)).transpose()?;
-        for digest in &sparse.digests {
+        let (near, n_near) = kv.written_pages(layer.0);
+        let heads = [(0, n_near, near), (n_near, n_heads - n_near, NearPages::NONE)];
+        let all = sparse.digests.iter().flat_map(|digest| heads.map(|heads| (digest, heads)));
+        for (digest, (first, n, near)) in all.filter(|(_, (_, n, _))| *n > 0) {
             let params = DigestParams {
                 places: plan.places(),
                 table_rows: plan.table_rows(),
                 tables: plan.tables,
                 rows: count(plan.n_rows()),
                 table_len: plan.table_len,
-                ..digest.params(kv, layer.0 as usize * n_heads as usize)
+                near,
+                ..digest.params(kv, (layer.0 * n_heads + first) as usize)
             };
-            digest_keys(&self.device, &sparse.kernels.digest, &params, (n_heads, branch))?;
+            digest_keys(&self.device, &sparse.kernels.digest, &params, (n, branch))?;
         }
         beside.map_or(Ok(()), |branch| branch.end(&self.device, 0))
     }

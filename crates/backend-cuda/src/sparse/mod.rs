@@ -27,7 +27,7 @@ use crate::Cuda;
 use crate::buf::CudaBuf;
 use crate::device::Kernel;
 use crate::kv::{CudaKv, PAGE_LEN, refuse_rows};
-use crate::launch::attend::{AttendKernels, Attention};
+use crate::launch::attend::AttendKernels;
 use crate::launch::attend_shape::AttendShape;
 use crate::launch::sparse::{
     Gather, GatherRowsParams, HeadState, MAX_GROUP, MAX_WIDTH, ReadKeysParams, SparseHeads,
@@ -334,8 +334,7 @@ impl Cuda {
         assert!(picks.len().is_multiple_of(n_heads), "picks for all heads of a sequence");
         let n_rows = picks.len() / n_heads;
         if n_rows < plan.seqs.len() {
-            let (device, prefetch) = (&self.device, self.l2_prefetch);
-            Attention { device, plan, layer, spec, qkv, kv, prefetch }.run(out)?;
+            self.attention(plan, layer, spec, (qkv, kv)).run(out)?;
         }
         // A block counts the tasks of so many heads.
         for some in picks.chunks((MAX_NUMBERS / n_heads).max(1) * n_heads) {

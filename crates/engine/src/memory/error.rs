@@ -59,7 +59,7 @@ pub enum MemoryError {
     /// The device has no room for what it needs of pages that are far.
     #[error(
         "{} on the device are too few: top-k attention of {max_seqs} sequences of {max_context} \
-         tokens needs {}, digests {}, copies of the pages that are always seen or are written {}{}; \
+         tokens needs {}, digests {}, copies of pages for prompts and of those that are always seen {}{}; \
          fewer sequences, a shorter context or a policy with fewer rows need less",
         Bytes(*budget), Bytes(*deciding), Bytes(*digests), Bytes(*copies),
         Swap(" and rows on their way ", *staged)

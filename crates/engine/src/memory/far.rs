@@ -20,6 +20,8 @@ pub struct FarRequest {
     pub near_budget: Option<u64>,
     /// Pages of each decoding sequence that should have copies.
     pub pages_per_seq: u32,
+    /// Parts of a layer that can take turns to have copies of all pages of a prompt, two of them at one time.
+    pub parts: u32,
     /// Whether the pages of some layers stay on the device, of as many as the budget allows; without a
     /// budget, of all if there is room for them. If rows come in eight bits, and no threads bring them, those of
     /// some heads stay instead with a budget, as long as not all pages can: they are half as large, and the heads may
@@ -88,9 +90,12 @@ pub(super) struct FarRoom {
     codes: CodeBytes,
     deciding_saved: u64,
     staged: u64,
-    /// Copies that are needed, and those of one sequence's pages beside them.
-    least: u64,
+    parts: u64,
+    /// Pages that decoding sequences always see or write, and with them all of a step and of the longest sequence.
+    decoding: u64,
     longest: u64,
+    /// Copies that are needed.
+    least: u64,
     keeps_layers: bool,
     has_budget: bool,
 }
@@ -129,9 +134,11 @@ impl FarRoom {
         }
         let max_context = request.max_context.unwrap_or(request.model_context);
         let n_least = pages_per_seq(request, request.max_context.unwrap_or(super::CONTEXT_MIN));
-        // What a step writes, and what decoding sequences always see.
-        let step = u64::from(request.max_rows / request.kv.page_len) + u64::from(request.max_seqs);
-        let least = u64::from(request.max_seqs) * u64::from(far.pages_per_seq) + step;
+        let parts = u64::from(far.parts.max(1));
+        let decoding = u64::from(request.max_seqs) * (u64::from(far.pages_per_seq) + 1);
+        let of_a_step = decoding + u64::from(request.max_rows / request.kv.page_len);
+        let all = u64::from(request.kv.n_layers);
+        let least = in_turn(of_a_step + n_least, all * parts).max(decoding);
         let copies = least * page;
         let digests = n_least * (request.digest_page_bytes + far.codes.device);
         let SizeRequest { max_seqs, .. } = *request;
@@ -159,8 +166,10 @@ impl FarRoom {
             codes: far.codes,
             deciding_saved: far.deciding_saved,
             staged,
+            parts,
+            decoding,
+            longest: of_a_step + pages_per_seq(request, max_context),
             least,
-            longest: least + pages_per_seq(request, max_context),
             keeps_layers: far.keeps_layers,
             has_budget: far.near_budget.is_some(),
         })
@@ -173,12 +182,11 @@ impl FarRoom {
             (request.kv.page_bytes() as u64 / all, n_pages * request.digest_page_bytes);
         let scales = n_pages * self.codes.device;
         let room = self.near_most.saturating_sub(digests + scales);
-        let longest = self.longest.min(n_pages);
-        // A prompt's copies come first, for layers that take turns: it is read by every chunk of it.
-        let in_turn =
-            |n_far: u64| (2 * longest).div_ceil(n_far.max(1)).max(self.least).min(longest);
+        let longest = self.longest.min(n_pages.max(self.decoding));
+        // A prompt's copies come first, for parts that take turns: it is read by every chunk of it.
+        let n_copies = |n_far: u64| in_turn(longest, n_far * self.parts).max(self.decoding);
         let fits = |&n: &u64| {
-            let pages = n_pages * layer * n + in_turn(all - n) * layer * (all - n);
+            let pages = n_pages * layer * n + n_copies(all - n) * layer * (all - n);
             pages + self.deciding(request, n) <= room
         };
         // Threads of the host read all rows there.
@@ -190,10 +198,8 @@ impl FarRoom {
         let far_bytes = layer * (all - n_layers);
         let all_heads = all * u64::from(request.kv.n_kv_heads);
         let head = n_pages * (self.codes.host / all_heads);
-        let n_heads = match room
-            .saturating_sub(in_turn(all - n_layers) * far_bytes)
-            .checked_div(head)
-        {
+        let beside = room.saturating_sub(n_copies(all - n_layers) * far_bytes);
+        let n_heads = match beside.checked_div(head) {
             Some(n) if takes_heads && self.keeps_layers && self.has_budget && n_layers < all => {
                 n.min(all_heads).min(HeadSet::MOST.into())
             }
@@ -231,6 +237,11 @@ impl FarRoom {
     }
 }
 
+/// Copies of each page in all layers that are as much memory as copies of so many pages for two of these parts.
+fn in_turn(n_pages: u64, n_parts: u64) -> u64 {
+    (2 * n_pages).div_ceil(n_parts.max(2))
+}
+
 #[cfg(test)]
 mod tests {
     use nuthatch_types::HostReads;
@@ -246,6 +257,7 @@ mod tests {
                 host_usable: 100 * GIB,
                 near_budget,
                 pages_per_seq: 14,
+                parts: 4,
                 keeps_layers: false,
                 codes: CodeBytes::default(),
                 deciding_saved: 0,
@@ -285,16 +297,16 @@ mod tests {
             request.far = request.far.map(|far| FarRequest { keeps_layers: true, ..far });
             Sizes::compute(&SizeRequest { available: 128 * GIB, ..request }).unwrap()
         };
-        // A layer's pages are 781 MiB, and copies of a sequence's for two layers at a time 0.8 GiB.
+        // A layer's pages are 781 MiB, and copies of a sequence's for two quarters of a layer 0.2 GiB.
         let few = with(Some(3 * GIB)).near.unwrap();
         assert_eq!((few.n_layers, few.layers), (0, 0));
         let sizes = with(Some(20 * GIB));
         let near = sizes.near.unwrap();
-        assert_eq!((near.n_layers, near.layers), (21, (21 * 12_500) << 16));
-        assert_eq!(near.copies, u64::from(near.n_pages) * (11 << 16));
-        assert_eq!(sizes.host_kv, 12_500 * (11 << 16));
+        assert_eq!((near.n_layers, near.layers), (22, (22 * 12_500) << 16));
+        assert_eq!(near.copies, u64::from(near.n_pages) * (10 << 16));
+        assert_eq!(sizes.host_kv, 12_500 * (10 << 16));
         let used = sizes.deciding + sizes.kv;
-        assert!(near.n_pages >= 2 * 6312 / 11 && used <= 20 * GIB, "{near:?}");
+        assert!(near.n_pages >= 2 * 6312 / 40 && used <= 20 * GIB, "{near:?}");
         // With room for everything nothing is far, and without a budget all or nothing is.
         let all = with(Some(40 * GIB));
         assert_eq!((all.near.unwrap().n_layers, all.host_kv), (32, 0));
@@ -325,8 +337,8 @@ mod tests {
             ..far
         });
         let near = Sizes::compute(&request).unwrap().near.unwrap();
-        // And a prompt's pages have copies for two layers at a time.
-        assert!(near.n_heads >= 36 && near.n_pages >= 8192 * 2 / 32, "{near:?}");
+        // And a prompt's pages have copies for two quarters of a layer at a time.
+        assert!(near.n_heads >= 60 && near.n_pages >= 8192 * 2 / 128, "{near:?}");
     }
 
     /// Whatever the budget is: either it is kept, with all that is planned, or it is refused.
@@ -365,12 +377,12 @@ mod tests {
                         assert_eq!(sizes.host_kv, host - near.heads, "{mib} MiB");
                         let head = u64::from(sizes.n_pages) * codes.host / 256;
                         assert_eq!(near.heads, u64::from(near.n_heads) * head);
-                        // Heads stay one by one, beside copies of the longest sequence's pages for two layers.
+                        // Heads stay one by one, beside copies of the longest sequence's pages for two parts of a layer.
                         if (codes.host, staged, near.n_layers) == (1 << 20, 0, 0)
                             && near.n_heads < 256
                         {
                             let left = budget - sizes.deciding - sizes.kv;
-                            let usual = near.n_pages >= 2 * 6250 / 32 || near.n_heads == 0;
+                            let usual = near.n_pages >= 2 * 6250 / 128 || near.n_heads == 0;
                             assert!(usual && left < head + (2 << 20), "{mib} MiB: {near:?}");
                             n_heads = n_heads.max(near.n_heads);
                         }
@@ -391,29 +403,29 @@ mod tests {
 
     #[test]
     fn digests_bound_the_pages() {
-        // One sequence's, the least copies, and digests of a thousand pages more.
+        // One sequence's, copies of its pages for two quarters of a layer, and digests of a thousand pages more.
         let digest = 256 * 16 * 34;
-        let needed = GIB + ((2 * 14 + 32 + 2) << 21) + 6250 * digest;
+        let needed = GIB + (99 << 21) + 6250 * digest;
         let sizes = Sizes::compute(&far(Some(needed + 1000 * digest))).unwrap();
         assert_eq!(sizes.n_pages, 7250);
-        assert_eq!(sizes.near.unwrap().n_pages, 2 * 14 + 32 + 2);
+        assert_eq!(sizes.near.unwrap().n_pages, (2u32 * (6250 + 32 + 2 * 15)).div_ceil(4 * 32));
         let error = Sizes::compute(&far(Some(needed - 1))).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "1.9 GiB on the device are too few: top-k attention of 2 sequences of 100000 tokens \
-             needs 1.0 GiB, digests 830.1 MiB, copies of the pages that are always seen or are \
-             written 124.0 MiB; fewer sequences, a shorter context or a policy with fewer rows need \
+            "2.0 GiB on the device are too few: top-k attention of 2 sequences of 100000 tokens \
+             needs 1.0 GiB, digests 830.1 MiB, copies of pages for prompts and of those that are \
+             always seen 198.0 MiB; fewer sequences, a shorter context or a policy with fewer rows need \
              less"
         );
     }
 
     #[test]
     fn steps_are_as_long_as_there_is_room_for() {
-        let least = GIB + 6250 * 256 * 16 * 34 + ((2 * 14 + 2) << 21);
+        let least = GIB + 6250 * 256 * 16 * 34;
         let rows = |budget, most| {
             Sizes::with_rows(&far(Some(budget)), most).map(|sizes| sizes.max_rows).ok()
         };
-        let pages = |n_rows: u64| (n_rows / 16) << 21;
+        let pages = |n_rows: u64| (2 * (6250 + n_rows / 16 + 2 * 15)).div_ceil(4 * 32) << 21;
         assert_eq!(rows(least + pages(4096), 4096), Some(4096));
         assert_eq!(rows(least + pages(4096) - 1, 4096), Some(2048));
         assert_eq!(rows(least + pages(600), 4096), Some(512));
@@ -428,6 +440,7 @@ mod tests {
             host_usable: 12 * GIB,
             near_budget: None,
             pages_per_seq: 14,
+            parts: 4,
             keeps_layers: false,
             codes: CodeBytes::default(),
             deciding_saved: 0,

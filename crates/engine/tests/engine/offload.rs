@@ -452,7 +452,7 @@ fn far_pages_change_nothing_on_a_gpu() {
             for (n_near, resident, n_threads) in shapes {
                 let resident = LayerSet::of(resident).unwrap();
                 let far = FarPages { n_near, resident, n_threads, ..FAR };
-                assert_eq!(run(Some(far)), here, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
+                assert!(run(Some(far)) == here, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
             }
             // In eight bits rows are rounded, whoever brings them and whatever has copies.
             let code = Some(RowCode::ALL[seed as usize % 2]);
@@ -463,10 +463,10 @@ fn far_pages_change_nothing_on_a_gpu() {
                 [(64, 0, HeadSet::NONE), (2, 3, some), (2, 0, some)]
             {
                 let far = FarPages { n_near, n_threads, code, coded_here, ..FAR };
-                assert_eq!(run(Some(far)), coded, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
+                assert!(run(Some(far)) == coded, "seed {seed}, {policy}, {kv_dtype}, {far:?}");
             }
             let all_stay = FarPages { resident: LayerSet::first(99), code, ..FAR };
-            assert_eq!(run(Some(all_stay)), here, "seed {seed}, {policy}: nothing comes");
+            assert!(run(Some(all_stay)) == here, "seed {seed}, {policy}: nothing comes");
         }
         println!("seed {seed}, {policy}: the same answers");
     }
