@@ -32,8 +32,8 @@ DEVICE u32 head_at(const u32* firsts, u32 n, u32 index) {
     return low;
 }
 
-// Works out how many rows the heads before each have to bring; gives how many there are in all. Rows were there
-// before the step began, states were not.
+// Works out how many rows the heads before each have to bring; gives how many there are in all. Rows are no kernel's
+// work but uploaded, so they are there before the kernel before this one has ended; states are not.
 DEVICE u32 count_moves(const GatherRowsParams& p, u32* firsts) {
     const u32 n = p.heads.n_rows * p.heads.n_kv_heads, lane = threadIdx.x % 32;
     const auto state_at = [&](u32 i) {

@@ -401,7 +401,7 @@ impl Backend for Cuda {
         asks: &[Ask],
         scores: &mut [u32],
     ) -> Result<(), DeviceError> {
-        self.answer(&SparseLayer { plan, layer, spec, qkv, kv }, asks, scores)
+        self.answer(&SparseLayer { plan, layer, spec, qkv, kv, is_late: false }, asks, scores)
     }
 
     fn attend_picks(
@@ -414,7 +414,7 @@ impl Backend for Cuda {
         picks: &[Pick<'_>],
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        self.attend_picked(&SparseLayer { plan, layer, spec, qkv, kv }, picks, out)
+        self.attend_picked(&SparseLayer { plan, layer, spec, qkv, kv, is_late: false }, picks, out)
     }
 
     fn decide_by(
@@ -445,7 +445,7 @@ impl Backend for Cuda {
         kv: &CudaKv,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        self.attend_decided(&SparseLayer { plan, layer, spec, qkv, kv }, idx, out)
+        self.attend_decided(&SparseLayer { plan, layer, spec, qkv, kv, is_late: false }, idx, out)
     }
 
     fn decide_ahead(
@@ -456,7 +456,7 @@ impl Backend for Cuda {
         qkv: &CudaBuf,
         kv: &CudaKv,
     ) -> Result<(), DeviceError> {
-        self.decide_meanwhile(&SparseLayer { plan, layer, spec, qkv, kv }, idx)
+        self.decide_meanwhile(&SparseLayer { plan, layer, spec, qkv, kv, is_late: false }, idx)
     }
 
     fn decided(&self, kv: &CudaKv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {

@@ -48,7 +48,7 @@ impl Default for LinkTuning {
     fn default() -> Self {
         LinkTuning {
             threads: 96,
-            ring: 8192,
+            ring: 7680,
             blocks: 8,
             blocks_decided: 6,
             blocks_expanding: 16,

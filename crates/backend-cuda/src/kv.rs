@@ -420,11 +420,17 @@ impl CudaKv {
         memory + before * self.head_bytes()
     }
 
-    /// Where the copies of a layer's pages are.
+    /// Where the copies of a layer's pages are, of all heads.
     pub(crate) fn near_pages(&self, layer: u32) -> NearPages {
         let near = self.near.as_ref().filter(|_| self.is_far(layer));
         let copies = near.and_then(|near| near.of_layer((layer, self.rank(layer)), self));
         copies.unwrap_or(NearPages::NONE)
+    }
+
+    /// The same, as long as the pass takes.
+    pub(crate) fn lasting_pages(&self, layer: u32) -> NearPages {
+        let takes_turns = self.near.as_ref().is_some_and(Near::takes_turns);
+        if takes_turns { NearPages::NONE } else { self.near_pages(layer) }
     }
 
     /// Where rows that are written go beside a layer's pages: copies of its first heads, and of how many.

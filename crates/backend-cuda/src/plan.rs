@@ -84,7 +84,7 @@ impl CudaTables {
     }
 }
 
-/// Where the parts of the upload are, in words from its start, and how many of each there are.
+/// What the upload has, and how many of each there are.
 #[derive(Clone, Copy, Debug, Default)]
 struct Parts {
     n_rows: usize,

@@ -200,7 +200,9 @@ impl Attention<'_> {
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels_of(kv, kv.page_of(self.layer.0)).attend {
-            Attend::F32(kernel) => self.attend_f32(kernel, out),
+            Attend::F32(kernel) => self
+                .cuda
+                .in_parts(plan, self.layer, kv, |_, _, near| self.attend_f32(kernel, near, out)),
             Attend::Mma { splits: [small, large], tile, merges, paced } => {
                 let Listed { splits, n_splits, tiles, n_tiles, .. } = self.tasks;
                 if n_splits > 0 {
@@ -304,7 +306,12 @@ impl Attention<'_> {
         }
     }
 
-    fn attend_f32(&self, kernel: &Kernel, out: &mut CudaBuf) -> Result<(), DeviceError> {
+    fn attend_f32(
+        &self,
+        kernel: &Kernel,
+        near: NearPages,
+        out: &mut CudaBuf,
+    ) -> Result<(), DeviceError> {
         let params = AttendF32Params {
             qkv: self.qkv.floats.address(),
             layer: self.kv.layer_address(self.layer.0),
@@ -314,7 +321,7 @@ impl Attention<'_> {
             table_rows: self.plan.table_rows(),
             tables: self.plan.tables,
             head_bytes: self.kv.layer_head_bytes(self.layer.0),
-            near: self.kv.near_pages(self.layer.0),
+            near,
             q_stride: count(self.q_stride()),
             table_len: self.plan.table_len,
             n_kv_heads: self.kv.shape.n_kv_heads,

@@ -8,7 +8,7 @@
 //!
 //! Where a copy is, `frames[slot]` says; kernels look there first, and write to both. So it does not
 //! matter to answers which pages have one: prefix hits, forks, swaps and cancelling need nothing of
-//! their own. If a prompt has more pages than frames, [`turns`] has two layers share all of them.
+//! their own. If a prompt has more pages than frames, [`turns`] has two layers, or two parts of a layer, share all of them.
 
 mod chosen;
 mod codes;
@@ -141,12 +141,17 @@ impl Near {
     }
 
     /// Where copies of a layer's pages are, if the layer is the `index`th of those that are far; nowhere
-    /// while it is another one's turn.
+    /// while it is another one's turn, or while its heads take turns.
     pub(crate) fn of_layer(&self, (layer, index): (u32, u32), kv: &CudaKv) -> Option<NearPages> {
         match &self.state().turns {
             None => Some(self.copies_at(index * kv.shape.n_kv_heads, self.n_frames, kv)),
             Some(turns) => turns.of_layer(layer, self, kv),
         }
+    }
+
+    /// Whether copies are of the layer, or the heads, whose turn it is.
+    pub(crate) fn takes_turns(&self) -> bool {
+        self.state().turns.is_some()
     }
 
     /// Where rows that are written go beside the layer's pages, if layers take turns: copies of its first heads, and of

@@ -1,7 +1,7 @@
 //! Prompts that have more pages than there are frames for all layers: layers take turns.
 //!
 //! All frames are then of two layers, the one that is computed and the next, whose pages come over the link
-//! meanwhile:
+//! meanwhile, or, see below, of two parts of layers:
 //!
 //! ```text
 //!   stream   layer 4 ──────────── layer 5 ──────────── layer 6 ───
@@ -19,8 +19,8 @@
 //! ```
 //!
 //! The first part is there when a layer's rows are written, and gets these too; rows of the others are written to the
-//! pages alone, from which they come with everything else. Nothing comes beside products, which it would disturb more
-//! than attention.
+//! pages alone, from which they come with everything else. They come beside attention, and not beside products as far
+//! as attention is long enough: those would be disturbed more.
 
 use cudarc::driver::{CudaEvent, sys};
 use nuthatch_backend::DeviceError;
@@ -112,7 +112,7 @@ impl Turns {
     }
 }
 
-/// The moments when a layer's pages have come, for either half.
+/// The moments when pages of a layer, or of a part of it, have come, for either half.
 pub(super) struct Came([CudaEvent; 2]);
 
 impl Came {
@@ -147,8 +147,8 @@ impl Cuda {
         let Some(branch) = &plan.beside else {
             return Err(DeviceError::Fault("layers take turns in a pass only".to_owned()));
         };
-        turns.now = Some(layer);
         self.bring_part(branch, turns, (layer, 0), kv)?;
+        turns.now = Some(layer);
         self.wait_for(near, turns.half_of((layer, 0), kv))
     }
 
@@ -164,7 +164,7 @@ impl Cuda {
         let whole = (0, kv.shape.n_kv_heads, kv.near_pages(layer));
         let mut state = kv.near.as_ref().map(Near::state);
         let turns = state.as_mut().and_then(|state| state.turns.as_mut());
-        // A layer that reads the pages of another one reads them from the host.
+        // A layer that reads the pages of another one, not of the one before it, reads them from the host.
         let turns = turns.filter(|turns| turns.now == Some(layer));
         let (Some(near), Some(turns), Some(branch)) = (&kv.near, turns, &plan.beside) else {
             drop(state);
@@ -207,8 +207,8 @@ impl Cuda {
             list: near.list.address(),
             near_head_bytes: to.head_bytes,
             far_head_bytes: kv.head_bytes(),
-            // What the step begins is written there anyway.
-            n_pages: if of.1 == 0 { turns.n_seen } else { turns.n_pages },
+            // What the step begins is written there if it is not yet.
+            n_pages: if turns.now == Some(of.0) { turns.n_pages } else { turns.n_seen },
             page_bytes: kv.page.bytes() as u32,
             n_heads,
             padding: 0,

@@ -294,7 +294,7 @@ impl Cuda {
         idx: usize,
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let &SparseLayer { plan, layer, spec, qkv, kv } = at;
+        let &SparseLayer { plan, layer, spec, qkv, kv, .. } = at;
         let decider = decider_of(kv);
         let turns = decider.turns(plan, idx);
         let n_picking: usize = turns.iter().map(|turn| turn.n).sum();

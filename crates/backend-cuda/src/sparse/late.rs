@@ -44,6 +44,7 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let is_soft = decider.rules[turn.rules].rules.is_soft();
         let Some(late) = decider.late.as_ref().filter(|_| is_soft) else { return Ok(()) };
+        let at = &SparseLayer { is_late: true, ..*at };
         let (set, choosing) = late.fork(&self.device)?;
         let place = Place { set, branch: Some(choosing), is_late: true, is_sole: false, done: 0 };
         self.decide_turn(at, (decider, idx), turn, place)?;

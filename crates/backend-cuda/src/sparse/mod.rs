@@ -88,6 +88,8 @@ pub(crate) struct SparseLayer<'a> {
     pub(crate) spec: &'a AttnSpec<'a, Cuda>,
     pub(crate) qkv: &'a CudaBuf,
     pub(crate) kv: &'a CudaKv,
+    /// Whether it is worked on while other layers are computed.
+    pub(crate) is_late: bool,
 }
 
 impl SparseLayer<'_> {
@@ -114,7 +116,10 @@ impl SparseLayer<'_> {
             layer: self.kv.layer_address(self.layer.0),
             tables: self.plan.tables,
             head_bytes: self.kv.head_bytes(),
-            near: self.kv.near_pages(self.layer.0),
+            near: match self.is_late {
+                true => self.kv.lasting_pages(self.layer.0),
+                false => self.kv.near_pages(self.layer.0),
+            },
             table_len: self.plan.table_len,
             padding: 0,
         }
@@ -329,7 +334,7 @@ impl Cuda {
         picks: &[Pick<'_>],
         out: &mut CudaBuf,
     ) -> Result<(), DeviceError> {
-        let &SparseLayer { plan, layer, spec, qkv, kv } = at;
+        let &SparseLayer { plan, layer, spec, qkv, kv, .. } = at;
         let n_heads = at.n_kv_heads();
         assert!(picks.len().is_multiple_of(n_heads), "picks for all heads of a sequence");
         let n_rows = picks.len() / n_heads;

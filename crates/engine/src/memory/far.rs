@@ -182,9 +182,9 @@ impl FarRoom {
             (request.kv.page_bytes() as u64 / all, n_pages * request.digest_page_bytes);
         let scales = n_pages * self.codes.device;
         let room = self.near_most.saturating_sub(digests + scales);
-        let longest = self.longest.min(n_pages.max(self.decoding));
         // A prompt's copies come first, for parts that take turns: it is read by every chunk of it.
-        let n_copies = |n_far: u64| in_turn(longest, n_far * self.parts).max(self.decoding);
+        let n_copies =
+            |n_far: u64| in_turn(self.longest, n_far * self.parts).max(self.decoding).min(n_pages);
         let fits = |&n: &u64| {
             let pages = n_pages * layer * n + n_copies(all - n) * layer * (all - n);
             pages + self.deciding(request, n) <= room
@@ -207,7 +207,7 @@ impl FarRoom {
         };
         let heads = head * n_heads;
         let n_room = (room - layers - heads).checked_div(far_bytes).unwrap_or(0);
-        let most = if self.has_budget { n_pages } else { longest };
+        let most = if self.has_budget { n_pages } else { self.longest.min(n_pages) };
         let n = n_room.max(self.least).min(most);
         let countable = |n: u64| u32::try_from(n).expect("no more than there are pages or layers");
         NearSizes {
@@ -339,6 +339,13 @@ mod tests {
         let near = Sizes::compute(&request).unwrap().near.unwrap();
         // And a prompt's pages have copies for two quarters of a layer at a time.
         assert!(near.n_heads >= 60 && near.n_pages >= 8192 * 2 / 128, "{near:?}");
+        // A single sequence has fewer pages than a step's and its own; that is no reason to take more.
+        for budget in (2000..5000).map(|mib| mib << 20) {
+            let far = request.far.map(|far| FarRequest { near_budget: Some(budget), ..far });
+            if let Ok(sizes) = Sizes::compute(&SizeRequest { far, max_rows: 4096, ..request }) {
+                assert!(sizes.deciding + sizes.kv <= budget, "{sizes:?}");
+            }
+        }
     }
 
     /// Whatever the budget is: either it is kept, with all that is planned, or it is refused.
@@ -346,7 +353,7 @@ mod tests {
     fn the_budget_holds_with_codes_and_rows_on_their_way() {
         let codes = CodeBytes { host: 1 << 20, device: 256 * 32 };
         let (mut n_kept, mut n_heads) = (0, 0);
-        for mib in (600..24_000).step_by(97) {
+        for (mib, max_seqs) in (600..24_000).step_by(97).flat_map(|mib| [(mib, 2), (mib, 1)]) {
             for (keeps_layers, codes, staged) in [
                 (false, CodeBytes::default(), 0),
                 (true, codes, 0),
@@ -354,7 +361,8 @@ mod tests {
                 (true, CodeBytes::default(), 64 << 20),
             ] {
                 let budget = mib << 20;
-                let mut request = SizeRequest { available: 128 * GIB, ..far(Some(budget)) };
+                let mut request =
+                    SizeRequest { available: 128 * GIB, max_seqs, ..far(Some(budget)) };
                 let deciding_saved = if codes.host > 0 { 300 << 20 } else { 0 };
                 request.far = request.far.map(|far| FarRequest {
                     keeps_layers,
