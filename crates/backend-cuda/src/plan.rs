@@ -136,7 +136,7 @@ pub struct CudaPlan {
     /// The batch's number, of all that were ever planned.
     pub(crate) step: u64,
     /// How many parts of splits there are, and how many were taken; then `[T]` positions, places and
-    /// table rows, output rows, splits, tiles, and parts of splits.
+    /// table rows, output rows, splits, tiles, and parts of splits. At last the same counts and tasks of the rest.
     words: Memory,
     host: Vec<u32>,
     /// The sequences of the batch.

@@ -259,9 +259,9 @@ impl Cuda {
         }
         state.step = plan.step;
         let mut wanted = state.wanted(plan);
-        let turns = Some(Turns::new(wanted.len(), near, kv)).filter(|turns| {
-            turns.n_frames > near.n_frames && turns::are_needed(&wanted, near.n_frames, plan)
-        });
+        let turns = turns::are_needed(&wanted, near.n_frames, plan)
+            .then(|| Turns::new(wanted.len(), near, kv))
+            .filter(|turns| turns.n_frames > near.n_frames);
         if turns.is_some() || state.turns.is_some() {
             let n = turns.as_ref().map_or(near.n_frames, |turns| turns.n_frames);
             state.frames = Frames::new(kv.slots.device, n);
@@ -275,8 +275,9 @@ impl Cuda {
         let loads = state.frames.begin(&wanted);
         state.n_loaded += loads.len() as u64;
         near.tell(&self.device, &mut state)?;
-        let begun = state.frames.begun(&wanted);
-        if let Some(turns) = &mut state.turns {
+        let State { frames, turns, .. } = &mut *state;
+        if let Some(turns) = turns {
+            let begun = frames.begun(&wanted);
             turns.n_seen = count(loads.len());
             turns.n_pages = count(loads.len() + begun.len());
             let all = loads.iter().chain(&begun).map(|load| [load.slot, load.frame]);

@@ -161,14 +161,14 @@ impl Cuda {
         kv: &CudaKv,
         mut queue: impl FnMut(u32, u32, NearPages) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        let whole = (0, kv.shape.n_kv_heads, kv.near_pages(layer));
+        let copies = kv.near_pages(layer);
         let mut state = kv.near.as_ref().map(Near::state);
         let turns = state.as_mut().and_then(|state| state.turns.as_mut());
         // A layer that reads the pages of another one, not of the one before it, reads them from the host.
         let turns = turns.filter(|turns| turns.now == Some(layer));
         let (Some(near), Some(turns), Some(branch)) = (&kv.near, turns, &plan.beside) else {
             drop(state);
-            return queue(whole.0, whole.1, whole.2);
+            return queue(0, kv.shape.n_kv_heads, copies);
         };
         let n_heads = turns.n_heads(kv);
         for part in 0..turns.n_parts {
