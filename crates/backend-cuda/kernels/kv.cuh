@@ -123,11 +123,14 @@ DEVICE u8* near_page(const Near& near, u32 head, u32 frame) {
     return near.layer + head * near.head_bytes + (u64)frame * HEAD_PAGE_BYTES;
 }
 
-// Where a page of one head is read from.
-DEVICE const u8* page_in(const u8* layer, u64 head_bytes, const Near& near, u32 head, u32 slot) {
-    const u32 frame = frame_of(near, slot);
+// Where a page of one head is read from, if its copy is in that frame, or there is none.
+DEVICE const u8* page_at(const u8* layer, u64 head_bytes, const Near& near, u32 head, u32 slot, u32 frame) {
     if (frame != NOT_NEAR) return near_page(near, head, frame);
     return layer + head * head_bytes + (u64)slot * HEAD_PAGE_BYTES;
+}
+
+DEVICE const u8* page_in(const u8* layer, u64 head_bytes, const Near& near, u32 head, u32 slot) {
+    return page_at(layer, head_bytes, near, head, slot, frame_of(near, slot));
 }
 
 // What is not a number becomes 0, as everywhere in coded vectors.

@@ -370,12 +370,30 @@ DEVICE u32 bringing(const DecideParams& p, const Share& share) {
     return p.n_bringing == 0 ? 0 : min((p.n_bringing - 1) / share.n_heads + 1, share.count);
 }
 
+// The moves of the head that was decided about.
+struct OwnMoves {
+    const uint2* all;
+    Places own;
+    u32 its_table_row, its_head;
+
+    __device__ void find(u32 index, u32& row, u32& head, u32& number) const { row = 0, head = its_head, number = index; }
+    __device__ const uint2* moves(u32, u32) const { return all; }
+    __device__ u32 table_row(u32) const { return its_table_row; }
+    __device__ const Places& places(u32, u32) const { return own; }
+
+    template <bool CODES>
+    __device__ const u8* staged(u32) const {
+        return nullptr;
+    }
+};
+
+// By so many warps that each has time for few rows at once.
 template <bool CODES>
-DEVICE void bring_head(const DecideParams& p, const Share& share, const Arrivals& all, u32 n_moves,
-                       Ring<CODES> ring) {
+DEVICE void bring_head(const DecideParams& p, const Share& share, const OwnMoves& moves, u32 n_moves, u8* room,
+                       u64* barriers) {
+    const Ring<CODES, RING_BYTES, CODES ? 2 : 1> ring(room, barriers);
     const u32 n_blocks = bringing(p, share), warp = threadIdx.x / 32 * n_blocks + share.index;
-    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.codes, ring,
-                      [&](u32 number) { return way_of<CODES>(p.score.pages, p.codes, all, number, nullptr); });
+    bring_rows<CODES>(warp, n_blocks * SCORE_WARPS, n_moves, HALF_PAGE_BYTES, p.score.pages, p.codes, ring, moves);
 }
 
 DEVICE void decide_all(const DecideParams& p) {
@@ -438,20 +456,18 @@ DEVICE void decide_all(const DecideParams& p) {
     if (brings) wait_for_others(share);
     leave(share);
     if (!brings) return end_share(p, share);
-    __shared__ Arrivals arrivals;
+    __shared__ OwnMoves moves;
     if (thread == 0) {
-        arrivals.moves = p.moves + (u64)number * p.score.stride;
-        arrivals.marks = share.marks, arrivals.pages = row.pages;
-        arrivals.table_row = row.table_row, arrivals.head = head;
-        arrivals.first = state.first, arrivals.n_gone = before.all_gone;
-        arrivals.behind = n_stay, arrivals.now = now;
+        moves.all = p.moves + (u64)number * p.score.stride;
+        moves.own = Places{share.marks, row.pages, state.first, before.all_gone, n_stay, now};
+        moves.its_table_row = row.table_row, moves.its_head = head;
     }
     __syncthreads();
     // Nobody needs scores and bins any more.
     static_assert(SCORE_WARPS * RING_MOST * sizeof(u64) <= sizeof(bins), "barriers of all warps fit where bins were");
     u8* rows = (u8*)shared_words;
-    if (p.codes.rows) bring_head(p, share, arrivals, before.all_new, Ring<true>(rows, (u64*)bins));
-    else bring_head(p, share, arrivals, before.all_new, Ring<false>(rows, (u64*)bins));
+    if (p.codes.rows) bring_head<true>(p, share, moves, before.all_new, rows, (u64*)bins);
+    else bring_head<false>(p, share, moves, before.all_new, rows, (u64*)bins);
     end_share(p, share);
 }
 

@@ -1,9 +1,10 @@
 // Brings rows from the arena, on the device or on the host, to the working sets.
 //
-// moves [row][G][stride], as `Arrivals` has them. For rows that were not brought by those who decided: the
-// host has, or it is late, or threads of the host were asked for them (`sparse_post`); those are waited for,
-// and rows come from where they were staged. The places are marked, if there are marks. Grid: as many blocks
-// as may be busy with it. Reads and writes two rows, K and V, for each move. Conformance: picks_match.
+// moves [row][G][stride], each a place that comes, which ascend, and a row of the set that is free. For rows that
+// were not brought by those who decided: the host has, or it is late, or threads of the host were asked for them
+// (`sparse_post`); those are waited for, and rows come from where they were staged. The places are marked, if there
+// are marks. Grid: as many blocks as may be busy with it. Reads and writes two rows, K and V, for each move.
+// Conformance: picks_match.
 
 struct GatherRowsParams {
     SparseHeads heads;
@@ -83,37 +84,54 @@ DEVICE bool have_come(const GatherRowsParams& p) {
     return has_come;
 }
 
-// The way of one of all moves.
-template <bool CODES>
-DEVICE Way way_at(const GatherRowsParams& p, const u32* firsts, u32 index, bool is_staged) {
-    const u32 low = head_at(firsts, p.heads.n_rows * p.heads.n_kv_heads, index);
-    const u32 head = low % p.heads.n_kv_heads;
-    const SparseRow& row = p.heads.rows[low / p.heads.n_kv_heads];
-    const HeadState* state = state_of(p.heads, row, head);
-    Arrivals all;
-    all.moves = p.moves + (u64)low * p.stride;
-    all.marks = row.marks ? row.marks + (p.first_head + head) * p.mark_stride : nullptr;
-    all.pages = row.pages;
-    all.table_row = row.table_row, all.head = head, all.first = state->first;
-    all.n_gone = state->n_gone, all.behind = state->n_members - state->n_moves, all.now = state->now;
-    const u8* staged = is_staged ? p.staged + (u64)index * 2 * (CODES ? CODE_WIDTH : ROW_BYTES) : nullptr;
-    return way_of<CODES>(p.pages, p.codes, all, index - firsts[low], staged);
-}
+// The moves of all heads, one behind the other.
+struct AllMoves {
+    const GatherRowsParams& p;
+    const u32* firsts;
+    bool is_staged;
+
+    __device__ void find(u32 index, u32& row, u32& head, u32& number) const {
+        const u32 n_heads = p.heads.n_kv_heads, low = head_at(firsts, p.heads.n_rows * n_heads, index);
+        row = low / n_heads, head = low % n_heads, number = index - firsts[low];
+    }
+
+    __device__ const uint2* moves(u32 row, u32 head) const {
+        return p.moves + (u64)(row * p.heads.n_kv_heads + head) * p.stride;
+    }
+
+    __device__ u32 table_row(u32 row) const { return p.heads.rows[row].table_row; }
+
+    __device__ Places places(u32 of_row, u32 head) const {
+        const SparseRow& row = p.heads.rows[of_row];
+        const HeadState* state = state_of(p.heads, row, head);
+        Places places;
+        places.marks = row.marks ? row.marks + (p.first_head + head) * p.mark_stride : nullptr;
+        places.pages = row.pages, places.first = state->first;
+        places.n_gone = state->n_gone, places.behind = state->n_members - state->n_moves, places.now = state->now;
+        return places;
+    }
+
+    template <bool CODES>
+    __device__ const u8* staged(u32 index) const {
+        return is_staged ? p.staged + (u64)index * 2 * (CODES ? CODE_WIDTH : ROW_BYTES) : nullptr;
+    }
+};
 
 // All of it, for rows as they are or in eight bits.
 template <bool CODES>
 DEVICE void gather(const GatherRowsParams& p) {
     __shared__ u64 barriers[GATHER_THREADS / 32 * RING_MOST];
     extern __shared__ __align__(128) u32 shared_words[];
-    const Ring<CODES, GATHER_RING_BYTES> ring((u8*)shared_words, barriers);
+    // Those in eight bits have half as many pieces, and work in each.
+    const Ring<CODES, GATHER_RING_BYTES, CODES ? 2 : 4> ring((u8*)shared_words, barriers);
     allow_next();
     u32* firsts = shared_words + GATHER_THREADS / 32 * GATHER_RING_BYTES / 4;
     const u32 n_all = count_moves(p, firsts);
     bool is_staged = p.staged && n_all > 0 && n_all <= p.n_staged;
     if (is_staged) is_staged = have_come(p);
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, n_warps = gridDim.x * GATHER_THREADS / 32;
-    bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.codes, ring,
-                      [&](u32 index) { return way_at<CODES>(p, firsts, index, is_staged); });
+    bring_rows<CODES>(warp, n_warps, n_all, is_staged ? ROW_BYTES : HALF_PAGE_BYTES, p.pages, p.codes,
+                      ring, AllMoves{p, firsts, is_staged});
 }
 
 // Beside two blocks of a product with one row there is room for two warps of 56 registers in each quarter of a

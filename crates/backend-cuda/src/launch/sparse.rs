@@ -352,10 +352,10 @@ mod tests {
     #[test]
     fn two_blocks_that_bring_rows_find_room_beside_two_of_a_product() {
         // Of a multiprocessor, less what every block takes by itself, and fixed arrays: sums of products, and
-        // 22 barriers of each warp.
+        // 32 barriers of each warp.
         let tuning = LinkTuning::default();
         let warps = tuning.threads as usize / 32;
-        let room = 228 * 1024 - 4 * 1024 - 2 * 128 - 2 * warps * 22 * 8;
+        let room = 228 * 1024 - 4 * 1024 - 2 * 128 - 2 * warps * 32 * 8;
         let product = matmul_one::shared_bytes(WeightType::BF16) - matmul_one::ROW_BYTES + 4096 * 2;
         let page = PageShape { dtype: KvDtype::F16, head_dim: 128 };
         let rings = warps * gather_ring_bytes(page, tuning);

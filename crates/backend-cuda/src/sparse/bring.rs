@@ -137,7 +137,7 @@ impl Cuda {
         match (is_far, branch) {
             (true, Some(_)) => self.tuning.blocks,
             (true, None) => self.tuning.blocks_alone,
-            (false, _) => 12 * 32 / self.tuning.threads * self.device.n_multiprocessors(),
+            (false, _) => (12 * 32 / self.tuning.threads).max(1) * self.device.n_multiprocessors(),
         }
     }
 }

@@ -144,9 +144,9 @@ impl Decider {
         })
     }
 
-    /// Whether all rules have the last token seen, whatever is chosen.
-    pub(super) fn sees_last(&self) -> bool {
-        self.rules.iter().all(|one| one.rules.recent > 0)
+    /// Whether all rules have the last tokens seen, whatever is chosen: as many as a step changes digests of.
+    pub(super) fn sees_last(&self, changed: impl Fn(ScoreBy) -> u32) -> bool {
+        self.rules.iter().all(|one| one.rules.recent >= changed(one.rules.by))
     }
 
     /// The rows that pick in a layer of the model.

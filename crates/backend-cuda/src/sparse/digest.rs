@@ -138,6 +138,15 @@ impl DigestArena {
     }
 }
 
+/// Of how many of the last places a new token changes the digests, at most.
+pub(super) fn changed_by_token(kind: DigestKind) -> u32 {
+    match kind {
+        // One for all places of a page.
+        DigestKind::Bounds => count(PAGE_LEN),
+        DigestKind::Signs | DigestKind::Channels | DigestKind::Nibbles => 1,
+    }
+}
+
 impl Cuda {
     /// Takes the digests of the plan's rows.
     pub(crate) fn digest_rows(
@@ -205,5 +214,18 @@ impl Cuda {
             copy::copy_between(&self.device, &self.common.copy, tiers, copies)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With bounds of pages and fewer recent tokens than a page has, a step chose among places whose bounds another
+    /// stream was writing at that time.
+    #[test]
+    fn a_token_changes_the_bounds_of_its_whole_page() {
+        assert_eq!(changed_by_token(DigestKind::Bounds), 16);
+        assert_eq!(changed_by_token(DigestKind::Channels), 1);
     }
 }

@@ -43,7 +43,7 @@ use crate::launch::{CodeRows, count};
 use crate::plan::{CudaPlan, Seq};
 use crate::program::Program;
 use decide::Decider;
-use digest::DigestArena;
+use digest::{DigestArena, changed_by_token};
 pub use measure::{Beside, ListedRows, Threads};
 pub use room::{DecidingShape, deciding_bytes};
 use scratch::Scratch;
@@ -64,7 +64,11 @@ pub(crate) struct Sparse {
 impl Sparse {
     /// Whether no step needs the digests of the tokens that it appends: the last ones are always seen.
     pub(crate) fn digests_may_wait(&self) -> bool {
-        self.decider.as_ref().is_some_and(Decider::sees_last)
+        let changed = |by| match by {
+            ScoreBy::Digest(digest) => changed_by_token(self.digests[digest].kind),
+            ScoreBy::Keys => 1,
+        };
+        self.decider.as_ref().is_some_and(|decider| decider.sees_last(changed))
     }
 }
 

@@ -135,10 +135,12 @@ impl FarRoom {
         let max_context = request.max_context.unwrap_or(request.model_context);
         let n_least = pages_per_seq(request, request.max_context.unwrap_or(super::CONTEXT_MIN));
         let parts = u64::from(far.parts.max(1));
-        let decoding = u64::from(request.max_seqs) * (u64::from(far.pages_per_seq) + 1);
+        // Sequences have no more pages than these, and each is copied once.
+        let most = u64::from(request.max_seqs) * pages_per_seq(request, max_context);
+        let decoding = (u64::from(request.max_seqs) * (u64::from(far.pages_per_seq) + 1)).min(most);
         let of_a_step = decoding + u64::from(request.max_rows / request.kv.page_len);
         let all = u64::from(request.kv.n_layers);
-        let least = in_turn(of_a_step + n_least, all * parts).max(decoding);
+        let least = in_turn((of_a_step + n_least).min(most), all * parts).max(decoding);
         let copies = least * page;
         let digests = n_least * (request.digest_page_bytes + far.codes.device);
         let SizeRequest { max_seqs, .. } = *request;
@@ -168,7 +170,7 @@ impl FarRoom {
             staged,
             parts,
             decoding,
-            longest: of_a_step + pages_per_seq(request, max_context),
+            longest: (of_a_step + pages_per_seq(request, max_context)).min(most),
             least,
             keeps_layers: far.keeps_layers,
             has_budget: far.near_budget.is_some(),
@@ -346,6 +348,22 @@ mod tests {
                 assert!(sizes.deciding + sizes.kv <= budget, "{sizes:?}");
             }
         }
+    }
+
+    /// What sequences always see was counted for each of them even if they have fewer pages, and budgets were refused.
+    #[test]
+    fn short_sequences_have_no_more_copies_than_pages() {
+        let short = SizeRequest { max_context: Some(128), max_seqs: 8, ..far(None) };
+        let far = FarRequest { pages_per_seq: 14, ..short.far.unwrap() };
+        let copies = |n_pages: u64| n_pages * short.kv.page_bytes() as u64;
+        let least = |near_budget| {
+            let far = Some(FarRequest { near_budget: Some(near_budget), ..far });
+            Sizes::compute(&SizeRequest { far, ..short })
+        };
+        let digests = 8 * short.digest_page_bytes; // of one sequence
+        let needed = copies(64) + digests + short.deciding - far.deciding_saved;
+        assert!(least(needed).is_ok(), "8 sequences of 8 pages");
+        assert!(least(needed - 1).is_err());
     }
 
     /// Whatever the budget is: either it is kept, with all that is planned, or it is refused.

@@ -25,7 +25,7 @@ const POLICIES: [&str; 12] = [
     "hata:64,k=12,sinks=4,recent=8",
     "hata:64,k=12,sinks=4,recent=8,refresh=whole",
     "loki:4,k=6,sinks=0,recent=1,working_set=2,refresh=whole",
-    "quest,k=12,sinks=4,recent=16,reuse=qsac(eta=0.8,p=3,max_age=5)",
+    "quest,k=12,sinks=4,recent=8,reuse=qsac(eta=0.8,p=3,max_age=5)",
     "exact,k=8,recent=4,working_set=1.5,reuse=qsac(eta=0.95,thresholds=fixed)",
     "hata:64,k=6,sinks=3,recent=2,working_set=3,reuse=qsac(eta=0.5,p=3,max_age=3)",
     "hata:64,k=10,sinks=4,recent=8,speculate=on",

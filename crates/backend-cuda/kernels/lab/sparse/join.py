@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 K = str(Path(__file__).resolve().parents[2]) + '/'
-c={'COMPACT':1,'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':96,'GATHER_RING_BYTES':8192,'RING_BYTES':2048,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','SET_UNIT':64,'ATTEND_WARPS':8,'ATTEND_SHARED':8*(2*8192+2048+128)}
+c={'COMPACT':1,'KV':'KV_F16','HEAD_DIM':128,'HEAD_PAGE_BYTES':8192,'PARTS':1,'SMALL_CHUNK':64,'MIDDLE_CHUNK':128,'LARGE_CHUNK':256,'ROWS':1,'MAX_GROUP':16,'N_FOLLOWERS':7,'GATHER_THREADS':96,'GATHER_RING_BYTES':7680,'RING_BYTES':2048,'MAX_WIDTH':1024,'ATTEND_PARAMS_SIZE':'sizeof(AttendParams)','SET_UNIT':64,'ATTEND_WARPS':8,'ATTEND_SHARED':8*(2*8192+2048+128)}
 for n,t in [('SPARSE_ROW','SparseRow'),('HEAD_STATE','HeadState'),('DIGEST_PARAMS','DigestParams'),('READ_KEYS_PARAMS','ReadKeysParams'),('SCORE_PARAMS','ScoreParams'),('QUESTION','Question'),('ASKED_PARAMS','AskedParams'),('TALLY','Tally'),('DECIDE_PARAMS','DecideParams'),('GATHER_ROWS_PARAMS','GatherRowsParams'),('POST_PARAMS','PostParams'),('SPARSE_PARAMS','SparseParams')]: c[n+'_SIZE']=f'sizeof({t})'
 c['SPARSE_ENTRIES']='SPARSE(sparse_attend_8, 1, false, 2, ATTEND_WARPS, ATTEND_SHARED, 640)'
 files=['prelude.cuh','kv.cuh','attend.cuh','codes.cuh','sparse.cuh','sparse_set.cuh','sparse_digest.cu','sparse_score.cuh','sparse_piece.cuh','sparse_score.cu','sparse_look.cuh','sparse_share.cuh','sparse_settle.cuh','sparse_move.cuh','sparse_decide.cu','sparse_gather.cu','sparse_post.cu','sparse_page.cuh','sparse_attend.cu']
