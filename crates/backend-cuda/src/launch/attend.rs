@@ -200,9 +200,10 @@ impl Attention<'_> {
         assert_eq!(plan.group(), self.group() as usize, "the plan is for these heads");
         out.set_fresh(plan.n_rows() * n_heads as usize * d);
         match &plan.kernels_of(kv, kv.page_of(self.layer.0)).attend {
-            Attend::F32(kernel) => self
-                .cuda
-                .in_parts(plan, self.layer, kv, |_, _, near| self.attend_f32(kernel, near, out)),
+            Attend::F32(kernel) => self.cuda.in_parts(plan, self.layer, kv, |first, n, near| {
+                assert!(first == 0 && n == kv.shape.n_kv_heads, "all heads at one time");
+                self.attend_f32(kernel, near, out)
+            }),
             Attend::Mma { splits: [small, large], tile, merges, paced } => {
                 let Listed { splits, n_splits, tiles, n_tiles, .. } = self.tasks;
                 if n_splits > 0 {

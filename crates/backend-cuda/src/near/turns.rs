@@ -153,7 +153,8 @@ impl Cuda {
     }
 
     /// Queues attention of prompts to a layer, `queue(heads before, heads, copies)`: at one time, or, if heads take
-    /// turns, part by part; and those who are next begin to come.
+    /// turns, part by part; and those who are next begin to come. What is near is locked meanwhile, so `queue` must not
+    /// ask for it.
     pub(crate) fn in_parts(
         &self,
         plan: &CudaPlan,
