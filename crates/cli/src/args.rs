@@ -337,13 +337,14 @@ pub(crate) struct EngineArgs {
     /// Tokens of one page of the KV cache
     #[arg(long, value_name = "N", default_value_t = 16, alias = "page-size")]
     pub(crate) block_size: u32,
-    /// Who is served next: who came first, the most urgent, who finds most in the cache, the tenant
-    /// who was served least, or who has used least so far
+    /// Who is served next: fcfs = first come, priority = most urgent, prefix = longest cached prefix
+    /// first, fair = between tenants, mlfq = shortest so far first
     #[arg(long, value_enum, default_value_t, value_name = "POLICY", alias = "schedule-policy")]
     pub(crate) scheduling_policy: PolicyArg,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
-    /// More memory, for pages that the KV cache has no room for; in GiB if no unit is given
+    /// Host memory for evicted pages and preempted sequences; exact (vLLM's --kv-offloading-size). In
+    /// GiB if no unit is given
     #[arg(long, value_name = "SIZE", value_parser = parse_swap, default_value = "0")]
     #[arg(alias = "kv-offloading-size", alias = "hicache-size")]
     pub(crate) swap_space: u64,
@@ -370,11 +371,11 @@ pub(crate) struct EngineArgs {
     /// Encrypt stored pages with the key in this file: 32 bytes, or 64 hexadecimal digits
     #[arg(long, value_name = "FILE")]
     pub(crate) kv_key_file: Option<PathBuf>,
-    /// How keys and values are stored there: as they are (auto), or in fewer bits, which changes
-    /// answers a little
+    /// How pages are stored on disk or in the remote store: as they are (auto), or in fewer bits, which
+    /// changes answers a little
     #[arg(long, value_enum, default_value_t, value_name = "TYPE")]
     pub(crate) kv_cold_dtype: ColdDtypeArg,
-    /// Layers that are stored as they are all the same, such as 0,29
+    /// Layers that --kv-cold-dtype leaves as they are, such as 0,29
     #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
     pub(crate) kv_cold_skip_layers: Vec<u32>,
     /// Stretch the context beyond what the model was trained on: none, linear, dynamic, yarn,
@@ -415,10 +416,11 @@ pub(crate) struct PlanArgs {
     #[arg(value_name = "MODEL", default_value = "smollm2")]
     pub(crate) model: String,
     /// Most tokens of a sequence, such as 128K [default: the model's context]
-    #[arg(short, long, value_name = "TOKENS", value_parser = parse_tokens)]
+    #[arg(short, long, visible_alias = "max-model-len", alias = "ctx-size")]
+    #[arg(value_name = "TOKENS", value_parser = parse_tokens)]
     pub(crate) context: Option<u32>,
     /// Sequences at one time
-    #[arg(short, long, value_name = "N", default_value_t = 1)]
+    #[arg(short, long, visible_alias = "max-num-seqs", value_name = "N", default_value_t = 1)]
     pub(crate) batch: u32,
     /// Memory for weights and KV, such as 80GiB [default: this machine's]
     #[arg(short, long, value_name = "SIZE", value_parser = parse_bytes)]

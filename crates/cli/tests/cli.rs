@@ -184,6 +184,15 @@ fn a_plan_needs_only_a_config() {
         assert_eq!(json["model"]["context"], 32_768);
         assert_eq!(json["per_token"][1]["bytes"], 56 * 1024);
     }
+    // Flags of `serve` say the same, and what does not fit says so.
+    let words = ["plan", "llama3-8b", "--max-model-len", "128K", "--max-num-seqs", "2", "--memory"];
+    let little = text(&run(&[&words[..], &["17GiB"]].concat()).stdout);
+    assert!(little.contains("2 x 128K tokens: 32.0 GiB in f16"), "{little}");
+    assert!(little.contains("beyond the model's 8K: needs --rope-scaling yarn --rope-scale 16"));
+    assert!(
+        little.contains("128K tokens do not fit. Keep KV elsewhere: nuthatch serve"),
+        "{little}"
+    );
     // The default model needs no download to be planned.
     let output = run(&["plan", "--context", "8K"]);
     assert!(text(&output.stdout).starts_with("smollm2-135m: 30 layers"), "{output:?}");

@@ -132,6 +132,13 @@ fn render(report: &Report) -> String {
             Tokens(window)
         );
     }
+    if let Some(scale) = report.rope_scale {
+        text += &format!(
+            "{} tokens are beyond the model's {}: needs --rope-scaling yarn --rope-scale {scale}\n",
+            Tokens(report.batch.context),
+            Tokens(model.context),
+        );
+    }
     text += "\nKV of one token\n";
     text += &per_token(report).plain();
     text += "\nKV of one sequence\n";
@@ -169,7 +176,7 @@ fn per_token(report: &Report) -> Table {
     ]);
     for row in &report.per_token {
         let (mha, own) = (Bytes(row.mha_bytes), Bytes(row.bytes));
-        let now = if row.is_supported { "yes" } else { "planned; scales not counted" };
+        let now = if row.is_supported { "yes" } else { "only on disk (--kv-cold-dtype)" };
         table.push([row.dtype.to_owned(), mha.to_string(), own.to_string(), now.to_owned()]);
     }
     table
@@ -219,5 +226,16 @@ fn render_fit(fit: &Fit) -> String {
             row.gain().map_or_else(|| "-".to_owned(), |gain| format!("{gain:.1}x")),
         ]);
     }
-    text + &table.plain()
+    text += &table.plain();
+    // As the engine sees it: one sequence at its longest.
+    if fit.rows.iter().all(|row| row.contiguous_seqs == 0) {
+        let context = Tokens(fit.context);
+        // The host's memory is more than what was given only if that is a device's.
+        let place = if fit.memory_is_given { "host" } else { "disk:PATH" };
+        text += &format!(
+            "{context} tokens do not fit. Keep KV elsewhere: nuthatch serve MODEL --max-model-len \
+             {context} --sparse auto --kv-offload {place} (approximate; docs/sparse.md)\n"
+        );
+    }
+    text
 }

@@ -1,20 +1,22 @@
-//! The arithmetic of KV memory: `2 x layers x KV heads x head width x bytes` for each token.
+//! The arithmetic of KV memory: `2 x layers x KV heads x (head width x bytes + scale)` for each token.
 
+use nuthatch_backend::cold::vector_bytes;
 use nuthatch_model::PAGE_LEN;
+use nuthatch_types::{ColdDtype, KvDtype, KvShape, LayerSet};
 use serde::Serialize;
 
 use super::shape::PlanModel;
 
-/// Types of KV elements: name, bits, whether they run now.
-const DTYPES: [(&str, u64, bool); 6] = [
-    ("f32", 32, true),
-    ("f16", 16, true),
-    ("bf16", 16, true),
-    ("fp8", 8, false),
-    ("int8", 8, false),
-    ("int4", 4, false),
+/// Types of KV elements; what is no type of memory is int4, for `--kv-cold-dtype` alone.
+const DTYPES: [(&str, Option<KvDtype>); 6] = [
+    ("f32", Some(KvDtype::F32)),
+    ("f16", F16),
+    ("bf16", Some(KvDtype::Bf16)),
+    ("fp8", Some(KvDtype::Fp8(LayerSet::NONE))),
+    ("int8", Some(KvDtype::Int8(LayerSet::NONE))),
+    ("int4", None),
 ];
-const F16_BITS: u64 = 16;
+const F16: Option<KvDtype> = Some(KvDtype::F16);
 
 /// Contexts that every report shows, besides the asked one.
 const CONTEXTS: [u32; 4] = [2 << 10, 8 << 10, 32 << 10, 128 << 10];
@@ -39,6 +41,8 @@ pub(super) struct Ask {
 pub(super) struct Report {
     pub(super) model: PlanModel,
     pub(super) page_len: u32,
+    /// By how much the asked context stretches the model's, if it is longer.
+    pub(super) rope_scale: Option<u32>,
     pub(super) per_token: Vec<PerToken>,
     pub(super) per_sequence: Vec<PerSequence>,
     pub(super) batch: Batch,
@@ -49,6 +53,7 @@ pub(super) struct Report {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct PerToken {
     pub(super) dtype: &'static str,
+    /// Whether memory may hold it, and not only a disk.
     #[serde(rename = "supported")]
     pub(super) is_supported: bool,
     /// If every query head had its own KV head.
@@ -114,28 +119,30 @@ impl Report {
         let mut contexts: Vec<u32> = CONTEXTS.into_iter().chain([ask.context]).collect();
         contexts.sort_unstable();
         contexts.dedup();
-        let per_token = DTYPES.iter().map(|&(dtype, bits, is_supported)| PerToken {
-            dtype,
-            is_supported,
-            mha_bytes: token_bytes(model, model.n_heads, bits),
-            bytes: token_bytes(model, model.n_kv_heads, bits),
+        let per_token = DTYPES.iter().map(|&(name, dtype)| PerToken {
+            dtype: name,
+            is_supported: dtype.is_some(),
+            mha_bytes: token_bytes(model, model.n_heads, dtype),
+            bytes: token_bytes(model, model.n_kv_heads, dtype),
         });
         let per_sequence = contexts.iter().map(|&context| PerSequence {
             context,
-            mha_f16_bytes: token_bytes(model, model.n_heads, F16_BITS) * u64::from(context),
+            mha_f16_bytes: token_bytes(model, model.n_heads, F16) * u64::from(context),
             bytes: DTYPES
                 .iter()
-                .map(|&(dtype, bits, _)| {
-                    (dtype, token_bytes(model, model.n_kv_heads, bits) * u64::from(context))
+                .map(|&(name, dtype)| {
+                    (name, token_bytes(model, model.n_kv_heads, dtype) * u64::from(context))
                 })
                 .collect(),
         });
-        let f16_bytes = token_bytes(model, model.n_kv_heads, F16_BITS)
+        let f16_bytes = token_bytes(model, model.n_kv_heads, F16)
             * u64::from(ask.context)
             * u64::from(ask.batch);
         Report {
             model: model.clone(),
             page_len: PAGE_LEN,
+            rope_scale: (ask.context > model.context)
+                .then(|| ask.context.div_ceil(model.context.max(1))),
             per_token: per_token.collect(),
             per_sequence: per_sequence.collect(),
             batch: Batch { n_seqs: ask.batch, context: ask.context, f16_bytes },
@@ -162,21 +169,26 @@ impl Report {
     }
 }
 
-/// Keys and values of one token over all layers that own them.
-fn token_bytes(model: &PlanModel, n_kv_heads: u32, bits: u64) -> u64 {
-    2 * u64::from(model.n_kv_layers) * u64::from(n_kv_heads) * u64::from(model.head_dim) * bits / 8
+/// Keys and values of one token over all layers that own them, with their scales.
+fn token_bytes(model: &PlanModel, n_kv_heads: u32, dtype: Option<KvDtype>) -> u64 {
+    let PlanModel { n_kv_layers: n_layers, head_dim, .. } = *model;
+    let Some(dtype) = dtype else {
+        let vector = vector_bytes(ColdDtype::Int4, head_dim as usize) as u64;
+        return 2 * u64::from(n_layers) * u64::from(n_kv_heads) * vector;
+    };
+    KvShape { n_layers, n_kv_heads, head_dim, page_len: PAGE_LEN, dtype }.token_bytes() as u64
 }
 
 fn fit(model: &PlanModel, ask: &Ask, memory: u64) -> Fit {
     let average = ask.average.unwrap_or(ask.context.div_ceil(2)).min(ask.context);
     let kv_bytes = memory.checked_sub(model.weights.bytes);
-    let rows = DTYPES.iter().map(|&(dtype, bits, _)| {
-        let token = token_bytes(model, model.n_kv_heads, bits);
+    let rows = DTYPES.iter().filter(|(_, dtype)| dtype.is_some()).map(|&(name, dtype)| {
+        let token = token_bytes(model, model.n_kv_heads, dtype);
         // Sequences end anywhere in a page, so half of the last one is empty on average.
         let paged_tokens = u64::from(average) + u64::from(PAGE_LEN / 2);
         let kv = kv_bytes.unwrap_or(0);
         FitRow {
-            dtype,
+            dtype: name,
             paged_seqs: kv / (token * paged_tokens).max(1),
             paged_waste: 1.0 - f64::from(average) / paged_tokens as f64,
             contiguous_seqs: kv / (token * u64::from(ask.context)).max(1),
@@ -211,7 +223,8 @@ mod tests {
         assert_eq!(f16.mha_bytes, 5 << 19, "2.5 MiB with full multi-head attention");
         assert_eq!(f16.bytes, 320 << 10, "320 KiB with grouped queries");
         let fp8 = report.per_token.iter().find(|row| row.dtype == "fp8").unwrap();
-        assert_eq!(fp8.bytes, 160 << 10, "160 KiB in 8 bits");
+        assert_eq!(fp8.bytes, 165 << 10, "160 KiB in 8 bits, and a scale for each vector");
+        assert_eq!(report.rope_scale, Some(2), "the model was made for 4K");
         let gib = |context: u32| {
             let row = report.per_sequence.iter().find(|row| row.context == context).unwrap();
             let f16 = row.bytes.iter().find(|(dtype, _)| *dtype == "f16").unwrap().1;
