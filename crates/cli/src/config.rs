@@ -9,8 +9,8 @@ use nuthatch_types::{
 };
 
 use crate::args::{
-    BenchArgs, CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, KvLayoutArg,
-    PolicyArg, RopeScalingArg, SamplingArgs, SchedulingArgs, SparseArgs,
+    CacheArgs, DeviceArg, EarlyStoppingArg, EngineArgs, KvDtypeArg, KvLayoutArg, PolicyArg,
+    RopeScalingArg, SamplingArgs, SchedulingArgs, SparseArgs,
 };
 use crate::resolve::{ModelSpec, ResolveError};
 
@@ -62,6 +62,9 @@ pub(crate) enum ConfigError {
     /// Pages that would have to move, or to be shared.
     #[error("--kv-layout virtual does not go with {0}: its pages stay where they are")]
     Virtual(&'static str),
+    /// Pages that are far, and nothing that chooses among them, or two places for them.
+    #[error("--kv-offload {0}")]
+    Offload(&'static str),
     /// A number that must be positive.
     #[error("{0} is 0, but must be at least 1")]
     Zero(&'static str),
@@ -152,28 +155,6 @@ pub(crate) struct EngineConfig {
     pub(crate) rope: RopeOverride,
     /// Which tokens are attended.
     pub(crate) sparse: SparseArgs,
-}
-
-/// Tokens of the sequence that warms an engine up before it is measured.
-pub(crate) const WARM_UP_TOKENS: u32 = 80;
-
-/// `nuthatch bench`, checked.
-#[derive(Clone, Debug)]
-pub(crate) struct BenchConfig {
-    pub(crate) model: ModelSpec,
-    /// A built-in shape with random weights, instead of the model.
-    pub(crate) shape: Option<String>,
-    /// Tokens of prefill tests.
-    pub(crate) prompts: Vec<u32>,
-    /// Tokens of decode tests.
-    pub(crate) generates: Vec<u32>,
-    pub(crate) depths: Vec<u32>,
-    pub(crate) repeat: u32,
-    /// Where tokens come from, if they are not made up.
-    pub(crate) text: Option<std::path::PathBuf>,
-    pub(crate) json: Option<std::path::PathBuf>,
-    pub(crate) breakdown: bool,
-    pub(crate) engine: EngineConfig,
 }
 
 fn model_or_default(model: Option<&str>) -> Result<ModelSpec, ResolveError> {
@@ -277,13 +258,25 @@ fn random_seed() -> u64 {
 }
 
 impl EngineConfig {
-    /// The same for a command that drives the model itself.
-    pub(crate) fn alone(args: &EngineArgs) -> Result<Self, ConfigError> {
-        Self::new(args, 1)
-    }
-
     /// Checks the arguments; `n_seqs` run at one time unless the user says otherwise.
     fn new(args: &EngineArgs, n_seqs: u32) -> Result<Self, ConfigError> {
+        let SparseArgs { kv_offload, sparse, .. } = &args.sparse;
+        if kv_offload.is_some() && sparse.is_none() {
+            return Err(ConfigError::Offload("needs --sparse, such as --sparse auto"));
+        }
+        if kv_offload.is_some() && (args.kv_disk.is_some() || args.kv_remote.is_some()) {
+            let why = "does not go with --kv-disk and --kv-remote: it has pages elsewhere already";
+            return Err(ConfigError::Offload(why));
+        }
+        Self::of_sizes(args, n_seqs)
+    }
+
+    /// The same for a command that drives the model itself, and says how it attends in its own way.
+    pub(crate) fn alone(args: &EngineArgs) -> Result<Self, ConfigError> {
+        Self::of_sizes(args, 1)
+    }
+
+    fn of_sizes(args: &EngineArgs, n_seqs: u32) -> Result<Self, ConfigError> {
         if args.block_size != PAGE_LEN {
             return Err(ConfigError::BlockSize(args.block_size));
         }
@@ -444,51 +437,13 @@ pub(crate) fn prefix_caching(args: &CacheArgs) -> bool {
     args.enable_prefix_caching || !args.no_enable_prefix_caching
 }
 
-impl BenchConfig {
-    /// Checks the arguments.
-    pub(crate) fn new(args: &BenchArgs) -> anyhow::Result<Self> {
-        let model = match (&args.first, &args.model) {
-            (Some(first), Some(second)) => {
-                let (first, second) = (first.clone(), second.clone());
-                return Err(ConfigError::Twice { what: "the model", first, second }.into());
-            }
-            (first, second) => first.as_deref().or(second.as_deref()),
-        };
-        let tests = |values: &[u32]| values.iter().copied().filter(|&n| n > 0).collect::<Vec<_>>();
-        let (prompts, generates) = (tests(&args.prompt), tests(&args.generate));
-        if prompts.is_empty() && generates.is_empty() {
-            return Err(ConfigError::NoTests.into());
-        }
-        if args.repeat == 0 {
-            return Err(ConfigError::Zero("--repeat").into());
-        }
-        Ok(BenchConfig {
-            model: model_or_default(model)?,
-            shape: args.shape.clone(),
-            prompts,
-            generates,
-            depths: args.depth.clone(),
-            repeat: args.repeat,
-            text: args.text.clone(),
-            json: args.json.clone(),
-            breakdown: args.breakdown,
-            engine: EngineConfig::new(&args.engine, 1)?,
-        })
-    }
-
-    /// Tokens of the longest test's sequence, with room for the token that follows.
-    pub(crate) fn longest(&self) -> u32 {
-        let test = self.prompts.iter().chain(&self.generates).copied().max().unwrap_or(0);
-        let depth = self.depths.iter().copied().max().unwrap_or(0);
-        test.saturating_add(depth).saturating_add(2).max(WARM_UP_TOKENS)
-    }
-}
-
 mod batch;
+mod bench;
 mod run;
 mod serve;
 
 pub(crate) use batch::{BATCH_SEQS, BatchConfig};
+pub(crate) use bench::{BenchConfig, WARM_UP_TOKENS};
 pub(crate) use run::{Prompt, RunConfig};
 pub(crate) use serve::ServeConfig;
 

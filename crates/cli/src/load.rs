@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nuthatch_engine::topk::{NearPlan, digest_page_bytes};
+use nuthatch_engine::topk::{NearError, NearPlan, digest_page_bytes};
 use nuthatch_engine::{
-    Budget, DiskOptions, EngineOptions, FarRequest, Forecast, SharedClock, SizeRequest, Sizes,
-    SlowOptions, StoreKey, TopKOptions,
+    Budget, DiskOptions, EngineOptions, FarRequest, Forecast, MemoryError, SharedClock,
+    SizeRequest, Sizes, SlowOptions, StoreKey, TopKOptions,
 };
-use nuthatch_model::{GenerationDefaults, ModelConfig, ModelFiles, kv_shape};
+use nuthatch_model::{GenerationDefaults, LoadError, ModelConfig, ModelFiles, kv_shape};
 use nuthatch_types::{Sampling, SystemClock};
 
 use crate::config::EngineConfig;
@@ -132,7 +132,7 @@ impl Prepared {
         };
         let most_rows = most_rows(config, request.far.as_ref(), context);
         let mut sizes = Sizes::with_rows(&request, most_rows)
-            .with_context(|| format!("not enough memory for {}", files.path().display()))?;
+            .map_err(|error| explain_sizes(error, config, files.path()))?;
         if config.kv_virtual {
             reserve_tables(&mut sizes, config.may_run_fewer)?;
         }
@@ -181,7 +181,14 @@ impl Prepared {
         let mut engine = self
             .device
             .load(&self.files, &self.sizes, &self.options, Arc::clone(&clock), self.topk.as_ref())
-            .with_context(|| format!("cannot load {}", self.files.path().display()))?;
+            .map_err(|error| {
+                let what = if let LoadError::Near(NearError::Budget { budget, .. }) = &error {
+                    too_small(*budget)
+                } else {
+                    format!("cannot load {}", self.files.path().display())
+                };
+                anyhow::Error::new(error).context(what)
+            })?;
         if let Some((near, _)) = engine.executor().near() {
             tracing::info!("near: {}", describe_near(near));
         }
@@ -217,15 +224,26 @@ fn slow_options(config: &EngineConfig) -> anyhow::Result<SlowOptions> {
     })
 }
 
+fn too_small(budget: u64) -> String {
+    format!("--kv-device-budget {} is too small", Bytes(budget))
+}
+
+/// Why memory is short, in the words of the flags.
+fn explain_sizes(error: MemoryError, config: &EngineConfig, path: &Path) -> anyhow::Error {
+    let what = match (&error, config.sparse.kv_device_budget) {
+        (MemoryError::Near { .. }, Some(budget)) => too_small(budget),
+        _ => format!("not enough memory for {}", path.display()),
+    };
+    anyhow::Error::new(error).context(what)
+}
+
 impl Prepared {
     fn open_slow(&self, engine: &mut AnyEngine) -> anyhow::Result<()> {
         if self.slow.disk.is_none() && self.slow.remote.is_none() {
             return Ok(());
         }
+        // What a session would keep; `EngineConfig` refuses a directory that was asked for.
         if self.topk.as_ref().is_some_and(|topk| topk.offload.is_some()) {
-            let why = "--kv-disk and --kv-remote do not go with --kv-offload, which has pages \
-                       elsewhere already";
-            anyhow::ensure!(self.is_disk_optional, why);
             return Ok(());
         }
         let mut slow = self.slow.clone();

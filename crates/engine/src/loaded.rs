@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nuthatch_attention::topk::{
-    Counts, NearError, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse, Stats, TopK,
-    TopKShape, digest_page_bytes, hardest_heads, hardest_layers, prefetchable_heads, working_rows,
+    Counts, NearNeeds, NearPlan, NearRequest, Policy, Profile, Reuse, Stats, TopK, TopKShape,
+    digest_page_bytes, hardest_heads, hardest_layers, prefetchable_heads, working_rows,
 };
 use nuthatch_backend::{Backend, BatchLayout, DeviceError, Draw, NearCounts, PageCodec, RowMover};
 use nuthatch_cache::{Cache, Options};
@@ -164,7 +164,7 @@ impl<B: Backend> LoadedModel<B> {
         topk: &mut TopK,
         offload: &Offload,
         clock: &SharedClock,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<(), LoadError> {
         let shape = self.store.shape();
         let policies: Vec<Policy> = topk.policies().copied().collect();
         let digest_bytes = digest_page_bytes(&policies, &shape) as u64;
@@ -175,19 +175,18 @@ impl<B: Backend> LoadedModel<B> {
             digest_bytes: digest_bytes * u64::from(self.store.slots().total()),
         };
         let Offload { budget, keeps_heads } = *offload;
-        let fault = |error: NearError| DeviceError::Fault(error.to_string());
         let mut n_prefetchable = 0;
         if topk.speculates() && keeps_heads {
             let request = NearRequest { budget, keeps_heads: false, n_prefetchable };
-            let near = topk.keep_near(&needs, &request).map_err(fault)?;
+            let near = topk.keep_near(&needs, &request)?;
             self.backend.keep_near(self.store.device_mut(), near)?;
             if near.heads.first().is_some_and(|head| head.n_chosen > 0) {
                 n_prefetchable = self.prefetchable(topk, clock)?;
             }
         }
         let request = NearRequest { budget, keeps_heads, n_prefetchable };
-        let near = topk.keep_near(&needs, &request).map_err(fault)?;
-        self.backend.keep_near(self.store.device_mut(), near)
+        let near = topk.keep_near(&needs, &request)?;
+        Ok(self.backend.keep_near(self.store.device_mut(), near)?)
     }
 
     /// Heads of a layer whose selections come near while another layer computes, as measured.

@@ -40,4 +40,7 @@ pub enum LoadError {
     /// The device refused.
     #[error(transparent)]
     Device(#[from] nuthatch_backend::DeviceError),
+    /// Near memory cannot be used as was asked.
+    #[error(transparent)]
+    Near(#[from] nuthatch_attention::topk::NearError),
 }

@@ -53,9 +53,9 @@ pub struct NearPlan {
 pub enum NearError {
     /// The budget is too small.
     #[error(
-        "{budget} bytes near are too few: {n_tables} sequences of {max_context} tokens need \
-         {rows} for the rows that they attend to and {digests} for digests; fewer sequences, a \
-         shorter context or a policy with fewer rows need less"
+        "{n_tables} sequences of {max_context} tokens need {rows} bytes for the rows that they \
+         attend to and {digests} for digests, not {budget}; fewer sequences, a shorter context or a \
+         policy with fewer rows need less"
     )]
     Budget {
         /// What was given.

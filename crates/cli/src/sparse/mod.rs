@@ -32,11 +32,7 @@ pub(crate) fn options(
     args: &SparseArgs,
     env: &Env,
 ) -> anyhow::Result<Option<TopKOptions>> {
-    let Some(policy) = args.sparse else {
-        ensure!(args.kv_offload.is_none(), "--kv-offload needs --sparse, such as --sparse auto");
-        return Ok(None);
-    };
-    options_of(files, &[policy], args, env).map(Some)
+    args.sparse.map(|policy| options_of(files, &[policy], args, env)).transpose()
 }
 
 /// The same for any policies.

@@ -83,6 +83,9 @@ fn a_profile_is_found_by_the_models_fingerprint() {
     }
 }
 
+const BUDGET: &str =
+    "error: --kv-device-budget 1.00 KiB is too small: 1 sequences of 128 tokens need";
+
 /// Pages in a file: the same answer, no name left behind, and a clear word when it cannot be.
 #[test]
 fn pages_in_a_file_give_the_same_answer() {
@@ -108,7 +111,7 @@ fn pages_in_a_file_give_the_same_answer() {
     for (more, said) in [
         (&["--kv-offload", "disk:/nowhere/at/all"][..], "/nowhere/at/all"),
         (&["--kv-offload", "tape:/x"], "neither host nor disk:PATH"),
-        (&["--kv-offload", &disk, "--kv-device-budget", "1KiB"], "are too few"),
+        (&["--kv-offload", &disk, "--kv-device-budget", "1KiB"], BUDGET),
         (&["--kv-device-budget", "1MiB"], "--kv-offload"),
         (
             &["--kv-cache-dtype", "int8", "--kv-cache-dtype-skip-layers", "0"],
