@@ -4,6 +4,7 @@ mod batch;
 mod bench_serve;
 mod eval;
 mod file;
+mod peers;
 mod profile;
 mod scheduling;
 mod serve;
@@ -318,7 +319,7 @@ pub(crate) struct EngineArgs {
     #[arg(value_name = "TOKENS", value_parser = parse_tokens)]
     pub(crate) max_model_len: Option<u32>,
     /// How keys and values are stored; int8 and fp8 take half the memory and change answers a little
-    #[arg(long, alias = "cache-type-k", value_enum, default_value_t, value_name = "TYPE")]
+    #[arg(long, value_enum, default_value_t, value_name = "TYPE")]
     pub(crate) kv_cache_dtype: KvDtypeArg,
     /// Layers that stay f16 with int8 and fp8, such as 0,29
     #[arg(long, value_name = "LAYERS", value_delimiter = ',')]

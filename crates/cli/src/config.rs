@@ -65,6 +65,9 @@ pub(crate) enum ConfigError {
     /// Pages that are far, and nothing that chooses among them, or two places for them.
     #[error("--kv-offload {0}")]
     Offload(&'static str),
+    /// A flag of another server, as it was typed, and why it says nothing here.
+    #[error("{0}: {1}")]
+    Peer(String, &'static str),
     /// A number that must be positive.
     #[error("{0} is 0, but must be at least 1")]
     Zero(&'static str),

@@ -41,6 +41,8 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 
+use nuthatch_engine::topk::GRAMMAR;
+
 use crate::args::{Args, BenchCommand, Command, FileError, with_config_file};
 use crate::config::{BatchConfig, BenchConfig, ConfigError, EngineConfig, RunConfig, ServeConfig};
 use crate::env::Env;
@@ -55,6 +57,12 @@ fn main() -> ExitCode {
         Ok(words) => words,
         Err(error) => return report(&error.into()),
     };
+    let asks = |two: &[std::ffi::OsString]| two == ["--sparse", "help"];
+    if words.windows(2).any(asks) || words.iter().any(|word| word == "--sparse=help") {
+        // A closed pipe is not our failure.
+        let _ = writeln!(io::stdout(), "A policy is\n{GRAMMAR}");
+        return ExitCode::SUCCESS;
+    }
     let args = match Args::try_parse_from(words) {
         Ok(args) => args,
         Err(error) => {

@@ -74,6 +74,8 @@ fn help_and_version_are_for_people() {
         (&["bench", "--help"], "tg128 the decode"),
         (&["pull", "--help"], "Hub id or short name"),
         (&["run", "--help"], "--scheduling-policy"),
+        (&["run", "--sparse", "help"], "RETRIEVER[,OPTION=VALUE]"),
+        (&["serve", "--sparse=help"], "what was found best"),
         (&["batch", "--help"], "OpenAI's batch API"),
         (&["simulate", "--help"], "Every policy gets the same requests"),
     ] {
@@ -95,6 +97,12 @@ fn wrong_usage_ends_with_2() {
         (&["run", "--kv-cache-dtype", "int3", "Hi there"], "possible values: auto, f16"),
         (&["run", "--greedy", "--temp", "1", "Hi there"], "cannot be used with"),
         (&["run", "--block-size", "32", "Hi there"], "error: --block-size is 32"),
+        (&["run", "--kv-offload", "host", "Hi there"], "error: --kv-offload needs --sparse"),
+        (
+            &["serve", "--sparse", "auto", "--kv-offload", "host", "--kv-disk", "x:1GiB"],
+            "error: --kv-offload does not go with --kv-disk",
+        ),
+        (&["serve", "--tp", "2"], "error: --tp 2: one GPU only"),
         (&["run", "--top-p", "2", "Hi there"], "error: top_p is 2, but must be"),
         (&["run", "-m", "a", "-p", "b", "c"], "error: the prompt is given twice"),
         (&["run"], "error: the prompt is empty"),

@@ -6,6 +6,9 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use super::peers::in_our_words;
+use crate::config::ConfigError;
+
 /// Largest file that is read.
 const BYTES_MAX: u64 = 1 << 20;
 
@@ -28,6 +31,9 @@ pub(crate) enum FileError {
         /// Bytes of the file.
         bytes: u64,
     },
+    /// A flag of another server cannot be used.
+    #[error(transparent)]
+    Peer(#[from] ConfigError),
     /// A line is not understood.
     #[error("{}, line {line}: {detail}", path.display())]
     Line {
@@ -40,8 +46,10 @@ pub(crate) enum FileError {
     },
 }
 
-/// The words of a command line, with those of the file that `serve --config FILE` names put in.
+/// The words of a command line in our own terms, with those of the file that `serve --config FILE` names
+/// put in.
 pub(crate) fn with_config_file(words: Vec<OsString>) -> Result<Vec<OsString>, FileError> {
+    let words = in_our_words(words)?;
     if words.get(1).is_none_or(|command| command != "serve") {
         return Ok(words);
     }
@@ -80,7 +88,7 @@ pub(crate) fn with_config_file(words: Vec<OsString>) -> Result<Vec<OsString>, Fi
         }
     }
     all.extend_from_slice(&words[2..]);
-    Ok(all)
+    Ok(in_our_words(all)?)
 }
 
 fn config_path(words: &[OsString]) -> Option<PathBuf> {
@@ -191,7 +199,8 @@ mod tests {
     fn what_is_typed_goes_before_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("flags.yaml");
-        std::fs::write(&path, "model: m\nport: 1\nhost: h\nisolate-tenants: true\n").unwrap();
+        std::fs::write(&path, "model: m\nport: 1\nhost: h\nisolate-tenants: true\ndtype: auto\n")
+            .unwrap();
         let config = format!("--config={}", path.display());
         let words = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
         let all = with_config_file(words(&["nuthatch", "serve", "x", "--port", "2", &config]));

@@ -7,7 +7,8 @@ use clap::{Args as ClapArgs, ValueEnum};
 use super::EngineArgs;
 
 const EXAMPLES: &str = "\
-Flags have vLLM's names; those of SGLang and llama-server are understood too. The server answers
+Flags have vLLM's names; the common ones of SGLang and llama-server are understood too, such as
+--tp-size 1, --context-length, -hf, -np, -ngl, -a, -fa, -ctk with -ctv. The server answers
 /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and a
 page to watch it at /. It listens on this machine only, unless --host says otherwise.
 
@@ -35,7 +36,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "PORT", default_value_t = 8000)]
     pub(crate) port: u16,
     /// Names by which clients call the model; answers have the first [default: the file's name]
-    #[arg(long, value_name = "NAME", num_args = 1.., alias = "alias")]
+    #[arg(long, value_name = "NAME", num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
     /// A key that clients must give; may be given more than once. Others can see what was typed,
     /// so prefer --api-key-file
@@ -85,12 +86,6 @@ pub(crate) struct ServeArgs {
     /// A file with these flags, as YAML
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Flags of other servers that say what is so anyway
-    #[arg(long = "enable-auto-tool-choice", hide = true, overrides_with = "as_always")]
-    #[arg(alias = "enable-prompt-tokens-details", alias = "enable-chunked-prefill")]
-    #[arg(alias = "disable-log-requests", alias = "enable-metrics", alias = "metrics")]
-    #[arg(alias = "jinja", alias = "cont-batching", alias = "cache-prompt")]
-    pub(crate) as_always: bool,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
 }

@@ -14,32 +14,29 @@ use crate::size::parse_bytes;
 #[derive(Clone, Debug, Default, ClapArgs)]
 #[command(next_help_heading = "Top-k attention")]
 pub(crate) struct SparseArgs {
-    /// Attend only to the tokens that matter, chosen by this policy, such as auto or
-    /// hata:256,k=10%; a wrong one shows all that can be said. An approximation: without it attention
-    /// is exact
+    /// Attend to the most relevant ~10 % of a long context instead of all of it (approximate). Start
+    /// with `auto`; `--sparse help` lists policies
     #[arg(long, value_name = "POLICY")]
     pub(crate) sparse: Option<Policy>,
     /// What `nuthatch profile` measured of the model's heads [default: found by the model]
     #[arg(long, value_name = "FILE")]
     pub(crate) head_profile: Option<PathBuf>,
-    /// Keep KV pages far, and near only the rows that --sparse attends to: host, or disk:PATH for a
-    /// file at or in PATH that is gone when the program ends; a GPU's pages go to the host only
+    /// Keep the whole KV cache in host memory (host) or in a temporary file (disk:PATH, CPU only); the
+    /// device keeps only what attention needs. Needs --sparse
     #[arg(long, value_name = "WHERE")]
     pub(crate) kv_offload: Option<OffloadArg>,
-    /// Near memory, for rows and digests; on a GPU, its own, also for what it decides by [default: what
-    /// the policy needs]
+    /// Most device memory for KV with --kv-offload: index, selected rows, prompts' pages, resident
+    /// layers or heads. Weights are extra [default: what the policy needs]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "kv_offload")]
     pub(crate) kv_device_budget: Option<u64>,
-    /// Whether heads whose selections change most (on a GPU: layers with such heads) stay near whole, as far
-    /// as the budget allows
+    /// Spend what is left of the budget on keeping the busiest layers or heads on the device
     #[arg(long, value_name = "on|off", default_value = "on", requires = "kv_offload")]
     pub(crate) kv_resident: Switch,
-    /// What rows come from far pages as: auto, as they are; fp8 or int8, in half the bytes and rounded.
-    /// Sinks, the last tokens and what stays near whole are never rounded, nor are prompts
+    /// Transfer selected rows as 8 bits: half the traffic, slightly different answers
     #[arg(long, value_name = "auto|fp8|int8", default_value = "auto", requires = "kv_offload")]
     pub(crate) kv_offload_dtype: RowsArg,
-    /// Who brings rows to a GPU: the device itself, or threads of this machine and the copy engine, so
-    /// many or as many as half the cores, eight at most
+    /// How selected rows reach the GPU: its own gather kernel (device), or CPU threads and copies, to
+    /// compare
     #[arg(
         long,
         value_name = "device|threads[=N]",

@@ -101,7 +101,7 @@ fn seeds_differ_unless_given() {
 
 #[test]
 fn engine_flags_have_the_names_people_know() {
-    let words = "-t 3 --ctx-size 32K --cache-type-k bf16 --kv-cache-memory-bytes 2GiB \
+    let words = "-t 3 --ctx-size 32K --kv-cache-dtype bf16 --kv-cache-memory-bytes 2GiB \
                  --block-size 16 --max-num-batched-tokens 1024 --max-num-seqs 4 \
                  --rope-scaling yarn --rope-scale 4 --rope-freq-base 10000";
     let Command::Run(args) = parse(words) else { panic!("not run") };
