@@ -145,7 +145,7 @@ impl Prepared {
             if sizes.host_kv == 0
                 && let Some(topk) = &mut topk
             {
-                let least = forecast.break_even.min(sizes.max_context);
+                let least = forecast.chosen_from().min(sizes.max_context);
                 topk.policies.iter_mut().for_each(|policy| policy.from = policy.from.max(least));
             }
         }
@@ -354,7 +354,7 @@ fn describe_forecast(forecast: &Forecast, sizes: &Sizes, n_layers: u32) -> Strin
         ("taken", Align::Left),
     ]);
     let is_far = sizes.host_kv > 0;
-    let from = forecast.break_even;
+    let from = forecast.chosen_from();
     let taken = |is_taken: bool| if is_taken { "yes" } else { "" };
     let short = format!("below {from} tokens");
     for (name, seconds, taken) in [
