@@ -1,6 +1,6 @@
 //! What both kinds of request say besides their prompt.
 
-use nuthatch_types::{BeamParams, EarlyStopping, Sampling, SamplingError, TokenId};
+use nuthatch_types::{BeamParams, EarlyStopping, Sampling, SamplingError, Streaming, TokenId};
 use serde::Deserialize;
 
 use crate::fields::{List, Pairs, Raw, check_len, field, kind_of, name, number};
@@ -53,6 +53,8 @@ pub struct Options {
     pub user: Option<String>,
     /// The conversation that this belongs to.
     pub session: Option<String>,
+    /// Keeps only the first and the last tokens, so that an answer may go on for ever.
+    pub streaming: Option<Streaming>,
 }
 
 impl Options {
@@ -186,6 +188,8 @@ pub(crate) struct RawOptions<'a> {
     retention: Raw<'a>,
     #[serde(borrow)]
     session_id: Raw<'a>,
+    #[serde(borrow)]
+    streaming: Raw<'a>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -202,6 +206,13 @@ struct RawRetention {
     priority: Option<u8>,
     #[serde(default)]
     ttl: Option<f64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RawStreaming {
+    window: u32,
+    #[serde(default)]
+    sinks: Option<u32>,
 }
 
 impl RawOptions<'_> {
@@ -255,6 +266,7 @@ impl RawOptions<'_> {
             priority: field(self.priority, "priority")?.unwrap_or(0),
             user: name(self.user, "user")?,
             session: name(self.session_id, "session_id")?,
+            streaming: self.streaming()?,
         })
     }
 
@@ -292,6 +304,19 @@ impl RawOptions<'_> {
         let beam = BeamParams { width, length_penalty, early_stopping };
         beam.validate().map_err(out_of_range)?;
         Ok(Some(beam))
+    }
+
+    fn streaming(&self) -> Result<Option<Streaming>, RequestError> {
+        const PARAM: &str = "streaming";
+        let raw: Option<RawStreaming> = field(self.streaming, PARAM)?;
+        let Some(RawStreaming { window, sinks }) = raw else { return Ok(None) };
+        if window == 0 {
+            return Err(RequestError::invalid(PARAM, "window must be at least 1"));
+        }
+        if field(self.use_beam_search, "use_beam_search")?.unwrap_or(false) {
+            return Err(RequestError::invalid(PARAM, "a search shares what this drops"));
+        }
+        Ok(Some(Streaming { n_sinks: sinks.unwrap_or(4), window }))
     }
 
     fn retention(&self) -> Result<Option<RetentionFields>, RequestError> {

@@ -142,6 +142,11 @@ fn errors_name_the_parameter() {
             "prompt_logprobs: probabilities of the prompt is not supported",
         ),
         (json!({"retention": {"ttl": -1}}), "retention: ttl must be 0 to 31536000 seconds"),
+        (json!({"streaming": {"window": 0}}), "streaming: window must be at least 1"),
+        (
+            json!({"streaming": {"window": 64}, "use_beam_search": true}),
+            "streaming: a search shares what this drops",
+        ),
         (
             json!({"use_beam_search": true, "length_penalty": 99}),
             "length_penalty: 99 must be -10 to 10",
@@ -456,6 +461,7 @@ const WHOLE: &str = r#"{"custom_id": "a", "method": "POST", "url": "/v1/chat/com
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     "input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f"}],
     "retention": {"priority": 3, "ttl": 1.5}, "best_of": 2, "tokens": [1, 2],
+    "streaming": {"window": 64, "sinks": 2},
     "body": {"messages": [{"role": "user", "content": "x"}], "priority": -2}}"#;
 
 proptest! {
@@ -488,7 +494,7 @@ proptest! {
             "stop_token_ids", "stream_options", "response_format", "min_tokens", "user", "body",
             "tools", "tool_choice", "structured_outputs", "guided_json", "guided_choice", "input",
             "retention", "best_of", "use_beam_search", "early_stopping", "echo", "text", "tokens",
-            "session_id", "chat_template_kwargs", "instructions", "add_special_tokens", "max_output_tokens",
+            "session_id", "streaming", "chat_template_kwargs", "instructions", "add_special_tokens", "max_output_tokens",
         ]),
         value in value(),
     ) {

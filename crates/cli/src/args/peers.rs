@@ -48,8 +48,9 @@ pub(crate) fn in_our_words(words: Vec<OsString>) -> Result<Vec<OsString>, Config
     }
     let has_seed = ["run", "bench"].contains(&command);
     let (mut ours, mut kv_types) = (Vec::new(), Vec::new());
+    // What comes behind `--` is text.
     let mut words = words.into_iter().peekable();
-    while let Some(word) = words.next() {
+    while let Some(word) = words.next_if(|word| word != "--") {
         let text = word.to_string_lossy().into_owned();
         let (flag, attached) = text.split_once('=').unzip();
         let flag = flag.unwrap_or(&text);
@@ -84,6 +85,7 @@ pub(crate) fn in_our_words(words: Vec<OsString>) -> Result<Vec<OsString>, Config
         return Err(ConfigError::Peer("-ctk and -ctv".to_owned(), why));
     }
     ours.extend(kv_types.pop().map(OsString::from));
+    ours.extend(words);
     Ok(ours)
 }
 
@@ -120,6 +122,7 @@ mod tests {
             ("bench serve --seed 3", "bench serve --seed 3"),
             ("serve --alias bird m.gguf", "serve --served-model-name=bird m.gguf"),
             ("simulate -np 3", "simulate -np 3"),
+            ("run -ctk f16 -- -np -a", "run --kv-cache-dtype=f16 -- -np -a"),
         ] {
             assert_eq!(ours(&format!("nuthatch {typed}")), Ok(format!("nuthatch {expect}")));
         }

@@ -5,6 +5,7 @@ mod load;
 mod panic;
 mod score;
 mod sessions;
+mod streaming;
 
 use std::io::{Read as _, Write as _};
 

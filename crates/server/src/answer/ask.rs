@@ -70,6 +70,7 @@ impl Endpoint {
                 // A search gives its best answers itself; samples are compared when they have ended.
                 n: if options.beam.is_some() { options.n } else { options.best_of },
                 beam: options.beam,
+                streaming: options.streaming,
                 form: form.clone(),
                 scores: n_scores.map(PromptScores::new),
                 hints: hints(options, origin),
@@ -125,7 +126,8 @@ impl Endpoint {
         has_form: bool,
     ) -> Result<Limits, ApiError> {
         let options = request.options();
-        let max_context = self.max_context;
+        // What drops tokens has no end; but an answer that nobody limits has one.
+        let max_context = options.streaming.map_or(self.max_context, |_| i32::MAX as u32);
         let room = (max_context as usize).saturating_sub(n_prompt) as u32;
         if room == 0 {
             return Err(ApiError::context_length(max_context, n_prompt, None));
@@ -137,7 +139,7 @@ impl Endpoint {
             // What is computed of an answer that nobody wants is told to nobody.
             (Some(0), _) => return Ok(Limits { max_tokens: 1, ..Limits::default() }),
             (Some(asked), _) => asked,
-            (None, Request::Chat(_)) => room,
+            (None, Request::Chat(_)) => room.min(self.max_context),
             (None, Request::Completion(_)) => room.min(COMPLETION_TOKENS),
         };
         // When its form is complete, an answer can only end.
