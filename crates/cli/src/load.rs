@@ -483,7 +483,7 @@ mod tests {
         let far = far_sizes();
         let here = Sizes { host_kv: 0, ..far };
         let text = describe_forecast(&forecast, &here, 32);
-        assert!(text.contains("nothing leaves") && text.contains("below 30000 tokens"), "{text}");
+        assert!(text.contains("nothing leaves") && text.contains("below 32768 tokens"), "{text}");
         let text = describe_forecast(&forecast, &far, 32);
         assert!(text.contains("1.00 GiB of KV leave") && text.contains("2 heads stay"), "{text}");
         assert!(text.contains("on the host     5.50 ms  yes"), "{text}");

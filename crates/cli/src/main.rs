@@ -57,8 +57,10 @@ fn main() -> ExitCode {
         Ok(words) => words,
         Err(error) => return report(&error.into()),
     };
+    // What comes behind `--` is text.
+    let flags = words.split(|word| word == "--").next().unwrap_or_default();
     let asks = |two: &[std::ffi::OsString]| two == ["--sparse", "help"];
-    if words.windows(2).any(asks) || words.iter().any(|word| word == "--sparse=help") {
+    if flags.windows(2).any(asks) || flags.iter().any(|word| word == "--sparse=help") {
         // A closed pipe is not our failure.
         let _ = writeln!(io::stdout(), "A policy is\n{GRAMMAR}");
         return ExitCode::SUCCESS;

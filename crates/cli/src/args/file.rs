@@ -73,22 +73,27 @@ pub(crate) fn with_config_file(words: Vec<OsString>) -> Result<Vec<OsString>, Fi
             .any(|w| w == flag || w.starts_with(&equals))
     };
     let is_model_typed = words.get(2).is_some_and(|word| !word.to_string_lossy().starts_with('-'));
-    let mut all = words[..2].to_vec();
+    let mut written = words[..2].to_vec();
     for (name, values) in &flags {
         let flag = format!("--{}", name.replace('_', "-"));
-        if typed(&flag) || (flag == "--model" && is_model_typed) {
-            continue;
-        }
         match values {
-            Values::Switch(true) => all.push(flag.into()),
+            Values::Switch(true) => written.push(flag.into()),
             Values::Switch(false) => {}
             Values::List(values) => {
-                all.extend(values.iter().map(|value| format!("{flag}={value}").into()));
+                written.extend(values.iter().map(|value| format!("{flag}={value}").into()));
             }
         }
     }
+    // What is typed goes before it, whoever's name for it either is.
+    let is_left = |word: &OsString| {
+        let word = word.to_string_lossy();
+        let flag = word.split_once('=').map_or(&word[..], |(flag, _)| flag);
+        !typed(flag) && (flag != "--model" || !is_model_typed)
+    };
+    let mut all = words[..2].to_vec();
+    all.extend(in_our_words(written)?.into_iter().skip(2).filter(is_left));
     all.extend_from_slice(&words[2..]);
-    Ok(in_our_words(all)?)
+    Ok(all)
 }
 
 fn config_path(words: &[OsString]) -> Option<PathBuf> {

@@ -19,20 +19,25 @@ const SPLITS: &str = "-tp --tp --tp-size --tensor-parallel-size --pipeline-paral
     --data-parallel-size";
 const KV_TYPES: &str = "-ctk --cache-type-k -ctv --cache-type-v";
 const KV_TYPE: &str = "--kv-cache-dtype=";
+const VALUE: &str = "needs a value";
 const NO_SEED: &str = "requests have their own: `\"seed\": 1` in the body repeats an answer";
+
+/// Attention is as it is, whatever is said of it.
+const FLASH: [(&str, &str); 6] =
+    [(BARE, SO), ("on", SO), ("off", SO), ("auto", SO), ("1", SO), ("0", SO)];
 
 /// A flag's names; for each value what is said here, before the value if it ends in `=`; and why other
 /// values are refused.
 type Peer = (&'static str, &'static [(&'static str, &'static str)], &'static str);
 
 const PEERS: [Peer; 11] = [
-    ("-hf -hfr --hf-repo", &[(ANY, "--model=")], ""),
-    ("-np", &[(ANY, "--max-num-seqs=")], ""),
-    ("-a --alias", &[(ANY, "--served-model-name=")], ""),
-    ("-b", &[(ANY, "--max-num-batched-tokens=")], ""),
-    (KV_TYPES, &[("q8_0", "--kv-cache-dtype=int8"), (ANY, KV_TYPE)], ""),
-    ("-ngl --gpu-layers --n-gpu-layers", &[("0", "--device=cpu"), (ANY, SO)], ""),
-    ("-fa --flash-attn", &[(BARE, SO), ("on", SO), ("off", SO), ("auto", SO)], "on, off or auto"),
+    ("-hf -hfr --hf-repo", &[(ANY, "--model=")], VALUE),
+    ("-np", &[(ANY, "--max-num-seqs=")], VALUE),
+    ("-a --alias", &[(ANY, "--served-model-name=")], VALUE),
+    ("-b", &[(ANY, "--max-num-batched-tokens=")], VALUE),
+    (KV_TYPES, &[("q8_0", "--kv-cache-dtype=int8"), (ANY, KV_TYPE)], VALUE),
+    ("-ngl --gpu-layers --n-gpu-layers", &[("0", "--device=cpu"), (ANY, SO)], VALUE),
+    ("-fa --flash-attn", &FLASH, "on, off or auto"),
     (SPLITS, &[("1", SO)], "one GPU only: a model is not split"),
     ("--dtype", &[("auto", SO)], "weights are used as the files have them: say auto"),
     ("--seed", &[], NO_SEED),
@@ -43,10 +48,10 @@ const PEERS: [Peer; 11] = [
 pub(crate) fn in_our_words(words: Vec<OsString>) -> Result<Vec<OsString>, ConfigError> {
     let names = words.iter().skip(1).filter_map(|word| word.to_str());
     let command = names.clone().find(|word| !word.starts_with('-')).unwrap_or_default();
-    if !["run", "serve", "batch", "bench"].contains(&command) {
+    if !["run", "serve", "batch", "bench", "eval", "profile"].contains(&command) {
         return Ok(words);
     }
-    let has_seed = ["run", "bench"].contains(&command);
+    let has_seed = ["run", "bench", "eval"].contains(&command);
     let (mut ours, mut kv_types) = (Vec::new(), Vec::new());
     // What comes behind `--` is text.
     let mut words = words.into_iter().peekable();
@@ -59,11 +64,14 @@ pub(crate) fn in_our_words(words: Vec<OsString>) -> Result<Vec<OsString>, Config
             ours.push(word);
             continue;
         };
-        let next = words.peek().and_then(|word| word.to_str());
+        // A number may be below zero; what else begins so is the next flag.
+        let is_value = |word: &&str| !word.starts_with('-') || word.parse::<i64>().is_ok();
+        let next = words.peek().and_then(|word| word.to_str()).filter(is_value);
         let value = attached.or(next).unwrap_or(BARE).to_owned();
         let of = |wanted: &str| all.iter().find(|(value, _)| *value == wanted);
         let bare = of(BARE).filter(|_| attached.is_none());
-        let Some((known, said)) = of(&value).or(bare).or_else(|| of(ANY)) else {
+        let any = of(ANY).filter(|_| value != BARE);
+        let Some((known, said)) = of(&value).or(bare).or(any) else {
             return Err(ConfigError::Peer(format!("{flag} {value}"), why));
         };
         if attached.is_none() && *known != BARE {
@@ -117,7 +125,8 @@ mod tests {
             ("serve -ctk f16", "serve --kv-cache-dtype=f16"),
             ("serve m --tensor-parallel-size 1 --tp=1 --dtype auto", "serve m"),
             ("serve --trust-remote-code m --enforce-eager --jinja", "serve m"),
-            ("-v bench -hf a/b -ngl all", "-v bench --model=a/b"),
+            ("-v bench -hf a/b -ngl all -fa 1", "-v bench --model=a/b"),
+            ("eval -ngl -1 --seed 3", "eval --seed 3"),
             ("run --seed 3 hello", "run --seed 3 hello"),
             ("bench serve --seed 3", "bench serve --seed 3"),
             ("serve --alias bird m.gguf", "serve --served-model-name=bird m.gguf"),
@@ -131,6 +140,8 @@ mod tests {
     #[test]
     fn what_is_not_so_is_refused_with_the_reason() {
         for (typed, expect) in [
+            ("serve m -ngl --isolate-tenants", "needs a value"),
+            ("serve m -a -- text", "needs a value"),
             ("serve --tp 2", "--tp 2: one GPU only"),
             ("serve --tensor-parallel-size=8", "--tensor-parallel-size 8: one GPU only"),
             ("serve --dtype float32", "weights are used as the files have them"),

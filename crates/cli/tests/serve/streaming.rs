@@ -16,6 +16,8 @@ fn an_answer_goes_on_behind_the_context() {
     let streaming = json!({"streaming": {"window": 64}});
     let answer = serve.post(TEXT, &with(&asked, &streaming)).json();
     assert_eq!(answer["usage"]["completion_tokens"], 300);
+    let endless = with(&asked, &json!({"max_tokens": 3000, "streaming": {"window": 64}}));
+    assert_eq!(serve.post(TEXT, &endless).status, 400, "sixteen contexts at most");
     // As long as nothing is dropped, it is the same answer.
     let short = serve.post(TEXT, &with(&asked, &json!({"max_tokens": 40}))).json();
     assert!(text_of(&answer).starts_with(&text_of(&short)));

@@ -91,11 +91,10 @@ impl Forecast {
         }
     }
 
-    /// The power of two next to the break-even: rates differ a little from start to start, and answers must not.
+    /// The power of two that is not below the break-even: rates differ a little from start to start, and answers
+    /// must not.
     pub fn chosen_from(&self) -> u32 {
-        let tokens = self.break_even.clamp(1, 1 << 30);
-        let below = 1 << tokens.ilog2();
-        if 2 * tokens > 3 * below { 2 * below } else { below }
+        self.break_even.min(1 << 30).next_power_of_two()
     }
 }
 
@@ -139,7 +138,7 @@ mod tests {
         let even = Forecast::new(&llama(long.break_even));
         assert!((even.full / even.here - 1.0).abs() < 0.01, "{even:?}");
         assert!((20_000..40_000).contains(&long.break_even), "{long:?}");
-        for (break_even, from) in [(1, 1), (24_000, 16_384), (25_000, 32_768), (u32::MAX, 1 << 30)]
+        for (break_even, from) in [(0, 1), (16_384, 16_384), (24_000, 32_768), (u32::MAX, 1 << 30)]
         {
             assert_eq!(Forecast { break_even, ..long }.chosen_from(), from);
         }

@@ -19,6 +19,8 @@ use super::guide::Guide;
 
 /// Tokens of a completion unless the client says otherwise, as OpenAI has it.
 const COMPLETION_TOKENS: u32 = 16;
+/// Contexts that prompt and answer have together if tokens are dropped on the way.
+const STREAMED_CONTEXTS: u32 = 16;
 
 /// What all requests to one model share.
 #[derive(Debug)]
@@ -126,8 +128,9 @@ impl Endpoint {
         has_form: bool,
     ) -> Result<Limits, ApiError> {
         let options = request.options();
-        // What drops tokens has no end; but an answer that nobody limits has one.
-        let max_context = options.streaming.map_or(self.max_context, |_| i32::MAX as u32);
+        // What drops tokens needs no end, but its tokens are kept here until the client has them.
+        let times = options.streaming.map_or(1, |_| STREAMED_CONTEXTS);
+        let max_context = self.max_context.saturating_mul(times);
         let room = (max_context as usize).saturating_sub(n_prompt) as u32;
         if room == 0 {
             return Err(ApiError::context_length(max_context, n_prompt, None));
