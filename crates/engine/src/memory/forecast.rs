@@ -92,7 +92,7 @@ impl Forecast {
     }
 
     /// The power of two that is not below the break-even: rates differ a little from start to start, and answers
-    /// must not.
+    /// should not.
     pub fn chosen_from(&self) -> u32 {
         self.break_even.min(1 << 30).next_power_of_two()
     }

@@ -221,7 +221,7 @@ fn a_context_of_four_budgets_is_answered_from_a_file() {
     assert_eq!(answer(Some((Far::Disk, offload))), answer(None));
     let offload = Offload { budget: Some(budget - 1), keeps_heads: true };
     let error = load(pool, 32, policy, Some((Far::Disk, offload))).err().unwrap();
-    assert!(error.contains("1 sequences of"), "{error}");
+    assert!(error.contains("1 sequences of") && error.contains("for digests, not"), "{error}");
 }
 
 /// Sequences in company, which fork each other's pages, give way and come back, and one that nobody

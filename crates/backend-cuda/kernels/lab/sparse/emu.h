@@ -98,7 +98,7 @@ DEVICE void copy_async(u32 s, const void* g, u32 n) { memset(emu::dynamic_base +
 #ifndef HAS_BULK
 #define HAS_BULK 1
 #endif
-DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE bool barrier_test(u32, u32) { return true; } inline void __nanosleep(unsigned) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_copy_one(u32 s, const void* g, u32 n, u32 b) { bulk_copy(s, g, n, b); } DEVICE void bulk_fence() {} DEVICE void bulk_fence_all() {} DEVICE void bulk_prefetch(const void*, u32) {}
+DEVICE void barrier_init(u32) {} DEVICE void barrier_expect(u32, u32) {} DEVICE void barrier_wait(u32, u32) {} DEVICE bool barrier_test(u32, u32) { return true; } inline void __nanosleep(unsigned) {} DEVICE void bulk_copy(u32 s, const void* g, u32 n, u32) { memcpy(emu::dynamic_base + s, g, n); } DEVICE void bulk_fence() {} DEVICE void bulk_fence_all() {} DEVICE void bulk_prefetch(const void*, u32) {}
 DEVICE void store_zeros(u32 s) { memset(emu::dynamic_base + s, 0, 16); }
 DEVICE float warp_sum(float x) { for (int s = 16; s > 0; s /= 2) x += __shfl_xor_sync(~0u, x, s); return x; } DEVICE float warp_max(float x) { for (int s = 16; s > 0; s /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, s)); return x; }
 
