@@ -214,7 +214,7 @@ fn lines(words: &[String], is_traced: bool) -> Vec<Part> {
 }
 
 /// Times steps at the depths among the words, or at 32768 and 131072, of `batch=N` sequences: by the rules
-/// of `auto`, with `policies` also by those of the literature; of which heads turn away at several
+/// of `auto`, with `policies` also by those of the literature, and with `ahead` decided ahead where they can be; of which heads turn away at several
 /// rates, or, with `turn=N`, at that one, and with `around` for a step only, or, with `heads=FILE`, as those of a
 /// recorded trace; with channels of `bits=8`; with `wide` by queries from weights as
 /// wide as the model's; with `late` also late, with `overlap` also at each step, or, with `only`, so only. With `ablation` LiteCache's parts
@@ -266,7 +266,8 @@ pub(crate) fn steps(cuda: &Cuda, report: &mut Report, words: &[String]) -> Outco
         };
         for (i, line) in lines.iter().enumerate() {
             cuda.record_passes(line.has_graph);
-            for &is_ahead in line.of.ahead {
+            let first = usize::from(has("ahead")).min(line.of.ahead.len() - 1);
+            for &is_ahead in &line.of.ahead[first..] {
                 (run.rules, run.is_ahead) = (i as u32, is_ahead);
                 run.time(&mut rig, report, (line.of.name, line.turn))?;
             }
@@ -372,9 +373,22 @@ impl Run<'_> {
             row.resize(row.len() + keys, 0.0);
             row
         };
-        for (buf, queries) in query_bufs.iter_mut().zip(queries.chunks_mut(self.n_seqs)) {
-            let rows: Vec<f32> = queries.iter_mut().flat_map(next).collect();
-            self.cuda.write(buf, &rows)?;
+        // Those of many sequences take longer to make up than a step takes.
+        let n_threads = std::thread::available_parallelism()?.get();
+        let n_layers = query_bufs.len().div_ceil(n_threads);
+        let rows_of = |queries: &mut [Queries]| -> Vec<Vec<f32>> {
+            queries
+                .chunks_mut(self.n_seqs)
+                .map(|seqs| seqs.iter_mut().flat_map(next).collect())
+                .collect()
+        };
+        let rows: Vec<Vec<f32>> = std::thread::scope(|scope| {
+            let parts = queries.chunks_mut(n_layers * self.n_seqs);
+            let threads: Vec<_> = parts.map(|part| scope.spawn(|| rows_of(part))).collect();
+            threads.into_iter().flat_map(|thread| thread.join().expect("it ends")).collect()
+        });
+        for (buf, rows) in query_bufs.iter_mut().zip(&rows) {
+            self.cuda.write(buf, rows)?;
         }
         Ok(())
     }
