@@ -172,7 +172,7 @@ impl Backend for Cuda {
     fn end_pass(&self, plan: &mut CudaPlan) -> Result<(), DeviceError> {
         plan.end_beside(&self.device)?;
         plan.recordings.end(&self.device)?;
-        plan.draws.end_pass(&self.device)
+        plan.tell(&self.device)
     }
 
     fn embed(
@@ -457,6 +457,10 @@ impl Backend for Cuda {
         kv: &CudaKv,
     ) -> Result<(), DeviceError> {
         self.decide_meanwhile(&SparseLayer { plan, layer, spec, qkv, kv, is_late: false }, idx)
+    }
+
+    fn told(&self, kv: &CudaKv) -> Result<Vec<Decided>, DeviceError> {
+        self.told_first(kv)
     }
 
     fn decided(&self, kv: &CudaKv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {

@@ -184,7 +184,7 @@ impl Cuda {
             return Ok(Pass::Needed);
         }
         plan.leave_beside();
-        plan.draws.end_pass(&self.device)?;
+        plan.tell(&self.device)?;
         Ok(Pass::Queued)
     }
 }

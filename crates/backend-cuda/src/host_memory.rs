@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaEvent, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, DeviceRepr, result, sys};
 use nuthatch_backend::DeviceError;
 
 use crate::device::{Device, Memory};
@@ -35,31 +35,37 @@ impl HostMemory {
         Ok(HostMemory { start, bytes, context: device.context() })
     }
 
-    /// Queues a copy of the first `bytes` of device memory to here, from byte `start` on.
+    /// Queues a copy of `bytes` of device memory, from byte `from` on, to here, from byte `start` on.
     pub(crate) fn fetch(
         &mut self,
         device: &Device,
-        source: &Memory,
+        (source, from): (&Memory, usize),
         start: usize,
         bytes: usize,
     ) -> Result<(), DeviceError> {
-        assert!(start + bytes <= self.bytes && bytes <= source.bytes(), "inside both");
+        assert!(start + bytes <= self.bytes && from + bytes <= source.bytes(), "inside both");
         device.enter()?;
         // SAFETY: inside both, as asserted; both outlive what is queued.
         let copied = unsafe {
             let target = self.start.add(start).cast();
-            sys::cuMemcpyDtoHAsync_v2(target, source.address(), bytes, device.stream())
+            sys::cuMemcpyDtoHAsync_v2(
+                target,
+                source.address() + from as u64,
+                bytes,
+                device.stream(),
+            )
         };
         device.check(copied.result())
     }
 
-    /// Copies bytes from it; nothing that writes to them may be queued.
-    pub(crate) fn read(&self, start: usize, target: &mut [u8]) {
-        assert!(start + target.len() <= self.bytes, "inside the memory");
+    /// Copies values from it, from byte `start` on; nothing that writes to them may be queued.
+    pub(crate) fn read<T: DeviceRepr>(&self, start: usize, target: &mut [T]) {
+        let bytes = size_of_val(target);
+        assert!(start + bytes <= self.bytes, "inside the memory");
         // SAFETY: inside the live allocation, as asserted; the other range is the caller's own. The
-        // device may have written here, so nothing is assumed of the bytes.
+        // device may have written here, and values that it shares with the host may be any bytes.
         unsafe {
-            self.start.add(start).copy_to_nonoverlapping(target.as_mut_ptr(), target.len());
+            self.start.add(start).copy_to_nonoverlapping(target.as_mut_ptr().cast(), bytes);
         }
     }
 }

@@ -25,6 +25,7 @@ use crate::launch::attend::AttendKernels;
 use crate::launch::attend_shape::{Cuts, PacedShape, SplitShape};
 use crate::launch::draw::Draws;
 use crate::launch::{Address, count};
+use crate::sparse::Told;
 
 pub(crate) use self::tasks::Seq;
 use self::tasks::{
@@ -151,6 +152,8 @@ pub struct CudaPlan {
     pub(crate) is_short: bool,
     /// Where selections are made late.
     pub(crate) late: Option<Arc<LateBranch>>,
+    /// Who tells the host what is decided, and about the sequences of which tables.
+    pub(crate) told: Option<(Arc<Told>, Vec<u32>)>,
     parts: Parts,
     /// While a pass is queued: beside which pages that are far are written, or digests taken.
     pub(crate) beside: Option<Branch>,
@@ -199,6 +202,7 @@ impl CudaPlan {
             deciding: Vec::new(),
             ahead: Default::default(),
             late: None,
+            told: None,
             is_served: false,
             is_short: false,
             shape: shape.clone(),
@@ -305,6 +309,14 @@ impl CudaPlan {
         Ok(())
     }
 
+    /// The pass is queued: what it says to the host is on its way.
+    pub(crate) fn tell(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if let Some((told, tables)) = self.told.take() {
+            told.end_pass(device, &tables)?;
+        }
+        self.draws.end_pass(device)
+    }
+
     /// Nothing runs beside the pass but what was recorded.
     pub(crate) fn leave_beside(&mut self) {
         if let Some(branch) = self.beside.take() {
@@ -382,6 +394,7 @@ impl CudaPlan {
         let (mut places, mut table_rows) = (vec![0; n_rows], vec![0; n_rows]);
         self.seqs.clear();
         self.deciding.clear();
+        self.told = None;
         self.is_served = false;
         self.is_short = false;
         self.ahead.iter().for_each(|ahead| ahead.set(None));

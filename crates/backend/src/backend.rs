@@ -475,7 +475,12 @@ pub trait Backend: Chooser + Send + Sync + 'static {
     ) -> Result<(), DeviceError> {
         self.lacks("decisions of its own", (plan, idx, layer, spec, qkv, kv))
     }
-    /// What was last decided about the sequence of a table, `[layer][G]`; waits.
+    /// What was decided about the rows of [`Backend::begin_deciding`], `[row][layer][G]`, in the first pass with such
+    /// rows of which nobody has asked; of no more than two. Waits for no pass behind it.
+    fn told(&self, kv: &Self::Kv) -> Result<Vec<Decided>, DeviceError> {
+        self.lacks("decisions of its own", kv)
+    }
+    /// What was last decided about the sequence of a table, `[layer][G]`; waits for everything. To look at.
     fn decided(&self, kv: &Self::Kv, table_row: u32) -> Result<Vec<Decided>, DeviceError> {
         self.lacks("decisions of its own", (kv, table_row))
     }

@@ -4,6 +4,7 @@
 //! cache: what it knows of a sequence is its row of the tables and its sampler.
 
 mod ahead;
+mod choose;
 mod forward;
 mod prompt;
 
@@ -11,10 +12,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nuthatch_backend::{DeviceError, Draw, PageCodec, RowMover};
+use nuthatch_backend::{DeviceError, PageCodec, RowMover};
 use nuthatch_types::{
-    ColdKv, FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, Slot,
-    StepPlan, StepResult, TokenId,
+    ColdKv, FastMap, PageCopy, PageImage, PageShift, Sampled, SeqId, SeqStart, SeqStep, SeqSteps,
+    Slot, StepPlan, StepResult, TokenId,
 };
 
 use crate::batch::Batch;
@@ -72,6 +73,7 @@ pub struct Executor<F> {
     batch: Batch,
     /// The pass that was queued before it was planned, if there is one.
     ahead: Option<Ahead>,
+    n_ahead: u64,
     /// `[max_seqs, V]`, written by the forward pass, changed by the samplers.
     logits: Vec<f32>,
     scratch: Scratch,
@@ -82,6 +84,9 @@ pub struct Executor<F> {
     poison: Option<String>,
 }
 
+/// Tokens that were chosen, and sequences for which there was none, both in the order of the plan.
+type Results = (Vec<Sampled>, Vec<SeqId>);
+
 /// What is known of one sequence.
 #[derive(Debug)]
 struct Known {
@@ -90,8 +95,8 @@ struct Known {
     n_known: u32,
     /// Its row of the tables.
     row: u32,
-    /// Entries of its table that are valid.
-    table_len: u32,
+    /// What its table says.
+    table: Vec<Slot>,
     /// The last step that computed something for it.
     last_step: u64,
 }
@@ -145,6 +150,7 @@ impl<F: Forward> Executor<F> {
             free_rows: (0..capacity.max_seqs).rev().collect(),
             batch: Batch::with_capacity(capacity.max_rows as usize, max_seqs),
             ahead: None,
+            n_ahead: 0,
             logits: vec![0.0; max_seqs * vocab],
             scratch: Scratch::with_vocab(vocab),
             clock: None,
@@ -167,6 +173,11 @@ impl<F: Forward> Executor<F> {
         &self.forward
     }
 
+    /// Passes that were queued before they were planned.
+    pub fn n_ahead(&self) -> u64 {
+        self.n_ahead
+    }
+
     /// Carries out a plan, while pages come if there are `arrivals`; `None` if they do not come.
     fn carry_out(
         &mut self,
@@ -174,7 +185,7 @@ impl<F: Forward> Executor<F> {
         arrivals: Option<&mut dyn Arrivals>,
     ) -> Result<Option<StepResult>, DeviceError> {
         self.n_steps += 1;
-        let ahead = self.ahead_of(plan)?;
+        let early = self.early(plan, arrivals.is_some())?;
         for &seq in &plan.ended {
             self.forget(seq);
         }
@@ -195,32 +206,22 @@ impl<F: Forward> Executor<F> {
             self.shift_pages(&plan.shifts)?;
         }
         self.batch.clear();
-        for step in plan.seqs.iter() {
-            let row = self.change_table(step)?;
-            self.batch.push(step, row);
-        }
         let is_awaiting = arrivals.is_some();
-        let drawn = match (ahead, arrivals) {
-            (Some(ahead), _) => Some(self.take_ahead(plan, &ahead)?),
-            (None, None) => self.compute(plan)?,
-            (None, Some(arrivals)) => {
-                let layout = self.batch.layout();
-                let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
-                let logits = &mut self.logits[..n_logits];
-                if !self.forward.forward_awaiting(layout, logits, arrivals)? {
-                    return Ok(None);
+        let (sampled, failed) = match early {
+            None => {
+                for step in plan.seqs.iter() {
+                    let row = self.change_table(step)?;
+                    self.batch.push(step, row);
                 }
-                None
+                match self.compute(&plan.seqs, (arrivals, true))? {
+                    Some(results) => results,
+                    None => return Ok(None),
+                }
             }
+            Some(early) => self.take_early(plan, early)?,
         };
         // Waiting says nothing of what computing takes.
         let compute_nanos = if is_awaiting { 0 } else { nanos(self.now().saturating_sub(copied)) };
-        self.show_hidden(plan)?;
-        let (mut sampled, mut failed) = match drawn {
-            Some(tokens) => self.take(plan, &tokens),
-            None => self.sample(plan),
-        };
-        self.read_prompts(plan, (&mut sampled, &mut failed))?;
         Ok(Some(StepResult { sampled, failed, copy_nanos, compute_nanos }))
     }
 
@@ -254,7 +255,7 @@ impl<F: Forward> Executor<F> {
         let (prompt, answer) = start.history.split_at(start.n_prompt as usize);
         let sampler = Sampler::new(start.sampling.clone(), prompt, answer);
         let n_known = start.history.len() as u32;
-        let known = Known { sampler, n_known, row, table_len: 0, last_step: 0 };
+        let known = Known { sampler, n_known, row, table: Vec::new(), last_step: 0 };
         self.forward.begin(row, start.n_prompt);
         let before = self.seqs.insert(start.seq, known);
         assert!(before.is_none(), "a sequence starts once");
@@ -287,14 +288,15 @@ impl<F: Forward> Executor<F> {
         assert!(step.tokens.iter().all(|token| token.0 < vocab), "a token of the vocabulary");
 
         let change = step.table;
-        assert!(change.keep <= known.table_len, "only entries that are there can stay");
+        assert!(change.keep as usize <= known.table.len(), "only entries that are there can stay");
         assert!(change.push.iter().all(|slot| slot.0 < n_slots), "slot outside the arena");
         let table_len = change.keep + change.push.len() as u32;
         assert!(table_len <= self.capacity.table_len(), "table longer than the context");
         let end = u64::from(step.start) + step.tokens.len() as u64;
         let room = u64::from(table_len) * u64::from(page_len);
         assert!(end <= room, "every token has a page");
-        known.table_len = table_len;
+        known.table.truncate(change.keep as usize);
+        known.table.extend_from_slice(change.push);
         if !change.push.is_empty() {
             self.forward.write_table(known.row, change.keep, change.push)?;
         }
@@ -302,12 +304,12 @@ impl<F: Forward> Executor<F> {
     }
 
     /// Gives hidden states to those who wait for them.
-    fn show_hidden(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
+    fn show_hidden(&mut self, seqs: &SeqSteps) -> Result<(), DeviceError> {
         if self.attachments.is_empty() {
             return Ok(());
         }
         let len = self.forward.hidden_len();
-        for (row, step) in plan.seqs.sampled().enumerate() {
+        for (row, step) in seqs.sampled().enumerate() {
             let attachment = self.attachments.get_mut(&step.seq);
             let Some(sink) = attachment.and_then(|own| own.hidden.take()) else { continue };
             // Rare enough that the rows before it may be read too.
@@ -318,90 +320,43 @@ impl<F: Forward> Executor<F> {
         Ok(())
     }
 
-    /// The forward pass of the batch. Gives the tokens if the device chose them, and else leaves the
-    /// logits.
-    fn compute(&mut self, plan: &StepPlan) -> Result<Option<Vec<Option<u32>>>, DeviceError> {
-        let draws = self.draws(plan);
+    /// The forward pass of the batch, which is of `seqs`, while pages come if there are `arrivals`; `None` if they
+    /// do not come. If these are all of a plan, the next pass may be queued too.
+    fn compute(
+        &mut self,
+        seqs: &SeqSteps,
+        (arrivals, is_all): (Option<&mut dyn Arrivals>, bool),
+    ) -> Result<Option<Results>, DeviceError> {
         let layout = self.batch.layout();
         assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
-        if let Some(draws) = draws {
-            self.forward.queue(layout, &draws, false)?;
-            return self.await_tokens(plan, draws.len()).map(Some);
-        }
-        let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
-        self.forward.forward(layout, &mut self.logits[..n_logits])?;
-        Ok(None)
-    }
-
-    /// How the device chooses the plan's tokens, if it can choose all of them.
-    fn draws(&mut self, plan: &StepPlan) -> Option<Vec<Draw>> {
-        // A constraint is the host's, and looks at all logits.
-        let is_constrained = |step: SeqStep<'_>| {
-            self.attachments.get(&step.seq).is_some_and(|own| own.constraint.is_some())
-        };
-        if !self.forward.draws() || plan.seqs.iter().any(is_constrained) {
-            return None;
-        }
-        let draw = |step: SeqStep<'_>| {
-            let known = self.seqs.get_mut(&step.seq).expect("a sequence starts before it runs");
-            let position = known.catch_up(step);
-            known.sampler.draw(position)
-        };
-        plan.seqs.sampled().map(draw).collect()
-    }
-
-    /// The tokens that the device chose, and the sequences for which there was none.
-    fn take(&mut self, plan: &StepPlan, tokens: &[Option<u32>]) -> (Vec<Sampled>, Vec<SeqId>) {
-        let (mut sampled, mut failed) = (Vec::with_capacity(tokens.len()), Vec::new());
-        for (step, &token) in plan.seqs.sampled().zip(tokens) {
-            let seq = step.seq;
-            let Some(token) = token.map(TokenId) else {
-                tracing::error!(seq = seq.0, "no token can be chosen");
-                failed.push(seq);
-                continue;
-            };
-            let known = self.seqs.get_mut(&seq).expect("the sequence was just computed");
-            known.chosen(step, token);
-            sampled.push(Sampled { seq, token, logprob: None, top: Vec::new() });
-        }
-        (sampled, failed)
-    }
-
-    /// Chooses a token for each sequence of the plan that asks for one.
-    fn sample(&mut self, plan: &StepPlan) -> (Vec<Sampled>, Vec<SeqId>) {
-        let vocab = self.forward.vocab() as usize;
-        let n_sampled = self.batch.layout().output_rows.len();
-        let (mut sampled, mut failed) = (Vec::with_capacity(n_sampled), Vec::new());
-        let mut rows = self.logits.chunks_exact_mut(vocab);
-        for step in plan.seqs.sampled() {
-            let logits = rows.next().expect("one row of logits for each sample");
-            let known = self.seqs.get_mut(&step.seq).expect("the sequence was just computed");
-            let seq = step.seq;
-            let attachment = self.attachments.get_mut(&seq);
-            let mut constraint = attachment.and_then(|own| own.constraint.as_mut());
-            if let Some(constraint) = &mut constraint
-                && let Err(error) = constraint.restrict(logits)
-            {
-                tracing::warn!(seq = seq.0, %error, "no token can be chosen");
-                failed.push(seq);
-                continue;
+        let draws = if arrivals.is_none() { self.draws(seqs) } else { None };
+        let tokens = match draws {
+            Some(draws) => {
+                self.forward.queue(self.batch.layout(), &draws, false)?;
+                Some(self.await_tokens(is_all.then_some(seqs), draws.len())?)
             }
-            match known.sample(step, logits, &mut self.scratch) {
-                Ok(Choice { token, logprob, top }) => {
-                    if let Some(constraint) = constraint {
-                        constraint.accept(token);
+            None => {
+                let layout = self.batch.layout();
+                let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
+                let logits = &mut self.logits[..n_logits];
+                match arrivals {
+                    None => self.forward.forward(layout, logits)?,
+                    Some(arrivals) => {
+                        if !self.forward.forward_awaiting(layout, logits, arrivals)? {
+                            return Ok(None);
+                        }
                     }
-                    sampled.push(Sampled { seq, token, logprob, top });
                 }
-                Err(error) => {
-                    tracing::error!(seq = seq.0, %error, "no token can be chosen");
-                    failed.push(seq);
-                }
+                None
             }
-        }
-        let n_answered = sampled.len() + failed.len();
-        assert_eq!(n_answered, n_sampled, "rows and samples were counted apart");
-        (sampled, failed)
+        };
+        self.show_hidden(seqs)?;
+        let mut results = match tokens {
+            Some(tokens) => self.take(seqs, &tokens),
+            None => self.sample(seqs),
+        };
+        self.read_prompts(seqs, &mut results)?;
+        Ok(Some(results))
     }
 }
 

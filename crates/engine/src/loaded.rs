@@ -362,8 +362,7 @@ impl<B: Backend> Forward for LoadedModel<B> {
     }
 
     fn runs_ahead(&self) -> bool {
-        // What top-k attention decided is counted when a pass has ended, and before the next begins.
-        self.backend.draws() && self.model.topk().is_none()
+        self.backend.draws() && self.model.topk().is_none_or(TopK::may_be_queued)
     }
 
     fn queue(

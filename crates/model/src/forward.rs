@@ -210,11 +210,12 @@ impl<B: Backend> Model<B> {
         layout: &BatchLayout,
         (draws, follows): (&[Draw], bool),
     ) -> Result<(), DeviceError> {
-        if follows {
-            assert!(self.topk.is_none(), "top-k attention knows the tokens of a step");
-            self.backend.plan_next(&mut self.plan, tables, layout)?;
-        } else {
-            self.plan_batch(tables, layout)?;
+        match follows {
+            true => {
+                self.begin_topk(layout);
+                self.backend.plan_next(&mut self.plan, tables, layout)?;
+            }
+            false => self.plan_batch(tables, layout)?,
         }
         self.backend.plan_draws(&mut self.plan, draws)?;
         self.pass(store, layout, true)
@@ -254,7 +255,7 @@ impl<B: Backend> Model<B> {
         self.backend.end_pass(&mut self.plan)
     }
 
-    /// Counts what a device that decides by itself has decided in the step that has ended.
+    /// Counts what a device that decides by itself has decided in the first step that has ended and was not counted.
     pub fn count_decisions(&mut self, store: &KvStore<B>) -> Result<(), DeviceError> {
         let Some(topk) = &mut self.topk else { return Ok(()) };
         let layers = &self.weights.layers;
@@ -288,10 +289,14 @@ impl<B: Backend> Model<B> {
     }
 
     fn plan_batch(&mut self, tables: &B::Tables, layout: &BatchLayout) -> Result<(), DeviceError> {
+        self.begin_topk(layout);
+        self.backend.plan(&mut self.plan, tables, layout)
+    }
+
+    fn begin_topk(&mut self, layout: &BatchLayout) {
         if let Some(topk) = &mut self.topk {
             topk.begin_step(layout);
         }
-        self.backend.plan(&mut self.plan, tables, layout)
     }
 
     fn embed(&mut self) -> Result<(), DeviceError> {

@@ -9,7 +9,7 @@ use nuthatch_store::KvStore;
 
 use super::head::{HeadRule, Lookup};
 use super::policy::{Aggregate, Refresh, Retriever, Reuse};
-use super::run::{self, PolicyRules, TopK, TopKLayer};
+use super::run::{self, PolicyRules, TopK, TopKLayer, TopKShape};
 use super::work::{Work, pick};
 
 impl TopK {
@@ -88,6 +88,9 @@ impl TopK {
         plan: &mut B::Plan,
         store: &KvStore<B>,
     ) -> Result<(), DeviceError> {
+        if self.on_device {
+            self.uncounted.push_back(self.active.clone());
+        }
         if !self.on_device || self.active.is_empty() {
             return Ok(());
         }
@@ -98,6 +101,11 @@ impl TopK {
             rows.push(Deciding { seq, table_row, rules, is_new });
         }
         b.begin_deciding(plan, store.device(), &rows)
+    }
+
+    /// Whether a step needs nothing of what the step before has decided: a device knows that by itself.
+    pub fn may_be_queued(&self) -> bool {
+        self.on_device && self.trace.is_none()
     }
 
     /// Whether the host decides about some sequence of the step, layer by layer.
@@ -148,20 +156,21 @@ impl TopK {
         b.decide_ahead(plan, (idx, dense.layer), &dense.spec(), queries, store.device())
     }
 
-    /// Counts what the device decided in the step that has ended, unless the host did.
+    /// Counts what the device decided in the first step that has ended and was not counted, unless the host did.
     pub fn count_on_device<B: Backend>(
         &mut self,
         b: &B,
         store: &KvStore<B>,
         has_window: impl Fn(usize) -> bool,
     ) -> Result<(), DeviceError> {
-        if !self.on_device || self.trace.is_some() {
+        let active = self.uncounted.pop_front().unwrap_or_default();
+        if active.is_empty() || self.trace.is_some() {
             return Ok(());
         }
-        for at in &self.active {
+        let TopKShape { n_layers, n_kv_heads: n_heads, .. } = self.shape;
+        let decided = b.told(store.device())?;
+        for (at, decided) in active.iter().zip(decided.chunks_exact(n_layers * n_heads)) {
             let (counts, of) = (&mut self.stats.policies[at.policy], &self.policies[at.policy]);
-            let decided = b.decided(store.device(), at.row)?;
-            let n_heads = self.shape.n_kv_heads;
             for (i, (decided, rule)) in decided.iter().zip(&of.rules).enumerate() {
                 let layer = i / n_heads;
                 if layer < of.policy.dense_layers as usize || has_window(layer) {

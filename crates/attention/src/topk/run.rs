@@ -1,6 +1,7 @@
 //! Top-k attention over a batch: what is remembered of each sequence, and the order of a layer's
 //! work.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use nuthatch_backend::{Ask, Backend, BatchLayout, Bring, DeviceError, Digest, Near, ScoreBy};
@@ -46,6 +47,8 @@ pub struct TopK {
     pub(super) rows: Vec<Row>,
     /// Sequences of the running step that may attend by picks, and their tables.
     pub(super) active: Vec<Active>,
+    /// The same of passes that were queued, until it is counted what a device decided about them.
+    pub(super) uncounted: VecDeque<Vec<Active>>,
     /// What was decided by the queries of the layer before, of layers with even numbers and of those
     /// with odd ones: a layer is decided about before the one before it attends.
     pub(super) ahead: [Vec<Work>; 2],
@@ -171,6 +174,7 @@ impl TopK {
             ahead: Default::default(),
             rows: (0..n_rows).map(|_| Row::default()).collect(),
             active: Vec::new(),
+            uncounted: VecDeque::new(),
             stats,
             measures_mass: false,
             trace: None,

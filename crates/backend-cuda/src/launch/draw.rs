@@ -162,7 +162,7 @@ impl Draws {
         assert!(self.queued.len() < MAX_QUEUED, "somebody asks for the tokens");
         let start = self.n_queued % MAX_QUEUED * self.max_rows * 4;
         self.n_queued += 1;
-        self.found.fetch(device, &self.tokens, start, n * 4)?;
+        self.found.fetch(device, (&self.tokens, 0), start, n * 4)?;
         let event = device.check(device.main_stream().record_event(None))?;
         self.queued.push_back((n, self.vocab.get(), event));
         Ok(())
@@ -182,11 +182,11 @@ impl Draws {
         assert_eq!(tokens.len(), n, "a token for each draw");
         device.enter()?;
         device.check(event.synchronize())?;
-        let mut bytes = vec![0; n * 4];
-        self.found.read(place % MAX_QUEUED * self.max_rows * 4, &mut bytes);
+        let mut words = vec![0u32; n];
+        self.found.read(place % MAX_QUEUED * self.max_rows * 4, &mut words);
         let is_token = |&token: &u32| (token as usize) < vocab;
-        for (token, &word) in tokens.iter_mut().zip(bytes.as_chunks::<4>().0) {
-            *token = Some(u32::from_le_bytes(word)).filter(is_token);
+        for (token, word) in tokens.iter_mut().zip(words) {
+            *token = Some(word).filter(is_token);
         }
         Ok(())
     }

@@ -38,6 +38,7 @@ use crate::plan::CudaPlan;
 use super::SparseLayer;
 use super::room::{DONE_BYTES, Room, RoomShape, Seats, Set};
 use super::rules::DeviceRules;
+use super::told::Told;
 
 pub(super) const WHAT: &str = "top-k attention";
 
@@ -51,8 +52,8 @@ pub(crate) struct Decider {
     /// How large everything is.
     pub(super) room: Room,
     pub(super) seats: Mutex<Seats>,
-    /// `[table][layer][G]`, `[table][layer][G][group][D]` twice and `[table][layer][G][stride]`.
-    pub(super) states: Memory,
+    pub(super) told: Arc<Told>,
+    /// `[table][layer][G][group][D]` twice and `[table][layer][G][stride]`.
     labels: Memory,
     pub(super) asked: Memory,
     pub(super) marks: Memory,
@@ -126,7 +127,7 @@ impl Decider {
             group,
             max_context,
             seats: Mutex::new(Seats::new(n_tables)),
-            states: alloc(n_tables * room.states)?,
+            told: Arc::new(Told::new(device, (n_tables, plan.shape.max_seqs), room.states)?),
             labels: alloc(n_tables * room.labels)?,
             asked: alloc(n_tables * room.asked)?,
             marks: alloc(n_tables * room.marks)?,
@@ -178,7 +179,7 @@ impl Decider {
         assert!(first_head + n_heads <= n_all, "a layer of the model");
         SparseHeads {
             rows: self.rows.address() + (first * size_of::<SparseRow>()) as u64,
-            states: self.states.address() + (first_head * size_of::<HeadState>()) as u64,
+            states: self.told.states.address() + (first_head * size_of::<HeadState>()) as u64,
             state_stride: count(n_all),
             n_rows: count(n),
             n_kv_heads: count(n_heads),
@@ -197,7 +198,7 @@ impl Decider {
         if seats.take(seat, rules, row.is_new) {
             device.clear(&self.marks, seat * self.room.marks, self.room.marks)?;
             let empty = self.rules[rules].empty_states();
-            device.upload(&self.states, seat * self.room.states, &empty)?;
+            device.upload(&self.told.states, seat * self.room.states, &empty)?;
         }
         let at = |memory: &Memory, bytes: usize| memory.address() + (seat * bytes) as u64;
         Ok((at(&self.marks, self.room.marks), at(&self.pages, self.room.pages)))
@@ -260,6 +261,8 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let decider = decider_of(kv);
         decider.link.as_ref().map_or(Ok(()), Link::check)?;
+        let tables = rows.iter().map(|row| row.table_row).collect();
+        plan.told = Some((Arc::clone(&decider.told), tables)).filter(|_| !rows.is_empty());
         let mut rows = rows.to_vec();
         rows.sort_by_key(|row| row.rules);
         let (mut is_served, mut is_short) = (true, true);
@@ -273,17 +276,15 @@ impl Cuda {
                 let (kv_len, table_row) = (count(seq.kv_len()), row.table_row);
                 is_served &= decider.serves(row, kv_len);
                 is_short &= kv_len <= self.tuning.short;
-                let batch_row = count(seq.first_row);
-                let state_row = table_row;
-                Ok(SparseRow { row: batch_row, kv_len, table_row, state_row, marks, pages })
+                let (row, state_row) = (count(seq.first_row), table_row);
+                Ok(SparseRow { row, kv_len, table_row, state_row, marks, pages })
             })
             .collect::<Result<Vec<_>, DeviceError>>()?;
         self.device.upload(&decider.rows, 0, &list)?;
         let same = rows.chunk_by(|a, b| a.rules == b.rules);
         plan.deciding = same.map(|rows| (rows[0].rules as usize, rows.len())).collect();
         plan.late = decider.late.clone();
-        plan.is_served = is_served;
-        plan.is_short = is_short;
+        (plan.is_served, plan.is_short) = (is_served, is_short);
         plan.leave_out(&self.device, &rows.iter().map(|row| row.seq).collect::<Vec<_>>())
     }
 

@@ -17,6 +17,8 @@ mod rules;
 mod scratch;
 mod told;
 
+pub(crate) use told::Told;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::CudaModule;

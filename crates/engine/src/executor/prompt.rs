@@ -11,9 +11,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nuthatch_backend::DeviceError;
-use nuthatch_types::{Sampled, SeqId, SeqStep, StepPlan, TokenId};
+use nuthatch_types::{SeqId, SeqStep, SeqSteps, TokenId};
 
-use super::{Executor, Forward};
+use super::{Executor, Forward, Results};
 use crate::HiddenSink;
 use crate::sample::{self, Scratch};
 
@@ -136,15 +136,15 @@ impl<F: Forward> Executor<F> {
     /// numbers go from `sampled` to `failed`.
     pub(super) fn read_prompts(
         &mut self,
-        plan: &StepPlan,
-        (sampled, failed): (&mut Vec<Sampled>, &mut Vec<SeqId>),
+        seqs: &SeqSteps,
+        (sampled, failed): &mut Results,
     ) -> Result<(), DeviceError> {
         if self.readers.is_empty() {
             return Ok(());
         }
         let mut first_row = 0;
         let mut is_any_broken = false;
-        for step in plan.seqs.iter() {
+        for step in seqs.iter() {
             let rows_of_seq = first_row;
             first_row += step.tokens.len() as u32;
             let Some(mut reader) = self.readers.remove(&step.seq) else { continue };
@@ -159,7 +159,7 @@ impl<F: Forward> Executor<F> {
             let is_broken = |seq| self.readers.get(&seq).is_some_and(|reader| reader.is_broken);
             sampled.retain(|sample| !is_broken(sample.seq));
             let is_left = |seq: &SeqId| !sampled.iter().any(|sample| sample.seq == *seq);
-            *failed = plan.seqs.sampled().map(|step| step.seq).filter(is_left).collect();
+            *failed = seqs.sampled().map(|step| step.seq).filter(is_left).collect();
         }
         Ok(())
     }

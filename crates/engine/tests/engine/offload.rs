@@ -21,7 +21,7 @@ use crate::golden::{Pool, folder, golden, load_on, request};
 const POOL: Pool = Pool { kv_pages: 24, host_pages: 0, spill: false, max_seqs: 4 };
 
 /// What a sequence needs is far from all of it.
-const POLICIES: [&str; 12] = [
+pub(crate) const POLICIES: [&str; 12] = [
     "hata:64,k=12,sinks=4,recent=8",
     "hata:64,k=12,sinks=4,recent=8,refresh=whole",
     "loki:4,k=6,sinks=0,recent=1,working_set=2,refresh=whole",
@@ -63,7 +63,7 @@ fn load(
         .map_err(|error| error.to_string())
 }
 
-fn topk(policy: &str) -> TopKOptions {
+pub(crate) fn topk(policy: &str) -> TopKOptions {
     let text = (0..64).map(|i| TokenId(i * 7 % 90)).collect();
     let policies = vec![policy.parse().unwrap()];
     TopKOptions { policies, profile: None, text, offload: None }
@@ -73,7 +73,7 @@ fn spawn(pool: Pool, max_rows: u32, policy: &str, far: Option<(Far, Offload)>) -
     load(pool, max_rows, policy, far).unwrap().spawn().unwrap()
 }
 
-fn least() -> Offload {
+pub(crate) fn least() -> Offload {
     Offload { budget: None, keeps_heads: false }
 }
 
@@ -265,19 +265,20 @@ fn company_and_little_room_leave_nothing_behind() {
 
 /// What came of a simulation.
 #[derive(Debug, PartialEq)]
-struct Simulated {
+pub(crate) struct Simulated {
     /// Of requests that were not cancelled.
-    answers: Vec<Vec<Answer>>,
+    pub(crate) answers: Vec<Vec<Answer>>,
     /// How often sequences gave way, by swapping and by computing again.
     gave_way: [u64; 2],
 }
 
 /// What a seed makes of an engine: requests with common beginnings, some for several answers, some
-/// cancelled, in little room.
-fn simulate<B: Backend>(
+/// cancelled, in little room. If they want no logarithms, a device chooses tokens. The engine comes with it, to look at.
+pub(crate) fn simulate<B: Backend>(
     seed: u64,
+    n_logprobs: Option<u32>,
     load: impl Fn(Pool, u32) -> Engine<Executor<LoadedModel<B>>>,
-) -> Simulated {
+) -> (Simulated, Engine<Executor<LoadedModel<B>>>) {
     let mut random = Rng::new(seed);
     let pool = Pool {
         kv_pages: random.range(14..30),
@@ -295,7 +296,8 @@ fn simulate<B: Backend>(
             let sampling = Sampling { seed: random.bits(), ..Sampling::default() };
             let n = if random.one_in(4) { 2 } else { 1 };
             let max_tokens = random.range(8..80);
-            let submission = Submission { n, ..answered_long(&prompt, sampling, max_tokens) };
+            let mut submission = Submission { n, ..answered_long(&prompt, sampling, max_tokens) };
+            submission.sampling.n_logprobs = n_logprobs;
             let (sender, outputs) = crossbeam_channel::unbounded();
             let now = engine.clock().now();
             if let Ok(seq) = engine.submit(submission, sender, now) {
@@ -318,12 +320,12 @@ fn simulate<B: Backend>(
     let answers = asked.iter().filter_map(|(_, outputs)| outputs.as_ref());
     let answers = answers.map(|outputs| collect_all(outputs.try_iter()).unwrap());
     let answers = answers.map(|all| all.into_iter().map(|(answer, _)| answer).collect());
-    Simulated { answers: answers.collect(), gave_way }
+    (Simulated { answers: answers.collect(), gave_way }, engine)
 }
 
 /// As for the scheduler's simulation: `SIM_SEEDS=17..18` replays one.
 #[expect(clippy::disallowed_methods, reason = "which seeds to try is the tester's choice")]
-fn seeds() -> std::ops::Range<u64> {
+pub(crate) fn seeds() -> std::ops::Range<u64> {
     let Ok(asked) = std::env::var("SIM_SEEDS") else { return 0..24 };
     let (start, end) = asked.split_once("..").expect("SIM_SEEDS is start..end");
     start.parse().unwrap()..end.parse().unwrap()
@@ -336,12 +338,13 @@ fn far_pages_change_nothing_in_simulations() {
     let mut gave_way = [0; 2];
     for seed in seeds() {
         let policy = POLICIES[seed as usize % POLICIES.len()];
-        let here = simulate(seed, |pool, max_rows| load(pool, max_rows, policy, None).unwrap());
+        let (here, _) =
+            simulate(seed, Some(0), |pool, max_rows| load(pool, max_rows, policy, None).unwrap());
         assert!(!here.answers.is_empty());
         gave_way = [0, 1].map(|i| gave_way[i] + here.gave_way[i]);
         for far in [Far::Host, Far::Disk] {
             for keeps_heads in [false, true] {
-                let found = simulate(seed, |pool, max_rows| {
+                let (found, _) = simulate(seed, Some(0), |pool, max_rows| {
                     let offload = if keeps_heads { some_heads(policy, pool) } else { least() };
                     load(pool, max_rows, policy, Some((far, offload))).unwrap()
                 });
@@ -354,7 +357,7 @@ fn far_pages_change_nothing_in_simulations() {
 }
 
 /// Few copies, no whole layers, and rows that the device brings as they are.
-const FAR: FarPages = FarPages {
+pub(crate) const FAR: FarPages = FarPages {
     n_near: 2,
     resident: LayerSet::NONE,
     n_threads: 0,
@@ -435,7 +438,7 @@ fn far_pages_change_nothing_on_a_gpu() {
         let policy = POLICIES[seed as usize % POLICIES.len()];
         for kv_dtype in [KvDtype::F32, KvDtype::F16] {
             let run = |far| {
-                simulate(seed, |pool, max_rows| {
+                simulate(seed, Some(0), |pool, max_rows| {
                     let (pool, clock) = (Pool { spill: false, ..pool }, HandClock::default());
                     let device = (open(far).unwrap(), Arc::new(clock) as SharedClock);
                     let (path, options) = (folder("llama3"), EngineOptions::default());
@@ -443,6 +446,7 @@ fn far_pages_change_nothing_on_a_gpu() {
                     let topk = TopKOptions { offload, ..topk(policy) }.on_link();
                     load_on(device, &path, pool, &options, steps, Some(&topk)).unwrap()
                 })
+                .0
             };
             let here = run(None);
             assert!(!here.answers.is_empty());
