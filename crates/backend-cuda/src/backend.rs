@@ -154,6 +154,11 @@ impl Backend for Cuda {
         rope::angles(&self.device, &self.common.angles, plan)
     }
 
+    fn queues_behind(&self, kv: &CudaKv) -> bool {
+        // Copies for the next pass would wait for this one, and those that it waits for behind them.
+        !kv.has_link()
+    }
+
     fn plan_next(
         &self,
         plan: &mut CudaPlan,

@@ -248,18 +248,20 @@ impl CudaKv {
         })
     }
 
+    pub(crate) fn has_link(&self) -> bool {
+        self.arena.n_threads > 0
+    }
+
     /// Threads that bring rows of pages that are far, if that is how they come.
     pub(crate) fn start_link(&self, device: &Device) -> Result<Option<Link>, DeviceError> {
-        let (Some((first, n)), true) = (self.far_heads(), self.arena.n_threads > 0) else {
+        let (Some((first, n)), true) = (self.far_heads(), self.has_link()) else {
             return Ok(None);
         };
         let half_page = self.page.bytes() / 2;
+        let pages = first..first + self.head_bytes() * n as u64;
         let (pages, sizes) = match self.codes.as_ref().map(|codes| codes.all(n)) {
             Some((codes, width)) => (codes, (width, width)),
-            None => {
-                let pages = first..first + self.head_bytes() * n as u64;
-                (pages, (half_page / PAGE_LEN, half_page))
-            }
+            None => (pages, (half_page / PAGE_LEN, half_page)),
         };
         let threads = (self.arena.n_threads, self.arena.fails_after);
         Link::start(device, threads, sizes, pages).map(Some)

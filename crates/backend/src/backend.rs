@@ -141,6 +141,11 @@ pub trait Backend: Chooser + Send + Sync + 'static {
         tables: &Self::Tables,
         layout: &BatchLayout,
     ) -> Result<(), DeviceError>;
+    /// Whether a pass over `kv` may be queued while the one before runs.
+    fn queues_behind(&self, kv: &Self::Kv) -> bool {
+        let _ = kv;
+        true
+    }
     /// The same for a batch whose rows are the output rows of the one before, and whose tokens are those
     /// that [`Backend::draw`] chooses there: `layout.tokens` says nothing. Nothing waits for them.
     fn plan_next(

@@ -362,7 +362,9 @@ impl<B: Backend> Forward for LoadedModel<B> {
     }
 
     fn runs_ahead(&self) -> bool {
-        self.backend.draws() && self.model.topk().is_none_or(TopK::may_be_queued)
+        self.backend.draws()
+            && self.backend.queues_behind(self.store.device())
+            && self.model.topk().is_none_or(TopK::may_be_queued)
     }
 
     fn queue(
