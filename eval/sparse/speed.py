@@ -1,12 +1,14 @@
 """Puts together what `cuda_bench FILE.json topk WORDS` wrote, and draws it.
 
     python3 speed.py --commit HASH --machine "one H200, ..." --out results.json [--svg steps.svg] [--bars bars.svg]
-        [--layer layer.svg] FILE...
+        [--layer layer.svg] [--points points.svg [--also RECORD]] FILE...
 
 A file may hold the reports of several runs, one behind the other, also those of `step`, which attend to everything.
 The plot has milliseconds of a step against the length of the context, a line for each policy, way over the link, and
 share of heads that turn; `--bars` has a bar for each policy, by residents, of the longest context; `--layer` what a
-layer's kernels take by `breakdown`, a bar for each policy.
+layer's kernels take by `breakdown`, a bar for each policy. `--points` has how many times as long as `auto` other policies take,
+by context and number of sequences, their rows brought by blocks of the device or by threads; with steps of an earlier
+record too.
 """
 import argparse
 import json
@@ -158,6 +160,54 @@ def stacks(found):
     return "\n".join(out + ["</svg>\n"])
 
 
+OTHERS = [("InfiniGen: prefetch only", "prefetch only"), ("page LRU: its rows only", "rows of page LRU")]
+WAYS = [("blocks", "rows brought as `auto`'s are"), ("threads=8", "by eight threads of the host")]
+ASKED = 3.24
+
+
+def points(found):
+    """A column for each context and number of sequences, and in it how many times `auto` others take."""
+    at = {}
+    for step in found:
+        if step["pages"] != "host" or step["heads_turn"] != "traced":
+            continue
+        place = (step["shape"], step["sequences"], step["tokens"])
+        whole = step.get("resident")
+        is_auto = step["policy"].startswith("auto (") and step.get("ahead") and step["way"] == "blocks"
+        name = ("auto", whole) if is_auto else (step["policy"], step["way"])
+        here = at.setdefault(place, {})
+        if name not in here or step["ms"] < here[name][0]:
+            here[name] = (step["ms"], whole)
+    places = sorted(place for place, here in at.items() if (OTHERS[0][0], "blocks") in here)
+    step_x = 780 / len(places)
+    x = lambda i: 64 + step_x * i
+    y = lambda times: 290 - 210 * math.log(times) / math.log(16)
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 335" font-family="sans-serif" font-size="11">',
+           '<rect width="860" height="335" fill="white"/>',
+           '<text x="10" y="18">how many times as long as `auto` a step takes</text>']
+    for times in (1, 2, 4, 8, 16):
+        out.append(f'<path d="M44 {y(times):.1f}H850" stroke="#ddd"/>'
+                   f'<text x="38" y="{y(times) + 4:.1f}" text-anchor="end">{times}</text>')
+    out.append(f'<path d="M44 {y(ASKED):.1f}H850" stroke="#333" stroke-dasharray="4 3"/>'
+               f'<text x="850" y="{y(ASKED) - 4:.1f}" text-anchor="end">{ASKED}</text>')
+    for i, (policy, name) in enumerate(OTHERS):
+        for j, (way, how) in enumerate(WAYS):
+            style = f'fill="{"white" if j else COLORS[i]}" stroke="{COLORS[i]}"'
+            row = 18 + 14 * (2 * i + j)
+            out.append(f'<circle cx="420" cy="{row - 4}" r="4" {style}/><text x="430" y="{row}">{name}, {how}</text>')
+            for k, place in enumerate(places):
+                if (policy, way) in at[place]:
+                    ms, whole = at[place][(policy, way)]
+                    times = ms / at[place][("auto", whole)][0]
+                    out.append(f'<circle cx="{x(k) + 8 * i - 4:.1f}" cy="{y(times):.1f}" r="4" {style}/>')
+    for k, (shape, n, tokens) in enumerate(places):
+        many = f"{n} of " if n > 1 else ""
+        out.append(f'<text x="{x(k):.1f}" y="308" text-anchor="middle" font-size="8">{many}{tokens // 1024}K</text>')
+        if k == 0 or places[k - 1][0] != shape:
+            out.append(f'<text x="{x(k) - 14:.1f}" y="328">{shape}</text>')
+    return "\n".join(out + ["</svg>\n"])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", required=True)
@@ -167,6 +217,8 @@ def main():
     parser.add_argument("--svg")
     parser.add_argument("--bars")
     parser.add_argument("--layer")
+    parser.add_argument("--points")
+    parser.add_argument("--also", help="an earlier record, whose steps are drawn by --points too")
     parser.add_argument("files", nargs="+")
     args = parser.parse_args()
     all_reports = [report for path in args.files for report in reports(path)]
@@ -185,6 +237,10 @@ def main():
     if args.bars:
         with open(args.bars, "w") as file:
             file.write(bars(found))
+    if args.points:
+        more = json.load(open(args.also))["steps"] if args.also else []
+        with open(args.points, "w") as file:
+            file.write(points(found + more))
     if args.layer and layers(all_reports):
         with open(args.layer, "w") as file:
             file.write(stacks(layers(all_reports)))
