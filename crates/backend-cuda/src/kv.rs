@@ -249,7 +249,7 @@ impl CudaKv {
     }
 
     pub(crate) fn has_link(&self) -> bool {
-        self.arena.n_threads > 0
+        self.arena.n_threads > 0 && self.arena.far.is_some()
     }
 
     /// Threads that bring rows of pages that are far, if that is how they come.

@@ -80,6 +80,8 @@ pub struct Executor<F> {
     /// Measures what the parts of a step take, if there is one.
     clock: Option<SharedClock>,
     n_steps: u64,
+    /// What passes took in the running step.
+    passing: Duration,
     /// The device's first fault. Afterwards nothing is done.
     poison: Option<String>,
 }
@@ -137,7 +139,7 @@ impl Known {
 
 impl<F: Forward> Executor<F> {
     /// An executor that knows no sequence. Everything it will ever need is allocated here, but for
-    /// what penalties remember.
+    /// tables and what penalties remember.
     pub fn new(forward: F, capacity: Capacity) -> Self {
         assert!(capacity.max_seqs > 0, "an executor without tables does nothing");
         assert!(capacity.page_len > 0, "a page holds at least one token");
@@ -155,6 +157,7 @@ impl<F: Forward> Executor<F> {
             scratch: Scratch::with_vocab(vocab),
             clock: None,
             n_steps: 0,
+            passing: Duration::ZERO,
             poison: None,
             forward,
             capacity,
@@ -185,6 +188,7 @@ impl<F: Forward> Executor<F> {
         arrivals: Option<&mut dyn Arrivals>,
     ) -> Result<Option<StepResult>, DeviceError> {
         self.n_steps += 1;
+        self.passing = Duration::ZERO;
         let early = self.early(plan, arrivals.is_some())?;
         for &seq in &plan.ended {
             self.forget(seq);
@@ -196,9 +200,8 @@ impl<F: Forward> Executor<F> {
         if !plan.copies.is_empty() {
             self.copy_pages(&plan.copies)?;
         }
-        let copied = self.now();
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        let copy_nanos = nanos(copied.saturating_sub(begin));
+        let copy_nanos = nanos(self.now().saturating_sub(begin));
         if plan.seqs.is_empty() {
             return Ok(Some(StepResult { copy_nanos, ..StepResult::default() }));
         }
@@ -221,7 +224,7 @@ impl<F: Forward> Executor<F> {
             Some(early) => self.take_early(plan, early)?,
         };
         // Waiting says nothing of what computing takes.
-        let compute_nanos = if is_awaiting { 0 } else { nanos(self.now().saturating_sub(copied)) };
+        let compute_nanos = if is_awaiting { 0 } else { nanos(self.passing) };
         Ok(Some(StepResult { sampled, failed, copy_nanos, compute_nanos }))
     }
 
@@ -243,6 +246,17 @@ impl<F: Forward> Executor<F> {
     /// The time, or always zero without a clock.
     fn now(&self) -> Duration {
         self.clock.as_ref().map_or(Duration::ZERO, |clock| clock.now())
+    }
+
+    /// Does what is part of a pass.
+    fn pass<T>(
+        &mut self,
+        part: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let begin = self.now();
+        let done = part(self)?;
+        self.passing += self.now().saturating_sub(begin);
+        Ok(done)
     }
 
     fn forget(&mut self, seq: SeqId) {
@@ -320,6 +334,17 @@ impl<F: Forward> Executor<F> {
         Ok(())
     }
 
+    /// Leaves the batch's logits; false if pages that come for it do not.
+    fn write_logits(&mut self, arrivals: Option<&mut dyn Arrivals>) -> Result<bool, DeviceError> {
+        let layout = self.batch.layout();
+        let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
+        let logits = &mut self.logits[..n_logits];
+        match arrivals {
+            None => self.forward.forward(layout, logits).map(|()| true),
+            Some(arrivals) => self.forward.forward_awaiting(layout, logits, arrivals),
+        }
+    }
+
     /// The forward pass of the batch, which is of `seqs`, while pages come if there are `arrivals`; `None` if they
     /// do not come. If these are all of a plan, the next pass may be queued too.
     fn compute(
@@ -327,28 +352,18 @@ impl<F: Forward> Executor<F> {
         seqs: &SeqSteps,
         (arrivals, is_all): (Option<&mut dyn Arrivals>, bool),
     ) -> Result<Option<Results>, DeviceError> {
-        let layout = self.batch.layout();
-        assert!(layout.n_rows() <= self.capacity.max_rows as usize, "more rows than planned for");
+        let n_rows = self.batch.layout().n_rows();
+        assert!(n_rows <= self.capacity.max_rows as usize, "more rows than planned for");
         let draws = if arrivals.is_none() { self.draws(seqs) } else { None };
         let tokens = match draws {
-            Some(draws) => {
-                self.forward.queue(self.batch.layout(), &draws, false)?;
-                Some(self.await_tokens(is_all.then_some(seqs), draws.len())?)
-            }
-            None => {
-                let layout = self.batch.layout();
-                let n_logits = layout.output_rows.len() * self.forward.vocab() as usize;
-                let logits = &mut self.logits[..n_logits];
-                match arrivals {
-                    None => self.forward.forward(layout, logits)?,
-                    Some(arrivals) => {
-                        if !self.forward.forward_awaiting(layout, logits, arrivals)? {
-                            return Ok(None);
-                        }
-                    }
-                }
-                None
-            }
+            Some(draws) => Some(self.pass(|this| {
+                this.forward.queue(this.batch.layout(), &draws, false)?;
+                this.await_tokens(is_all.then_some(seqs), draws.len())
+            })?),
+            None => match self.pass(|this| this.write_logits(arrivals))? {
+                true => None,
+                false => return Ok(None),
+            },
         };
         self.show_hidden(seqs)?;
         let mut results = match tokens {

@@ -13,7 +13,8 @@
 //!
 //! That is safe because everything on a device is in one order, and because the guess writes one place
 //! of each sequence only, the one after its last: nobody reads that before it is written again. It is
-//! also what top-k attention needs, which remembers what a pass decided: no token is computed twice.
+//! also what top-k attention needs, which remembers what a pass decided: no token is computed twice,
+//! unless its sequence gives way to others meanwhile.
 
 use nuthatch_backend::{DeviceError, Draw};
 use nuthatch_types::{SeqId, SeqStep, SeqSteps, Slot, StepPlan, TableChange, TokenId};
@@ -73,7 +74,7 @@ impl<F: Forward> Executor<F> {
             return Ok(Some(Early { rows, n, tokens: None }));
         }
         let mut tokens = vec![None; n];
-        self.forward.drawn(&mut tokens)?;
+        self.pass(|this| this.forward.drawn(&mut tokens))?;
         Ok(has_some.then_some(Early { rows, n, tokens: Some(tokens) }))
     }
 
@@ -112,7 +113,7 @@ impl<F: Forward> Executor<F> {
         let is_followed = tokens.is_none() && rows.iter().copied().eq((0..n).map(Some));
         let tokens = match tokens {
             Some(tokens) => tokens,
-            None => self.await_tokens(is_followed.then_some(&plan.seqs), n)?,
+            None => self.pass(|this| this.await_tokens(is_followed.then_some(&plan.seqs), n))?,
         };
         let (sampled, failed) = match others.is_empty() {
             true => Results::default(),

@@ -54,9 +54,10 @@ fn passes_that_are_queued_early_decide_the_same_on_a_gpu() {
                 decided_early.heads.checked_sub(decided.heads).expect("no less is decided");
             let n_answers = early.answers.iter().flatten().count() as u64 + N_CANCELLED;
             assert!(n_more <= n_answers * N_HEADS, "{what}: {decided_early:?}, {decided:?}");
+            let is_early = other.executor().n_ahead() > 0;
             if n_more == 0 {
                 assert_eq!(decided_early, decided, "{what}");
-                n_equal += 1;
+                n_equal += u32::from(is_early);
             }
             assert_eq!(engine.executor().n_ahead(), 0, "{what}");
             // Copies of rows would wait behind those for the pass after.
@@ -66,5 +67,6 @@ fn passes_that_are_queued_early_decide_the_same_on_a_gpu() {
         }
     }
     println!("{n_ahead} passes were queued early; {n_equal} runs decided the same to the last row");
-    assert!(n_ahead > 0);
+    // A few seeds may have none that end in time.
+    assert!(n_ahead > 0 && (n_equal > 0 || seeds().count() < 12));
 }
