@@ -69,7 +69,7 @@ pub struct StepResult {
     pub failed: Vec<SeqId>,
     /// What the plan's copies took, in nanoseconds; 0 when it was not measured.
     pub copy_nanos: u64,
-    /// What the pass took, in nanoseconds; 0 when it was not measured.
+    /// What its passes took, or the wait for one that was queued before, in nanoseconds; 0 when it was not measured.
     pub compute_nanos: u64,
 }
 
