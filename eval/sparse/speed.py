@@ -196,9 +196,10 @@ def points(found):
             row = 18 + 14 * (2 * i + j)
             out.append(f'<circle cx="420" cy="{row - 4}" r="4" {style}/><text x="430" y="{row}">{name}, {how}</text>')
             for k, place in enumerate(places):
-                if (policy, way) in at[place]:
-                    ms, whole = at[place][(policy, way)]
-                    times = ms / at[place][("auto", whole)][0]
+                ms, whole = at[place].get((policy, way), (0, None))
+                auto, _ = at[place].get(("auto", whole), (0, None))
+                if ms and auto:
+                    times = ms / auto
                     out.append(f'<circle cx="{x(k) + 8 * i - 4:.1f}" cy="{y(times):.1f}" r="4" {style}/>')
     for k, (shape, n, tokens) in enumerate(places):
         many = f"{n} of " if n > 1 else ""

@@ -14,8 +14,8 @@ use crate::offload::{FAR, POLICIES, least, seeds, simulate, topk};
 const N_HEADS: u64 = 4;
 const N_CANCELLED: u64 = 28;
 
-/// Requests that want logarithms are never ahead, so that both ways can be compared: tokens are the same, and
-/// about as much was decided. Without a driver nothing is judged, and the output shows it.
+/// Requests that want logarithms are never ahead, so that both ways can be compared: tokens are the same, in
+/// which decisions show, and no more was decided than for rows of who had ended. Without a driver nothing is judged, and the output shows it.
 #[test]
 fn passes_that_are_queued_early_decide_the_same_on_a_gpu() {
     let open = |far: Option<FarPages>| {
@@ -26,7 +26,7 @@ fn passes_that_are_queued_early_decide_the_same_on_a_gpu() {
         println!("SKIPPED: {error}");
         return;
     }
-    let (mut n_ahead, mut n_equal) = (0, 0);
+    let mut n_ahead = 0;
     for seed in seeds() {
         let policy = POLICIES[seed as usize % POLICIES.len()];
         let by_threads = FarPages { n_near: 5, n_threads: 3, ..FAR };
@@ -49,16 +49,14 @@ fn passes_that_are_queued_early_decide_the_same_on_a_gpu() {
             assert_eq!(tokens(&early.answers), tokens(&after.answers), "{what}");
             let [decided, decided_early] = [&engine, &other]
                 .map(|engine| engine.executor().forward().topk_stats().unwrap().policies[0]);
+            if other.executor().n_ahead() == 0 {
+                assert_eq!(decided_early, decided, "{what}");
+            }
             // Who has ended with one pass has a row in the next, if that was queued early.
             let n_more =
                 decided_early.heads.checked_sub(decided.heads).expect("no less is decided");
             let n_answers = early.answers.iter().flatten().count() as u64 + N_CANCELLED;
             assert!(n_more <= n_answers * N_HEADS, "{what}: {decided_early:?}, {decided:?}");
-            let is_early = other.executor().n_ahead() > 0;
-            if n_more == 0 {
-                assert_eq!(decided_early, decided, "{what}");
-                n_equal += u32::from(is_early);
-            }
             assert_eq!(engine.executor().n_ahead(), 0, "{what}");
             // Copies of rows would wait behind those for the pass after.
             let has_threads = far.is_some_and(|far| far.n_threads > 0);
@@ -66,7 +64,6 @@ fn passes_that_are_queued_early_decide_the_same_on_a_gpu() {
             n_ahead += other.executor().n_ahead();
         }
     }
-    println!("{n_ahead} passes were queued early; {n_equal} runs decided the same to the last row");
-    // A few seeds may have none that end in time.
-    assert!(n_ahead > 0 && (n_equal > 0 || seeds().count() < 12));
+    println!("{n_ahead} passes were queued early");
+    assert!(n_ahead > 0);
 }
